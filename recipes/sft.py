@@ -13,98 +13,51 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 
     sys.exit(main(["sft", *sys.argv[1:]]))
 
-import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
-from pathlib import Path
+from functools import partial
 
-import torch
-
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
-from llmrl.run.console import SFT_COLUMNS, Sample
-from llmrl.train.dealing import attention_share, deal_batch
+from llmrl.run.console import SFT_COLUMNS
+from llmrl.train.dealing import attention_share, deal_batch, deal_epochs
 from llmrl.train.distributed import Session
-from llmrl.train.evaluation import make_evaluators
-from llmrl.train.memory import GPU
-from llmrl.train.model_shape import model_shape
-from llmrl.train.models import load_model, load_tokenizer, meta_model
-from llmrl.train.plan import sft_plan, sft_steps
-from llmrl.train.run import Run
+from llmrl.train.evaluation import evaluators
+from llmrl.train.models import load_model
+from llmrl.train.plan import plan_recipe, read_data
+from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
-from llmrl.train.tasks import Task
-from llmrl.train.updater import make_updater, step_metrics
+from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
 
 
-def plan(config: SFTConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
-    """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
-
-    Loads the tokenizer and the data, no weights.
-    """
-    tokenizer = load_tokenizer(config, runs=runs)
-    with Session(config) as session:
-        shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        return sft_plan(config, session, tokenizer, tokenize_chats(config, tokenizer), shape, gpu)
-
-
-def run(config: SFTConfig, *, run_dir: Path, resume: bool = False, on_start: Callable[[], None] | None = None) -> int:
-    """Trains and returns the exit code: 0, or 130 after an interruption that left a checkpoint.
-
-    ``on_start`` is called on the first rank when all is loaded, before the first step.
-    """
-    with Session(config) as session, Run(config, session, run_dir, resume=resume, on_start=on_start) as run:
-        train(config, session, run)
-        return run.exit_code
-
-
 def train(config: SFTConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
-    tokenizer = load_tokenizer(run.source, runs=run.runs)
-    chats = tokenize_chats(config, tokenizer)
-    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    run.print_plan(f"sft · {chats.source}", sft_plan(config, session, tokenizer, chats, shape))
-    steps, steps_per_epoch = sft_steps(config, len(chats))
-
+    tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize_chats, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-    task = Task(config.env, tokenizer) if config.env else None
-    evaluator, stop_evaluator = make_evaluators(config, session, task, policy) if task else (None, None)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(len(chats)),
-        sampler=SamplerWithoutReplacement(),  # every conversation once per epoch, in another order each time
-        batch_size=config.batch_size,
-        generator=torch.Generator().manual_seed(config.seed),
-    )
-    buffer.extend(chats.as_rows())
+    buffer = deal_epochs(chats.as_rows(), config)
     share = attention_share(model)
 
-    with closing(task) if task else nullcontext():
+    with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
-        if evaluator:
-            run.evaluate_before(evaluator)
+        run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
             # 1. All ranks draw the same rows and train a part of them each: one more rank changes no number.
             batch, imbalance = deal_batch(session, buffer.sample(), share, everywhere=True)
 
             # 2. Micro-batches, loss, clipping, AdamW.
-            clock = time.perf_counter()
-            update = updater.step(loss, batch, step)
-            seconds = time.perf_counter() - clock
-            metrics = step_metrics([update], seconds) | updater.speed(seconds)
+            metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
             # 3. Evaluation. Problems of their own decide when to stop: those that are reported must not.
-            if stop_evaluator and step >= config.stop.after and step % config.stop.every == 0:
-                metrics |= run.evaluate(stop_evaluator)
-                if stop_evaluator.score >= config.stop.at_least:
-                    run.end_after_step()
-            if evaluator and run.due(config.eval.every):
-                metrics |= run.evaluate(evaluator)
+            metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
+            metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)
-    run.print_end([Sample(pieces, label="trained") for pieces in chats.samples(config.samples)], evaluator)
+    run.print_end(chats.samples(config.samples), evaluator)
+
+
+plan = partial(plan_recipe, tokenize_chats)
+run = partial(run_recipe, train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -9,12 +10,15 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+from tests.support.ray_cluster import cluster  # noqa: F401  a fixture of several folders
+
 # Set before torch and transformers are imported; child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
-for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS"):
+# With bytecode switched off, every process that a test starts would compile all that it imports.
+for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(_name, None)
 
 # A job in the background ignores Ctrl-C and one under nohup the end of its terminal, and so would all that it starts.
@@ -29,6 +33,10 @@ settings.load_profile("llmrl")
 def pytest_collection_modifyitems(items):
     """What takes minutes comes first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: item.path.name != "test_learning.py")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what lives as long as the tests themselves is not visited again by every collection
 
 
 def pytest_runtest_setup(item):

@@ -296,15 +296,15 @@ def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path,
 
 def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch):
     run = make_run(tmp_path)
-    (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef run(*a, **k):\n    calls.append((a, k))\n    return 0\n")
+    (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef evaluate(**k):\n    calls.append(k)\n    return 0\n")
     import toy_evaluate
 
     monkeypatch.setitem(sys.modules, "llmrl.run.evaluate", toy_evaluate)
     assert cli.main(["eval", "try1", "steps=9", "--json"]) == 0
-    ((positional, named),) = toy_evaluate.calls
-    assert [path.resolve() for path in positional] == [run.path]
-    assert named["checkpoint"].name == "step2"
-    assert (named["command"], named["config"].steps, named["as_json"]) == ("grpo", 9, True)
+    (given,) = toy_evaluate.calls
+    assert given["run"].path.resolve() == run.path
+    assert given["checkpoint"].name == "step2"
+    assert (given["config"].steps, given["as_json"]) == (9, True)
     assert cli.main(["eval", "try1", "--checkpoint", "step7"]) == 3
 
 
@@ -362,5 +362,5 @@ def test_a_reader_that_stops_early_is_not_an_error():
     script = "import sys; from llmrl.run.cli import main; sys.exit(main(['--help']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()  # nobody reads
-        assert child.wait(timeout=30) in (0, 120)
+        assert child.wait(timeout=120) in (0, 120)
         assert b"Traceback" not in child.stderr.read()

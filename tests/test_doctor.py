@@ -54,7 +54,7 @@ def test_it_imports_nothing_large_beside_torch():
         "large = {'vllm', 'ray', 'transformers', 'playwright', 'torchvision', 'datasets'} & set(sys.modules);"
         "print(sorted(large), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400)
     assert done.stderr.splitlines()[-1] == "[]"
 
 

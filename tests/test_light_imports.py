@@ -14,7 +14,7 @@ def run(code: str, *arguments: str) -> tuple[set[str], int]:
     """Which of the large packages ``code`` had loaded at its end, even if it left by sys.exit, and its exit code."""
     report = f"print(json.dumps([name for name in {HEAVY + EXTRAS} if name in sys.modules]), file=sys.stderr)"
     script = f"import atexit, json, sys\natexit.register(lambda: {report})\n{code}"
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)
     return set(json.loads(done.stderr.splitlines()[-1])), done.returncode
 
 
@@ -73,7 +73,7 @@ for name in names:
     importlib.import_module(name)
 print(json.dumps([before, state(), names]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     before, after, names = json.loads(done.stdout.splitlines()[-1])
     assert before == after

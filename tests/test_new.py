@@ -16,7 +16,7 @@ def test_what_is_written_passes_its_tests(tmp_path, monkeypatch, capsys):
         assert cli.main(["new", kind, f"my_{kind}"]) == 0
         assert f"pytest test_my_{kind}.py" in capsys.readouterr().out
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "9 passed" in ran.stdout
 

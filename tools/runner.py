@@ -139,7 +139,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             return call.error, "malformed"
         if call.name not in self.tools:
             hint, known = did_you_mean(str(call.name), self.tools), ", ".join(self.tools) or "none"
-            return f"There is no tool {call.name!r}.{hint} Tools: {known}.", "unknown"
+            return f"{call.name!r} is not a tool.{hint} Tools: {known}.", "unknown"
         if not isinstance(call.arguments, dict | None):
             kind = type(call.arguments).__name__
             return f"{call.name}: the arguments must be a JSON object: got a {kind}.", "malformed"

@@ -84,7 +84,7 @@ class CollectorOptions:
     weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None
     weight_sync_schemes: Mapping[str, Any] | None = None
     track_policy_version: Any = False
-    timeout_s: float = 60.0
+    timeout_s: float = 10.0
 
     @classmethod
     def of(cls, who: str, given: Mapping[str, Any], more: Sequence[str] = ()) -> CollectorOptions:
@@ -129,6 +129,16 @@ class CollectorOptions:
         if self.split_trajs:
             batch = split_trajectories(batch, prefix="collector")
         return batch if self.postproc is None else self.postproc(batch)
+
+    def extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
+        """Rows go into a buffer of rows one by one, also those of several envs; a grid gets them as they are."""
+        is_grid = getattr(getattr(self.replay_buffer, "storage", None), "ndim", 1) > 1
+        if one_step and is_grid:
+            self.replay_buffer.add(batch[..., 0])
+        elif is_grid or self.split_trajs or self.postproc is not None:
+            self.replay_buffer.extend(batch)
+        else:
+            self.replay_buffer.extend(batch.reshape(-1))
 
 
 class DataCollectorBase(abc.ABC):

@@ -78,7 +78,8 @@ class SyncDataCollector(DataCollectorBase):
         self._version = 0 if self._tracker is None else self._tracker.version
         self._weight_updater = registered(self.options.weight_updater, self)
         self._senders = self._make_senders()
-        self._step_counter = next((t for t in _transforms(self.env) if isinstance(t, StepCounter)), None)
+        transforms = self.env.transform.leaves() if isinstance(self.env, TransformedEnv) else ()
+        self._step_counter = next((t for t in transforms if isinstance(t, StepCounter)), None)
         self.next_id, self.id_stride = 0, 1  # of trajectories; worker i of n counts i, i + n, ..., which is unique
         self.before_step: Callable[[], None] | None = None  # called where weights may change: between two steps
         self._root: TensorDictBase | None = None  # where the next step begins
@@ -220,16 +221,8 @@ class SyncDataCollector(DataCollectorBase):
         return batch
 
     def _extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
-        """Rows go into a buffer of rows one by one, also those of several envs; a grid gets them as they are."""
-        options = self.options
-        is_grid = getattr(getattr(self.replay_buffer, "storage", None), "ndim", 1) > 1
         with self.background.step():  # a pause is one for the buffer too
-            if one_step and is_grid:
-                self.replay_buffer.add(batch[..., 0])
-            elif is_grid or options.split_trajs or options.postproc is not None:
-                self.replay_buffer.extend(batch)
-            else:
-                self.replay_buffer.extend(batch.reshape(-1))
+            self.options.extend(batch, one_step=one_step)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -373,10 +366,6 @@ def _make_env(create_env_fn: Any, options: CollectorOptions, who: str) -> EnvBas
             )
         env = env.append_transform(StepCounter(max_steps=limit))
     return env
-
-
-def _transforms(env: EnvBase) -> list[Any]:
-    return list(env.transform.leaves()) if isinstance(env, TransformedEnv) else []
 
 
 def _left_out(step: TensorDictBase, env: EnvBase, *, compact: bool) -> frozenset[tuple[str, ...]]:

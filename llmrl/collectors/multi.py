@@ -5,31 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import time
 import uuid
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import cloudpickle
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from tensordict import TensorDictBase
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.worker import DELIVERED, PRODUCED, STOP, Recipe
+from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
+from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
-from llmrl.weight_update import NoWeightSyncScheme, SharedMemWeightSyncScheme
+from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.weight_update import SharedMemWeightSyncScheme
 
 __all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector"]
 
-_DEVICES = ("device", "storing_device", "policy_device", "env_device")
 
-
-class _MultiDataCollector(DataCollectorBase):
+class _MultiDataCollector(PooledCollector):
     """Collectors in processes of their own, one for each env function.
 
     Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, of which
@@ -50,6 +48,7 @@ class _MultiDataCollector(DataCollectorBase):
     own_arguments += ("num_sub_threads", "cat_results", "preemptive_threshold")
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float | None = None
+    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
 
     def __init__(
         self,
@@ -64,45 +63,26 @@ class _MultiDataCollector(DataCollectorBase):
         num_sub_threads: int = 1,
         **options: Any,
     ):
-        super().__init__()
+        super().__init__(policy, policy_factory, options, self.own_arguments)
         who = type(self).__name__
-        if policy is not None and policy_factory is not None:
-            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
         makers = _makers(create_env_fn, num_workers, who)
         self.num_workers = len(makers)
-        self.options = CollectorOptions.of(who, options, self.own_arguments)
         if self.options.interruptor is not None:
             raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
-        self.total_frames = self.options.total_frames
         self._frames_of = self._divide_frames()
-        self.policy, self.replay_buffer = policy, self.options.replay_buffer
         self.update_at_each_batch = update_at_each_batch
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._is_started, self._delivered = False, 0
         self._shared_counters = torch.zeros(self.num_workers, 3, dtype=torch.int64).share_memory_()
-        schemes = self.options.weight_sync_schemes
-        if schemes is None:
-            by_default = policy_factory is not None or isinstance(policy, nn.Module)
-            schemes = {"policy": self._default_scheme()} if by_default else {}
-        self._updater = registered(self.options.weight_updater, self)
-        self._senders, ends = self._connect(schemes)
+        self._senders, ends = self._connect(self._schemes(policy_factory))
         recipes = self._recipes(makers, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends)
         self._pool = self._make_pool(recipes)
-        with self._pool.failing():
-            self._check_specs()
+        if self.sync:
+            with self._pool.failing():
+                self._check_equal_specs()
         if self.options.track_policy_version == "uuid":
             self._version = ""
             self._move_version(None, None)
-
-    # -- what the two kinds write --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _divide_frames(self) -> list[int]:
-        """The frames of a batch of each worker; sets ``frames_per_batch``."""
-
-    def _check_specs(self) -> None:
-        """Compares what the workers' envs declare."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -121,10 +101,7 @@ class _MultiDataCollector(DataCollectorBase):
         senders: dict[str, Any] = {}
         ends: list[dict[str, Any]] = [{} for _ in range(self.num_workers)]
         for model_id, scheme in schemes.items():
-            sender = senders[model_id] = scheme.create_sender()
-            sender.set_context(self, model_id)
-            if model_id == "policy" and isinstance(self.policy, nn.Module):
-                sender.register_model(self.policy)
+            sender = senders[model_id] = self._sender(model_id, scheme)
             for index in range(self.num_workers if scheme.per_worker else 0):
                 ours, theirs = multiprocessing.Pipe()
                 sender.register_worker(index, ours)
@@ -146,36 +123,20 @@ class _MultiDataCollector(DataCollectorBase):
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
             }
-            build = partial(self._builder(), parts, Packed(self.replay_buffer))
+            build = partial(self._builder(), parts, Packed(self._buffer_of_workers()))
             recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
         return recipes
 
     def _options_of(self, index: int) -> dict[str, Any]:
-        """The arguments of a worker's collector; without a buffer its batches are finished here."""
-        given = self.options
-        mine = {name: _at(getattr(given, name), index) for name in _DEVICES}
-        mine["create_env_kwargs"] = _at(given.create_env_kwargs, index)
-        mine |= {"frames_per_batch": self._frames_of[index]}
-        same = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
-        same += ("track_traj_ids", "compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version")
-        same += ("extend_buffer", "timeout_s")
-        mine |= {name: getattr(given, name) for name in same}
-        if self.replay_buffer is not None:
-            mine |= {"split_trajs": given.split_trajs, "postproc": given.postproc}
-            mine["init_random_frames"] = given.init_random_frames
-        elif given.init_random_frames:
-            mine["init_random_frames"] = math.ceil(given.init_random_frames / self.num_workers)
-        return mine
+        return super()._options_of(index) | {"storing_device": at(self.options.storing_device, index)}
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self._pool.close(timeout)
+    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._pool.ask(method, arguments)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def _grant(self, worker: Worker) -> None:
-        worker.begin()
-        worker.due += 1
-        worker.send("grant", 1)
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        return self._batches_of_all() if self.sync else self._batches_of_any()
 
     def _take(self, worker: Worker) -> TensorDictBase | None:
         self._pool.arrivals.remove(worker)
@@ -195,17 +156,15 @@ class _MultiDataCollector(DataCollectorBase):
     def _batches_of_all(self) -> Iterator[TensorDictBase | None]:
         """A batch of all workers' parts, again and again."""
         while not self._ended():
-            if self._is_started:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
-            self._pool.check_open("collect")
+            self._check_iterates()
             self._push_due_weights()
-            self._settle(self._senders.values())  # all of the batch is by the new weights
+            self._settle()  # all of the batch is by the new weights
             self._shared_counters[:, STOP] = 0
             for worker in self._pool.workers:
-                self._grant(worker)
+                self._pool.grant(worker)
             self._pool.wait(self._have_all_arrived, "collect its part of the batch")
             batches = [self._take(worker) for worker in self._pool.workers]
-            yield self._handed_out(None if self.replay_buffer is not None else _joined(batches, self.cat_results))
+            yield self._handed_out(None if batches[0] is None else joined(batches, self.cat_results))
 
     def _have_all_arrived(self) -> bool:
         arrived = sum(bool(worker.batches) for worker in self._pool.workers)
@@ -217,18 +176,9 @@ class _MultiDataCollector(DataCollectorBase):
     def _batches_of_any(self) -> Iterator[TensorDictBase | None]:
         """Batches of one worker each, in the order in which they come."""
         while True:
-            if self._is_started:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
-            under_way = sum(worker.due + len(worker.batches) for worker in self._pool.workers)
-            self._pool.check_open("collect")
+            self._check_iterates()
             self._push_due_weights()
-            for _ in range(2):
-                for worker in self._pool.workers:
-                    ahead = self._delivered + under_way * self.frames_per_batch
-                    if worker.due + len(worker.batches) < 2 and not 0 <= self.total_frames <= ahead:
-                        self._grant(worker)
-                        under_way += 1
-            if not under_way:
+            if not self._grant_ahead():
                 return
             self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
             batch = self._take(self._pool.arrivals[0])
@@ -239,29 +189,24 @@ class _MultiDataCollector(DataCollectorBase):
         if self.update_at_each_batch:
             self.update_policy_weights_()
 
-    def _shares(self) -> list[int]:
-        frames, count = self.options.frames_per_batch, self.num_workers
+    def _divide_frames(self) -> list[int]:
+        """The frames of a batch of each worker; sets ``frames_per_batch``."""
+        who, frames, count = type(self).__name__, self.options.frames_per_batch, self.num_workers
         if not isinstance(frames, int):
+            if not self.sync:
+                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
             if len(frames) != count:
                 raise ConfigError(
-                    f"{type(self).__name__}: frames_per_batch must have one number per worker: got {len(frames)} for "
-                    f"{count}."
+                    f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
                 )
             if self.cat_results == "stack" and len(set(frames)) > 1:
-                raise ConfigError(f"{type(self).__name__}: batches of {frames} frames do not stack: cat_results=-1.")
+                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
             self.frames_per_batch = sum(frames)
             return list(frames)
+        parts = count if self.sync else 1
         self.frames_per_batch = frames
-        self._check_division(count, "workers")
-        return [self.frames_per_batch // count] * count
-
-    def _same_frames(self) -> list[int]:
-        frames = self.options.frames_per_batch
-        if not isinstance(frames, int):
-            raise ConfigError(f"{type(self).__name__}: frames_per_batch is that of every batch: got {frames}.")
-        self.frames_per_batch = frames
-        self._check_division(1, "workers")
-        return [frames] * self.num_workers
+        self._check_division(parts, "workers")
+        return [self.frames_per_batch // parts] * count
 
     def _check_equal_specs(self) -> None:
         first = self._pool.workers[0].spec
@@ -275,17 +220,9 @@ class _MultiDataCollector(DataCollectorBase):
                     "MultiaSyncDataCollector for envs that differ."
                 )
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
-        produced = int(self._shared_counters[:, PRODUCED].sum())
-        delivered = int(self._shared_counters[:, DELIVERED].sum()) if self._is_started else self._delivered
-        ended = not self._pool.is_open
-        return {"produced": produced, "delivered": delivered, "dropped": produced - delivered if ended else 0}
-
-    @counters.setter
-    def counters(self, value: Mapping[str, int]) -> None:
-        self._delivered = value["delivered"]
+    def _counted(self) -> tuple[int, int]:
+        produced, delivered, _ = self._shared_counters.sum(0).tolist()
+        return produced, delivered
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -304,65 +241,37 @@ class _MultiDataCollector(DataCollectorBase):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        self._pool.ask("pause", [()] * self.num_workers)
+        self._pool.ask("pause")
         try:
             yield
         finally:
             for worker in self._pool.workers:
+                worker.since = time.monotonic()
                 worker.send("resume")
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         try:
             if self._pool.is_open or self._pool.failure is not None:
-                self._pool.ask("pause", [()] * self.num_workers)  # raises what a worker failed with
+                self._pool.ask("pause")  # raises what a worker failed with
         finally:
             self.shutdown(timeout=timeout, close_env=close_env)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_updater(self) -> Any:
-        return self._updater
-
-    def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
-        self._pool.check_open("take weights")
-        for model_id, weights in updates.items():
-            sender = self._senders.get(model_id)
-            if self._updater is not None and model_id == "policy":
-                self._updater.push_weights(weights, worker_ids)
-            elif sender is not None:
-                self._settle([sender])
-                named = sender.prepare(weights)
-                if model_id == "policy":
-                    sends = not isinstance(sender.scheme, NoWeightSyncScheme)
-                    self._move_version(sender.version + 1 if sends else None, worker_ids)
-                self._hand_over(sender, named, worker_ids)
-            elif model_id == "policy" and weights is None:
-                self.increment_version()
-            else:
-                raise ConfigError(
-                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
-                    f"for {list(self._senders)}."
-                )
+    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        named = sender.prepare(weights)
+        if sender.model_id == "policy":
+            self._move_version(sender.version + 1 if moves_version(sender) else None, worker_ids)
+        self._hand_over(sender, named, worker_ids)
 
     def _hand_over(self, sender: Any, named: Mapping[str, Any], worker_ids: Sequence[int] | None) -> None:
         sender.update_weights(named, worker_ids=worker_ids)
 
-    def _settle(self, senders: Iterable[Any]) -> None:
-        """Waits until the workers have the weights that were handed over."""
-        for sender in senders:
-            try:
-                sender.wait()
-            except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
-                with self._pool.failing():
-                    raise
-
     def increment_version(self) -> None:
-        """Called by a weight updater, when its workers have the weights."""
         self._move_version(None, None)
 
     def set_version(self, version: int | str) -> None:
-        self._settle(self._senders.values())
+        self._settle()
         super().set_version(version)
         for worker in self._pool.workers:
             worker.send("version", None, version)
@@ -378,27 +287,6 @@ class _MultiDataCollector(DataCollectorBase):
         for index in range(self.num_workers) if worker_ids is None else worker_ids:
             self._pool.workers[index].send("version", number, self._version)
 
-    # -- seeds and state -----------------------------------------------------------------------------------------------
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seeds the workers' envs and generators, each from the one before."""
-        for worker in self._pool.workers:
-            [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
-        return seed
-
-    def state_dict(self) -> dict[str, Any]:
-        self._settle(self._senders.values())
-        states = self._pool.ask("state_dict", [()] * self.num_workers)
-        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
-        return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        names = [f"worker{index}" for index in range(self.num_workers)]
-        if missing := [name for name in names if name not in state]:
-            raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
-        self._pool.ask("load_state_dict", [(state[name],) for name in names])
-        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
-
 
 class MultiSyncDataCollector(_MultiDataCollector):
     __doc__ = f"""{_MultiDataCollector.__doc__}
@@ -409,6 +297,8 @@ class MultiSyncDataCollector(_MultiDataCollector):
     preemptive_threshold  once this share of the workers has finished, the others stop; their missing rows are zeros
                           with the trajectory id -1
     """
+
+    sync = True
 
     def __init__(
         self,
@@ -429,27 +319,12 @@ class MultiSyncDataCollector(_MultiDataCollector):
         self.preemptive_threshold = preemptive_threshold
         super().__init__(create_env_fn, policy, **options)
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        return self._batches_of_all()
-
-    def _divide_frames(self) -> list[int]:
-        return self._shares()
-
-    def _check_specs(self) -> None:
-        self._check_equal_specs()
-
 
 class MultiaSyncDataCollector(_MultiDataCollector):
     __doc__ = f"""{_MultiDataCollector.__doc__}
     Yields  batches of ``frames_per_batch`` frames by one worker each, [T] or [P, T], first come, first served. Workers
             collect on while a batch is trained on, at most two batches ahead; so the policy may be some steps behind.
     """
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        return self._batches_of_any()
-
-    def _divide_frames(self) -> list[int]:
-        return self._same_frames()
 
 
 class aSyncDataCollector(MultiaSyncDataCollector):
@@ -489,15 +364,3 @@ def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:
             f"{num_workers}."
         )
     return list(create_env_fn)
-
-
-def _at(value: Any, index: int) -> Any:
-    """A worker's part of an argument that may be a list with one for each."""
-    return value[index] if isinstance(value, (list, tuple)) else value
-
-
-def _joined(batches: Sequence[TensorDictBase], how: Literal["stack"] | int) -> TensorDictBase:
-    out = TensorDict.maybe_dense_stack(list(batches), 0) if how == "stack" else torch.cat(list(batches), how)
-    if type(out) is TensorDict:
-        out.names = [*[None] * (out.batch_dims - 1), "time"]
-    return out

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from llmrl.collectors.worker import AHEAD
+from llmrl.collectors.worker_pool import FailingPool
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.replay_buffers.proxy import Answer, answer
 from llmrl.data.replay_buffers.ray_buffer import RayReplayBuffer
@@ -21,9 +23,8 @@ from llmrl.errors import ConfigError, DeadlineError, LLMRLError, WorkerError
 from llmrl.optional import require
 from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 
-__all__ = ["AHEAD", "ActorPool", "Member", "check_buffer", "check_room", "wanted_of"]
+__all__ = ["ActorPool", "Member", "check_room", "wanted_of"]
 
-AHEAD = 2  # batches of an actor that its owner can have asked for
 _START_S = 120.0  # for an actor to import its modules and to make its env
 _CLOSE_S = 10.0  # for the step under way to end; then actors are killed
 _PERIOD_S = 1.0  # after which actors that have not answered are looked at
@@ -156,8 +157,13 @@ class Member:
         self.has_ended = False  # its data, or its budget
         self.since = 0.0  # when it last did something
 
+    @property
+    def ahead(self) -> int:
+        """Batches that its owner has asked for and not taken."""
+        return len(self.due)
 
-class ActorPool:
+
+class ActorPool(FailingPool):
     """An actor for each of ``makers``, functions that build its collector there.
 
     who        names the owner in messages
@@ -178,25 +184,26 @@ class ActorPool:
         model_ids: Sequence[str],
         init: Mapping[str, Any] | None,
         timeout_s: float,
+        replay_buffer: Any = None,
     ) -> None:
-        self._who, self.timeout_s = who, timeout_s
+        check_buffer(replay_buffer, who)
+        self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
         if not ray.is_initialized():
             ray.init(**(init or {}))
         for config in configs:
             check_room(wanted_of({"num_cpus": 1, **config}), f"{who}: remote_configs")
-        self.failure: LLMRLError | None = None
-        self.is_open, self._is_started = True, False
-        self.members: list[Member] = []
+        self.is_open, self.is_started = True, False
+        self.workers: list[Member] = []
         actor_class = ray.remote(CollectorActor)
         with self.failing():
             for index, config in enumerate(configs):
                 options = {"num_cpus": 1, "max_concurrency": _THREADS, **config}
-                self.members.append(Member(index, actor_class.options(**options).remote()))
-            for member in self.members:
+                self.workers.append(Member(index, actor_class.options(**options).remote()))
+            for member in self.workers:
                 member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
-            building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.members, recipes, strict=True)}
+            building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
             while building:
                 member, built = self._first(building, "make its env and policy", _START_S)
                 building = {reference: other for reference, other in building.items() if other is not member}
@@ -206,7 +213,7 @@ class ActorPool:
 
     def name(self, member: Member) -> str:
         actor = member.handle._actor_id.hex()[:8]
-        return f"{self._who}: collector {member.index} of {len(self.members)} (Ray actor {actor}, {member.place})"
+        return f"{self._who}: collector {member.index} of {len(self.workers)} (Ray actor {actor}, {member.place})"
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -215,10 +222,10 @@ class ActorPool:
         member.due.append(member.handle.collect.remote())
         member.batches += 1
 
-    def take(self, members: Sequence[Member] | None = None) -> tuple[Member, int | None, Any]:
-        """The first batch that comes, of any of ``members``, and its frames; None for a member that has ended."""
+    def take(self) -> tuple[Member, int | None, Any]:
+        """The first batch that comes, of any member, and its frames; None for a member that has ended."""
         with self.failing():
-            pending = {m.due[0]: m for m in (self.members if members is None else members) if m.due}
+            pending = {m.due[0]: m for m in self.workers if m.due}
             member, found = self._first(pending, "collect a batch", self.timeout_s)
             frames, member.counters["produced"], batch = self._value(member, found, "collect a batch")
             member.due.popleft()
@@ -227,11 +234,14 @@ class ActorPool:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, *arguments: Any, of: Sequence[Member] | None = None) -> list[Any]:
-        """The answers of the actors, in their order."""
+    def ask(
+        self, method: str, arguments: Sequence[Sequence[Any]] | None = None, workers: Sequence[Member] | None = None
+    ) -> list[Any]:
+        """The answers of the actors, in their order, each to its own arguments."""
         self.check_open(method)
-        members = self.members if of is None else of
-        pending = {getattr(m.handle, method).remote(*arguments): m for m in members}
+        members = self.workers if workers is None else workers
+        arguments = [()] * len(members) if arguments is None else arguments
+        pending = {getattr(m.handle, method).remote(*given): m for m, given in zip(members, arguments, strict=True)}
         answers: dict[int, Any] = {}
         with self.failing():
             while pending:
@@ -290,20 +300,18 @@ class ActorPool:
 
     def start(self, limits: Mapping[str, int]) -> None:
         """Starts every collector, and a thread that warns of an actor that dies."""
-        if self._is_started or any(member.batches for member in self.members):
+        if self._replay_buffer is None:
+            raise ConfigError(f"{self._who}.start: actors write into a replay_buffer: give a RayReplayBuffer.")
+        if self.is_started or any(member.batches for member in self.workers):
             raise ConfigError(f"{self._who}.start: the collection has begun already.")
-        self.ask("start", limits)
-        self._is_started = True
+        self.ask("start", [(limits,)] * len(self.workers))
+        self.is_started = True
         threading.Thread(target=self._watch, name="llmrl-ray-watch", daemon=True).start()
-
-    @property
-    def is_started(self) -> bool:
-        return self._is_started
 
     def _watch(self) -> None:
         while self.is_open:
             try:
-                self._look_at(self.members, "collect in the background")
+                self._look_at(self.workers, "collect in the background")
             except LLMRLError as error:
                 if self.is_open:
                     self.failure = error
@@ -322,50 +330,43 @@ class ActorPool:
             if self.is_open:
                 self.ask("resume")
 
+    def finish(self, timeout: float | None = None) -> None:
+        """`close`. Raises what an actor failed with in the background."""
+        try:
+            if self.is_open or self.failure is not None:
+                self.ask("counters")
+        finally:
+            self.close(timeout)
+
     # --- life ---------------------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, int]:
         """ "produced" and "delivered", as the actors count them."""
-        if self.is_open and self._is_started:
-            for member, counters in zip(self.members, self.ask("counters"), strict=True):
+        if self.is_open and self.is_started:
+            for member, counters in zip(self.workers, self.ask("counters"), strict=True):
                 member.counters = counters
-        return {name: sum(m.counters[name] for m in self.members) for name in ("produced", "delivered")}
+        return {name: sum(m.counters[name] for m in self.workers) for name in ("produced", "delivered")}
 
-    def check_open(self, what: str) -> None:
-        if self.failure is not None:
-            raise type(self.failure)(str(self.failure)) from self.failure
-        if not self.is_open:
-            raise WorkerError(f"{self._who}: must be open to {what}: it was shut down.")
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Ends all actors where the block raises; what failed is raised by later calls too."""
-        try:
-            yield
-        except BaseException as error:
-            self.failure = error if isinstance(error, LLMRLError) else None
-            self._kill()
-            raise
-
-    def close(self, timeout: float | None = None) -> None:
-        """Ends the collectors, with their last counters, and the actors."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the collectors, with their last counters, and the actors; 0: the actors at once."""
         if not self.is_open:
             return
-        limit_s = _CLOSE_S if timeout is None else timeout
         self.is_open = False
-        ended = {member.handle.finish.remote(limit_s): member for member in self.members}
-        ready, _ = self._ray.wait(list(ended), num_returns=len(ended), timeout=limit_s + _PERIOD_S)
-        for reference in ready:
-            with contextlib.suppress(LLMRLError):  # it died, or did not end in time: it is killed either way
-                member = ended[reference]
-                member.counters = self._value(member, self._get(member, reference, "end"), "end")
+        limit_s = _CLOSE_S if timeout_s is None else timeout_s
+        ended = {member.handle.finish.remote(limit_s): member for member in self.workers if limit_s}
+        if ended:
+            ready, _ = self._ray.wait(list(ended), num_returns=len(ended), timeout=limit_s + _PERIOD_S)
+            for reference in ready:
+                with contextlib.suppress(LLMRLError):  # it died, or did not end in time: it is killed either way
+                    member = ended[reference]
+                    member.counters = self._value(member, self._get(member, reference, "end"), "end")
         self._kill()
 
     def _kill(self) -> None:
         self.is_open = False
         if self._ray.is_initialized():
-            for member in self.members:
+            for member in self.workers:
                 self._ray.kill(member.handle)
 
 

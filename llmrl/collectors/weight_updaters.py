@@ -212,7 +212,7 @@ class RayWeightUpdater(SenderWeightUpdater):
         remote_collectors: Sequence[Any],
         max_interval: int = 0,
         *,
-        timeout: float = 60.0,
+        timeout: float = 10.0,
     ):
         super().__init__(RayWeightSyncScheme(timeout=timeout), policy_weights, remote_collectors)
         self.max_interval = max_interval
@@ -237,7 +237,7 @@ class RPCWeightUpdater(SenderWeightUpdater):
         policy_weights: TensorDictBase | None,
         num_workers: int,
         *,
-        timeout: float = 60.0,
+        timeout: float = 10.0,
     ):
         workers = [(info, rref, collector_class) for info, rref in zip(collector_infos, collector_rrefs, strict=True)]
         super().__init__(RPCWeightSyncScheme(timeout=timeout), policy_weights, workers[:num_workers])
@@ -253,7 +253,7 @@ class DistributedWeightUpdater(SenderWeightUpdater):
         num_workers: int,
         sync: bool = True,
         *,
-        timeout: float = 60.0,
+        timeout: float = 10.0,
     ):
         scheme = DistributedWeightSyncScheme(sync=sync, timeout=timeout)
         super().__init__(scheme, policy_weights, [(store, rank) for rank in range(1, num_workers + 1)])

@@ -32,10 +32,10 @@ from llmrl.envs.batched import Declared
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
-__all__ = ["DELIVERED", "PRODUCED", "SLOTS", "STOP", "Closed", "Recipe", "WorkerLoop"]
+__all__ = ["AHEAD", "DELIVERED", "PRODUCED", "STOP", "Closed", "Recipe", "WorkerLoop"]
 __all__ += ["direct", "report", "serve", "shape_of", "spec_of"]
 
-SLOTS = 2  # batches of a worker that its owner can have at a time
+AHEAD = 2  # batches of a worker that its owner can have at a time
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
 
 
@@ -137,7 +137,7 @@ class WorkerLoop:
     def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
         """Through the shared memory, where the batch fits what the owner made from the first one."""
         if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
-            self._slot = (self._slot + 1) % SLOTS
+            self._slot = (self._slot + 1) % AHEAD
             for key, column in self._slots.columns.items():
                 column[self._slot].copy_(batch.get(key))
             self._send("batch", frames, self._slot)

@@ -5,6 +5,7 @@ A worker that raised, ended or does nothing ends them all; the error names it, a
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import multiprocessing
 import os
@@ -24,13 +25,13 @@ import cloudpickle
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.collectors.worker import PRODUCED, SLOTS, Recipe, serve, shape_of
-from llmrl.concurrency.process_monitor import process_state, wait_for_exit
+from llmrl.collectors.worker import AHEAD, PRODUCED, Recipe, serve, shape_of
+from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.envs.batched import keyed
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
-__all__ = ["CLOSE_S", "START_S", "Packed", "Worker", "WorkerPool", "main_module_hidden"]
+__all__ = ["CLOSE_S", "START_S", "FailingPool", "Packed", "Worker", "WorkerPool", "start_worker"]
 
 START_S = 120.0  # for processes to start and to make their envs, on a busy machine
 CLOSE_S = 5.0  # for envs to close; then their processes are killed
@@ -42,6 +43,7 @@ class Worker:
 
     def __init__(self, index: int, process: Any, connection: Connection):
         self.index, self.process, self.connection = index, process, connection
+        self.where = f"process {process.pid}"  # for messages
         self.batches: deque[tuple[int, TensorDictBase | None]] = deque()  # arrived, with their frames
         self.replies: deque[Any] = deque()
         self.spec: dict[str, Any] | None = None
@@ -55,9 +57,9 @@ class Worker:
             self.since = time.monotonic()
 
     @property
-    def where(self) -> str:
-        """For messages."""
-        return f"process {self.process.pid}"
+    def ahead(self) -> int:
+        """Batches that its owner has asked for and not taken."""
+        return self.due + len(self.batches)
 
     @property
     def descriptors(self) -> list[int]:
@@ -70,11 +72,8 @@ class Worker:
         return f"its process {process_state(self.process)}"
 
     def finish(self, deadline: float) -> None:
-        """Waits for its end, after it was told to close, and kills it at the deadline."""
-        wait_for_exit(self.process, max(0.0, deadline - time.monotonic()))
-        if self.process.exitcode is None:
-            self.process.kill()
-            wait_for_exit(self.process, CLOSE_S)
+        """Waits for its end, once it has been asked to close, and kills it at the deadline."""
+        end_process(self.process, max(0.0, deadline - time.monotonic()))
         self.connection.close()
 
     def take_in(self, frames: int, batch: TensorDictBase | int | None) -> None:
@@ -84,7 +83,7 @@ class Worker:
             batch = keyed(values, self._size)
             batch.names = [*[None] * (len(self._size) - 1), "time"]
         elif batch is not None and self.slots is None and (declared := shape_of(batch)):
-            self.slots, self._size = SharedRows(declared, SLOTS), batch.batch_size
+            self.slots, self._size = SharedRows(declared, AHEAD), batch.batch_size
             with contextlib.suppress(OSError):
                 self.connection.send(("share", self.slots))  # not by pickle alone, which would copy the memory
         self.batches.append((frames, batch))
@@ -102,7 +101,35 @@ class Worker:
             self.connection.send_bytes(data)
 
 
-class WorkerPool:
+class FailingPool(abc.ABC):
+    """Workers of which none goes on where one fails."""
+
+    _who: str
+    is_open: bool
+    failure: BaseException | None = None
+
+    def check_open(self, what: str) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure)) from self.failure
+        if not self.is_open:
+            raise WorkerError(f"{self._who}: must be open to {what}: it was shut down.")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Ends all workers where the block raises; what failed is raised by later calls too."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too: replies to come would be taken for those to the next request
+            self.failure = error if isinstance(error, LLMRLError) else None
+            self.close(0.0)
+            raise
+
+    @abc.abstractmethod
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends the workers; those that have not ended within ``timeout_s`` are killed."""
+
+
+class WorkerPool(FailingPool):
     """A process for each recipe.
 
     ``who`` names the collector in messages; ``counters`` int64[workers, 3] are shared with the workers. One that has
@@ -113,7 +140,6 @@ class WorkerPool:
         self._who, self._counters, self._timeout_s = who, counters, timeout_s
         self.workers: list[Worker] = []
         self.arrivals: list[Worker] = []  # whose batches arrived, the first one first
-        self.failure: BaseException | None = None
         self._asked = False  # a request that all workers answer, also those without a batch under way
         self._is_closing = False
         self.tick: Callable[[], None] = lambda: None  # called again and again while the pool waits
@@ -122,14 +148,9 @@ class WorkerPool:
             self._start(recipes)
 
     def _start(self, recipes: Sequence[Recipe]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["llmrl.collectors.worker"])  # then a worker starts in milliseconds
         for recipe in recipes:
-            ours, theirs = context.Pipe()
-            arguments = [theirs, os.getpid(), recipe, self._counters[recipe.index]]
-            process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{recipe.index}")
-            with main_module_hidden():
-                process.start()
+            ours, theirs = multiprocessing.Pipe()
+            process = start_worker(serve, [theirs, os.getpid(), recipe, self._counters[recipe.index]], recipe.index)
             for end in (theirs, *(end for _, end in recipe.schemes.values())):
                 end.close()  # the worker's end is in the worker alone: its death ends the connection
             self.workers.append(Worker(recipe.index, process, ours))
@@ -177,7 +198,8 @@ class WorkerPool:
         now = time.monotonic()
         for worker in self.workers:
             produced = int(self._counters[worker.index, PRODUCED])
-            if produced != worker.seen or self._is_idle(worker):
+            is_idle = worker.spec is not None and not worker.due and not self._asked
+            if produced != worker.seen or is_idle:
                 worker.seen, worker.since = produced, now
             if now - worker.since > limit_s:
                 raise DeadlineError(
@@ -185,25 +207,15 @@ class WorkerPool:
                     f"{process_state(worker.process)}; timeout_s is longer for envs whose steps take longer."
                 )
 
-    def _is_idle(self, worker: Worker) -> bool:
-        return worker.spec is not None and not worker.due and not self._asked
-
     def name(self, worker: Worker) -> str:
         return f"{self._who}: worker {worker.index} of {len(self.workers)} ({worker.where})"
 
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Ends all processes where the block raises; what failed is raised by later calls too."""
-        try:
-            yield
-        except BaseException as error:  # Ctrl-C too: replies to come would be taken for those to the next request
-            self.failure = error if isinstance(error, LLMRLError) else None
-            self.close(0.0)
-            raise
-
-    def ask(self, name: str, arguments: Sequence[Sequence[Any]], workers: Sequence[Worker] | None = None) -> list[Any]:
-        """The answers of the workers, which may be in the middle of a batch."""
+    def ask(
+        self, name: str, arguments: Sequence[Sequence[Any]] | None = None, workers: Sequence[Worker] | None = None
+    ) -> list[Any]:
+        """The answers of the workers, which may be in the middle of a batch, each to its own arguments."""
         workers = self.workers if workers is None else workers
+        arguments = [()] * len(workers) if arguments is None else arguments
         self.check_open(name)
         for worker, given in zip(workers, arguments, strict=True):
             worker.begin()
@@ -215,18 +227,17 @@ class WorkerPool:
             self._asked = False
         return [worker.replies.popleft() for worker in workers]
 
-    def check_open(self, what: str) -> None:
-        if self.failure is not None:
-            raise type(self.failure)(str(self.failure)) from self.failure
-        if not self._end.still_active():
-            raise WorkerError(f"{self._who}: must be open to {what}: it was shut down.")
+    def grant(self, worker: Worker) -> None:
+        """Asks for a batch."""
+        worker.begin()
+        worker.due += 1
+        worker.send("grant", 1)
 
     @property
     def is_open(self) -> bool:
         return self._end.still_active()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the processes; those that have not ended within ``timeout_s`` are killed."""
         if self.is_open:
             self._is_closing = True
             _end(self.workers, CLOSE_S if timeout_s is None else timeout_s)
@@ -257,16 +268,19 @@ def _unpacked(data: bytes) -> Packed:
     return Packed(cloudpickle.loads(data))
 
 
-@contextlib.contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """A process that starts inside the block does not run the main module again: cloudpickle sends what is needed."""
+def start_worker(serve: Callable[..., None], arguments: Sequence[Any], index: int) -> Any:
+    """A process of ``serve``, which does not run the main module again: cloudpickle sends what is needed of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([serve.__module__])  # then a worker starts in milliseconds
+    process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{index}")
     main = sys.modules["__main__"]
     saved = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
     main.__spec__ = None
     try:
-        yield
+        process.start()
     finally:
         vars(main).update(saved)
+    return process
 
 
 def _end(workers: Sequence[Worker], close_s: float = CLOSE_S) -> None:

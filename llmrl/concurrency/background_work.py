@@ -21,7 +21,7 @@ class BackgroundWork:
 
     who      the owner, for messages
     limit_s  longest that a step may take while others wait for its end
-    stopped  set when the work is to end: whoever takes steps looks at it before each
+    stopped  set when the work is to end: a thread that takes steps checks it before each
 
     >>> work, count = BackgroundWork("Example", limit_s=10), []
     >>> def steps():

@@ -6,7 +6,7 @@ import os
 import select
 import threading
 
-__all__ = ["OWNER", "follow", "follow_launcher"]
+__all__ = ["OWNER", "exit_after", "follow", "follow_launcher"]
 
 OWNER = "LLMRL_ENGINE_OWNER"  # the environment variable with the owner's process id, set for an engine's process
 
@@ -26,7 +26,7 @@ def follow(owner: int | None = None) -> None:
         os._exit(1)
     except OSError:
         return
-    threading.Thread(target=_exit_after, args=[process], name="llmrl-parent-watchdog", daemon=True).start()
+    exit_after(process, select.POLLIN)
 
 
 def follow_launcher() -> None:
@@ -35,8 +35,13 @@ def follow_launcher() -> None:
         follow(os.getppid())
 
 
-def _exit_after(process: int) -> None:
-    poller = select.poll()
-    poller.register(process, select.POLLIN)
-    poller.poll()
-    os._exit(1)  # there is no process left to report to
+def exit_after(descriptor: int, event: int) -> None:
+    """Ends this process at an ``event`` (of `select.poll`) of the file, also while the process hangs elsewhere."""
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(descriptor, event)
+        poller.poll()
+        os._exit(1)  # there is no process left to report to
+
+    threading.Thread(target=wait, name="llmrl-parent-watchdog", daemon=True).start()

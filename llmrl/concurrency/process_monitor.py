@@ -15,10 +15,11 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LogTail", "process_state", "remove_shared_memory", "shared_memory_of", "wait_for_exit"]
+__all__ = ["LogTail", "end_process", "process_state", "remove_shared_memory", "shared_memory_of", "wait_for_exit"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KEPT_LINES = 30
+_KILLED_S = 5.0  # for a killed process to be gone, on a busy machine
 _MAX_LINE = 500  # characters
 
 
@@ -101,6 +102,14 @@ def wait_for_exit(process: Any, seconds: float) -> None:
     process.join(seconds)
     while process.exitcode is None and time.monotonic() < end:
         time.sleep(0.005)  # another thread has collected the code and not stored it yet
+
+
+def end_process(process: Any, seconds: float) -> None:
+    """Waits at most ``seconds`` for a process that was asked to end; then kills it."""
+    wait_for_exit(process, seconds)
+    if process.exitcode is None:
+        process.kill()
+        wait_for_exit(process, _KILLED_S)
 
 
 def process_state(process: Any) -> str:

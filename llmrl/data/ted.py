@@ -69,22 +69,7 @@ class _Encoder(ABC):
         done = None if done is None else reduce_right(done, (grid.rows,))
         marked = grid.last() if done is None else grid.last() | done.to(torch.bool)
 
-        ends, shifted, plain = marked.clone(), [], []
-        for key in sorted(root.keys() & following.keys()):
-            now, then = root[key], following[key]
-            if _is_any(key, self._moved):
-                continue
-            if now.dtype != then.dtype or now.shape != then.shape:
-                plain.append(key)
-                continue
-            broken = ~marked
-            broken[:-1] &= ~_same_bits(now[1:], then[:-1])
-            if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
-                plain.append(key)
-            else:
-                shifted.append(key)
-                ends |= broken
-
+        ends, shifted, plain = self._observations(root, following, marked)
         entries, zeros, moved = {}, [], []
         for key, value in root.items():
             if key in shifted:
@@ -116,6 +101,29 @@ class _Encoder(ABC):
             "ends_without_done": unmarked,
         }
         return entries, ends, notes
+
+    def _observations(
+        self, root: dict[Key, Tensor], following: dict[Key, Tensor], marked: Tensor
+    ) -> tuple[Tensor, list[Key], list[Key]]:
+        """All ends, bool[N]: those ``marked``, and rows whose successor does not continue them; the entries that are
+        observations, and those that are in both places without being that.
+        """
+        ends, shifted, plain = marked.clone(), [], []
+        for key in sorted(root.keys() & following.keys()):
+            now, then = root[key], following[key]
+            if _is_any(key, self._moved):
+                continue
+            if now.dtype != then.dtype or now.shape != then.shape:
+                plain.append(key)
+                continue
+            broken = ~marked
+            broken[:-1] &= ~_same_bits(now[1:], then[:-1])
+            if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
+                plain.append(key)
+            else:
+                shifted.append(key)
+                ends |= broken
+        return ends, shifted, plain
 
     def _check(self, td: TensorDict) -> None:
         who = type(self).__name__

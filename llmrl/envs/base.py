@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
@@ -23,6 +23,8 @@ from llmrl.envs.utils import check_env_specs
 from llmrl.errors import ConfigError, RolloutError, ShapeError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from llmrl.envs.transforms.base import Transform
 
 __all__ = ["EnvBase"]
@@ -93,6 +95,13 @@ class EnvBase(EnvSpecs, abc.ABC):
 
         For entries that a reset does not write and that must not outlive their trajectory.
         """
+
+    def _array_step(
+        self, inputs: Mapping[NestedKey, np.ndarray], outputs: Mapping[NestedKey, np.ndarray]
+    ) -> Callable[[], bool] | None:
+        """``_step`` without tensordicts, for the processes of a `ParallelEnv`: a function that reads ``inputs``, writes
+        ``outputs``, arrays by declared key, and returns whether the env is done. None: ``_step`` is called."""
+        return None
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

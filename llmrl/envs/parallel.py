@@ -17,16 +17,17 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import multiprocessing
 
-from llmrl.concurrency.process_monitor import process_state, wait_for_exit
+from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.concurrency.processes import poll_timeout
+from llmrl.data.ragged.tensordicts import entry
 from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
-from llmrl.envs.parallel_worker import STEP, STEP_AND_RESTART, SharedRows, serve
+from llmrl.envs.parallel_worker import CLOSE, DONE, MESSAGE, RESTARTED, STEP, STEP_AND_RESTART, SharedRows, serve
 from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 
 __all__ = ["ParallelEnv"]
 
-_CLOSE = pickle.dumps(("close", ()))
+_MISSING = object()
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
 _CLOSE_S = 5.0  # for environments to close; then their processes are killed
 
@@ -56,7 +57,7 @@ class ParallelEnv(BatchedEnv):
         num_workers: int,
         create_env_fn: MakeEnv | Sequence[MakeEnv],
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = 10.0,
         start_timeout_s: float = 120.0,
         mp_start_method: str = "forkserver",
         **options: Any,
@@ -88,9 +89,10 @@ class ParallelEnv(BatchedEnv):
         self._given_device = self._device
         self._last: list[TensorDictBase | None] = [None] * self.num_workers
         self._is_started = self._restarts = self._is_restarted = False
-        self._connections: list[Connection] = []
+        self._requests: list[Connection] = []
+        self._replies: list[Connection] = []
         self._processes: list[Any] = []
-        self._end = Finalize(self, _end, [self._processes, self._connections], exitpriority=10)
+        self._end = Finalize(self, _end, [self._processes, self._requests, self._replies], exitpriority=10)
         with self._closed_on_error():
             for name in _UNREADABLE:  # tensordict writes "None" there, which it cannot read in a new interpreter
                 if os.environ.get(name) == "None":
@@ -102,18 +104,21 @@ class ParallelEnv(BatchedEnv):
             seed = torch.initial_seed()
             for recipe in recipes:
                 seed = next_seed(seed)
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=[theirs, os.getpid(), recipe, seed])
+                asked, asks = context.Pipe(duplex=False)
+                replies, answers = context.Pipe(duplex=False)
+                process = context.Process(target=serve, args=[asked, answers, os.getpid(), recipe, seed])
                 process.start()
-                theirs.close()  # the worker's end is in the worker alone: its death ends the connection
+                asked.close()  # the worker's ends are in the worker alone: its death ends the connections
+                answers.close()
                 self._processes.append(process)
-                self._connections.append(ours)
+                self._requests.append(asks)
+                self._replies.append(replies)
             self._sentinels = {process.sentinel: number for number, process in enumerate(self._processes)}
             self._pollers = [select.poll() for _ in recipes]  # each wakes for one reply, or for the end of any process
-            for connection, poller in zip(self._connections, self._pollers, strict=True):
-                for descriptor in (connection.fileno(), *self._sentinels):
+            for replies, poller in zip(self._replies, self._pollers, strict=True):
+                for descriptor in (replies.fileno(), *self._sentinels):
                     poller.register(descriptor, select.POLLIN)
-            return self._replies(range(self.num_workers), "make its env", "start_timeout_s")
+            return self._answers(range(self.num_workers), "make its env", "start_timeout_s")
 
     def _adopt(self, descriptions: Sequence[dict[str, Any]]) -> None:
         with self._closed_on_error():
@@ -123,9 +128,10 @@ class ParallelEnv(BatchedEnv):
             self._inputs = SharedRows({key: self._declared[key] for key in self._input_keys}, self.num_workers)
             self._outputs = SharedRows({key: self._declared[key] for key in self._step_keys}, self.num_workers)
             self._roots = SharedRows({key: self._declared[key] for key in self._reset_keys}, self.num_workers)
-            for number, connection in enumerate(self._connections):
-                connection.send(("share", (self._inputs, self._outputs, self._roots, number)))
-            self._replies(range(self.num_workers), "map the shared memory", "start_timeout_s")
+            for number, requests in enumerate(self._requests):
+                os.write(requests.fileno(), MESSAGE)
+                requests.send(("share", (self._inputs, self._outputs, self._roots, number)))
+            self._answers(range(self.num_workers), "map the shared memory", "start_timeout_s")
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         requests = {number: pickle.dumps(("call", (method, *given))) for number, given in enumerate(arguments)}
@@ -133,11 +139,12 @@ class ParallelEnv(BatchedEnv):
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         if self._declared is not None and self._shared(td):
-            self._is_restarted = self._restarts
             requests = dict.fromkeys(range(self.num_workers), STEP_AND_RESTART if self._restarts else STEP)
         else:
             requests = self._messages("step_row", dict(enumerate(self._input_rows(td))))
-        return self._results(self._ask(requests, "take a step"), requests, self._step_keys)
+        results = self._ask(requests, "take a step")
+        self._is_started, self._is_restarted = True, any(result is RESTARTED for result in results)
+        return self._results(results, requests, self._step_keys)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         self._restarts = True  # one round trip: a worker restarts what is done as soon as it has taken the step
@@ -166,7 +173,7 @@ class ParallelEnv(BatchedEnv):
     def _shared(self, td: TensorDictBase) -> bool:
         """Writes what a step reads into the shared memory; False where an entry does not fit it."""
         for key, column in self._inputs.columns.items():
-            value = td.get(key, None)
+            value = entry(td, key) if type(key) is str else td.get(key, None)
             if value is None or value.shape != column.shape or value.dtype != column.dtype:
                 return False
             column.copy_(value)
@@ -198,22 +205,28 @@ class ParallelEnv(BatchedEnv):
         with self._closed_on_error():
             try:
                 for number, request in requests.items():
-                    self._connections[number].send_bytes(request)
+                    self._send(number, request)
             except ConnectionError:
                 raise self._ended(number, what) from None
-            return self._replies(requests, what, "timeout_s")
+            return self._answers(requests, what, "timeout_s")
 
-    def _replies(self, numbers: Collection[int], what: str, limit: str) -> list[Any]:
+    def _send(self, number: int, request: bytes) -> None:
+        """One of the single bytes, or a pickled request."""
+        os.write(self._requests[number].fileno(), request if len(request) == 1 else MESSAGE)
+        if len(request) > 1:
+            self._requests[number].send_bytes(request)
+
+    def _answers(self, numbers: Collection[int], what: str, limit: str) -> list[Any]:
         """The results of these workers in order, within the seconds of the setting ``limit``."""
         deadline = time.monotonic() + self._times[limit]
         left_ms = poll_timeout(deadline)
-        replies: dict[int, Any] = {}
-        for number in numbers:
-            connection, poller = self._connections[number], self._pollers[number]
-            while number not in replies:
+        answers: dict[int, Any] = dict.fromkeys(numbers, _MISSING)
+        for number in reversed(answers):  # the last one asked is mostly the last to answer: one wait for all
+            descriptor, poller = self._replies[number].fileno(), self._pollers[number]
+            while answers[number] is _MISSING:
                 events = poller.poll(left_ms)
-                if events and events[0][0] == connection.fileno():  # the first of those that are polled
-                    replies[number] = self._taken(number, what)
+                if events and events[0][0] == descriptor:  # the first of those that are polled
+                    answers[number] = self._taken(number, what)
                     continue
                 left_ms = poll_timeout(deadline)
                 if events:  # a process has ended, maybe with an error to tell
@@ -221,16 +234,22 @@ class ParallelEnv(BatchedEnv):
                     self._taken(ended, what)
                     raise self._ended(ended, what)
                 elif time.monotonic() >= deadline:
-                    raise self._late([n for n in numbers if not self._connections[n].poll()], what, limit)
-        return list(replies.values())
+                    raise self._late([n for n in numbers if not self._replies[n].poll()], what, limit)
+        return list(answers.values())
 
     def _taken(self, number: int, what: str) -> Any:
         """The reply of a worker that has sent one."""
         try:
-            answer = self._connections[number].recv_bytes()
+            answer = os.read(self._replies[number].fileno(), 1)
+            if answer == DONE:
+                return None
+            if answer == RESTARTED:
+                return RESTARTED
+            if not answer:
+                raise EOFError
+            done, reply = self._replies[number].recv()
         except (EOFError, ConnectionError):
             raise self._ended(number, what) from None
-        done, reply = pickle.loads(answer) if answer else (True, None)
         if not done:
             raise WorkerError(f"{self._name(number)} must {what}: its env raised {reply[0]}\n\n{reply[1]}")
         return reply
@@ -266,16 +285,12 @@ def _remade(num_workers: int, makers: bytes, options: Mapping[str, Any]) -> Para
     return ParallelEnv(num_workers, cloudpickle.loads(makers), **options)
 
 
-def _end(processes: Sequence[Any], connections: Sequence[Connection]) -> None:
-    for connection in connections:
+def _end(processes: Sequence[Any], requests: Sequence[Connection], replies: Sequence[Connection]) -> None:
+    for connection in requests:
         with contextlib.suppress(OSError):
-            connection.send_bytes(_CLOSE)
+            os.write(connection.fileno(), CLOSE)
     deadline = time.monotonic() + _CLOSE_S
     for process in processes:
-        wait_for_exit(process, max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        if process.exitcode is None:
-            process.kill()
-            wait_for_exit(process, _CLOSE_S)
-    for connection in connections:
+        end_process(process, max(0.0, deadline - time.monotonic()))
+    for connection in (*requests, *replies):
         connection.close()

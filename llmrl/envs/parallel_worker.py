@@ -1,13 +1,13 @@
 """The process of an env of a `ParallelEnv`: `serve` makes the env and answers requests; `SharedRows` is shared memory.
 
-Requests and replies are pickled: ``(method, arguments)``; ``(True, result)`` or ``(False, (error, traceback))``. The
-most frequent ones are empty, which saves either side a read. Entries of declared form are in the shared memory, and not
-in messages.
+Requests and replies are single bytes on a pipe. `MESSAGE` says that a pickled one follows: ``(method, arguments)``;
+``(True, result)`` or ``(False, (error, traceback))``. Entries of declared form are in the shared memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import signal
@@ -23,16 +23,16 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.concurrency import parent_watchdog
-from llmrl.data.ragged.tensordicts import bare_tensordict
+from llmrl.data.ragged.tensordicts import bare_tensordict, entry
 from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
 from llmrl.envs.td_ops import any_row
 
-__all__ = ["DONE", "STEP", "STEP_AND_RESTART", "SharedRows", "serve"]
+__all__ = ["CLOSE", "DONE", "MESSAGE", "RESTARTED", "STEP", "STEP_AND_RESTART", "SharedRows", "serve"]
 
 _ALIGNMENT = 64  # bytes
-STEP_AND_RESTART = DONE = b""
-STEP = pickle.dumps(("step", ()))
+MESSAGE, STEP, STEP_AND_RESTART, CLOSE, DONE, RESTARTED = b"m", b"s", b"r", b"c", b"d", b"R"
+_METHODS = {STEP: "step", STEP_AND_RESTART: "step_and_restart"}
 
 
 class SharedRows:
@@ -92,22 +92,30 @@ class _Worker:
         self._inputs = {key: column[row] for key, column in inputs.columns.items()}
         self._outputs, self._roots = _cells(outputs, row), _cells(roots, row)
         self._resets = [cell for cell in self._outputs if cell[0] in roots.columns]
+        read, written = ({key: array for key, _, _, array in cells} for cells in (_cells(inputs, row), self._outputs))
+        self._step_in_place = self.env._array_step(read, written)
 
     def step(self) -> None:
         """From shared memory into shared memory."""
+        self._take_step()
+
+    def step_and_restart(self) -> bytes | None:
+        """A step; then what is done starts again, for which the owner need not ask."""
+        if not self._take_step():
+            return None
+        done = None if self._step_in_place is not None else entry(self._last, "done")
+        given = bare_tensordict({} if done is None or done.all() else {"_reset": done}, self.env.batch_size)
+        self._last = restart(self.env, given, self._last)
+        self._write(self._roots)
+        return RESTARTED
+
+    def _take_step(self) -> bool:
+        if self._step_in_place is not None:
+            return self._step_in_place()
         values = {key: value.clone() for key, value in self._inputs.items()}  # the env may keep what it gets
         self._step(keyed(values, self.env.batch_size))
         self._write(self._outputs)
-
-    def step_and_restart(self) -> None:
-        """A step; then what is done starts again, for which the owner need not ask."""
-        self.step()
-        done = self._last.get("done")
-        if any_row(done):
-            batch_size = self.env.batch_size
-            given = bare_tensordict({} if done.all() else {"_reset": done}, batch_size)
-            self._last = restart(self.env, given, self._last)
-            self._write(self._roots)
+        return any_row(entry(self._last, "done"))
 
     def step_row(self, td: TensorDictBase, shared: bool) -> TensorDictBase | None:
         """From a message into shared memory, or into the reply."""
@@ -138,7 +146,7 @@ class _Worker:
                 array[...] = value.numpy()  # the same at a third of the time, for small entries
 
 
-def serve(connection: Connection, owner: int, recipe: bytes, seed: int) -> None:
+def serve(requests: Connection, replies: Connection, owner: int, recipe: bytes, seed: int) -> None:
     """In the process: makes the env, by the pickled function ``recipe``, and answers requests until the owner closes or
     ends. ``seed`` is for the global generators, which forked processes would have in common.
     """
@@ -159,21 +167,23 @@ def serve(connection: Connection, owner: int, recipe: bytes, seed: int) -> None:
         return description
 
     with contextlib.suppress(EOFError, ConnectionError):  # the owner ended
-        connection.send_bytes(_reply(make))
-        while worker is not None:
-            request = connection.recv_bytes()
-            method, arguments = pickle.loads(request) if request else ("step_and_restart", ())
-            if method == "close":
-                break
-            connection.send_bytes(_reply(getattr(worker, method), *arguments))
+        _reply(replies, make)
+        while worker is not None and (request := os.read(requests.fileno(), 1)) not in (CLOSE, b""):
+            method, arguments = requests.recv() if request == MESSAGE else (_METHODS[request], ())
+            _reply(replies, getattr(worker, method), *arguments)
     if worker is not None:
         worker.env.close()
 
 
-def _reply(act: Callable[..., Any], *arguments: Any) -> bytes:
+def _reply(replies: Connection, act: Callable[..., Any], *arguments: Any) -> None:
     try:
         result = act(*arguments)
-        return DONE if result is None else pickle.dumps((True, result))
+        if result is None or result is RESTARTED:
+            os.write(replies.fileno(), result or DONE)
+            return
+        message = pickle.dumps((True, result))
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
-        return pickle.dumps((False, (text, traceback.format_exc())))
+        message = pickle.dumps((False, (text, traceback.format_exc())))
+    os.write(replies.fileno(), MESSAGE)
+    replies.send_bytes(message)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import DataError
-from llmrl.run.rollout_log import Rollout, TokenRecord, read_rollouts, read_tokens, rollout_files
+from llmrl.run.metrics import evenly
+from llmrl.run.rollout_log import Rollout, TokenRecord, ToolCallRecord, read_rollouts, read_tokens, rollout_files
 
 __all__ = ["rollouts_data"]
 
@@ -43,17 +46,21 @@ def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
     files = rollout_files(run_dir)
     if not files:
         return None
-    steps = _spread(list(files), _MAX_STEPS)
+    steps = evenly(list(files), _MAX_STEPS)
     groups = {step: _groups(run_dir, step) for step in steps}
     data: dict[str, Any] = {"steps": [], "num_steps": len(files), "rollouts": [], "vocabulary": {}, "control": []}
     data["num_rollouts"] = sum(len(group) for found in groups.values() for group in found)
+    max_tokens = min(_MAX_TOKENS, max_bytes // 2000)
+    records_of = cache(lambda step: _records(run_dir, step))
     room = max_bytes - 200
     ends_first = sorted(groups, key=lambda step: (step not in (steps[0], steps[-1]), step))
-    for group in _in_turn([groups[step] for step in ends_first]):
+    in_turn = zip_longest(*(groups[step] for step in ends_first))  # the first of each step, then the second of each
+    for group in (group for turn in in_turn for group in turn if group is not None):
         if room < max_bytes // 50:
             break
         rows = [_row(rollout, min(_MAX_CHARS, max_bytes // 64)) for rollout in group.values()]
-        words, control = _add_tokens(rows, run_dir, list(group), min(_MAX_TOKENS, max_bytes // 2000))
+        records = records_of(rows[0]["step"])
+        words, control = _add_tokens(rows, [records.get(place) for place in group], max_tokens)
         new = {number: text for number, text in words.items() if number not in data["vocabulary"]}
         size = _size(rows) + _size(new) + 8 * len(control)
         if size <= room:
@@ -86,54 +93,38 @@ def _groups(run_dir: Path, step: int) -> list[Group]:
     return [groups[number] for number in dict.fromkeys([*others[:1], *extremes, *others])]
 
 
-def _in_turn(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """The first of each list, then the second of each."""
-    return (item for turn in zip_longest(*lists) for item in turn if item is not None)
+def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
+    """A rollout without its tokens, or a tool call, as the page shows it."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, str):
+            return _cut(value, max_chars)
+        if isinstance(value, dict):
+            return {name: _rounded(number) for name, number in value.items()}
+        if isinstance(value, Sequence):
+            return [_row(call, max_chars) for call in value[:_MAX_CALLS]]
+        return _rounded(value) if isinstance(value, float) else value
+
+    values = {part.name: getattr(record, part.name) for part in fields(record) if part.name != "token_record"}
+    return {name: shown(value) for name, value in values.items()}
 
 
-def _row(rollout: Rollout, max_chars: int) -> dict[str, Any]:
-    calls = [
-        {
-            "turn": call.turn,
-            "name": call.name,
-            "arguments": _cut(call.arguments, max_chars),
-            "result": _cut(call.result, max_chars),
-            "outcome": call.outcome,
-            "seconds": _rounded(call.seconds),
-        }
-        for call in rollout.tool_calls[:_MAX_CALLS]
-    ]
-    return {
-        "step": rollout.step,
-        "group": rollout.group,
-        "prompt_id": rollout.prompt_id,
-        "prompt": _cut(rollout.prompt, max_chars),
-        "completion": _cut(rollout.completion, max_chars),
-        "reward": _rounded(rollout.reward),
-        "rewards": {name: _rounded(value) for name, value in rollout.rewards.items()},
-        "advantage": _rounded(rollout.advantage),
-        "stop_reason": rollout.stop_reason,
-        "version": rollout.version,
-        "tokens": rollout.tokens,
-        "tool_calls": calls,
-    }
+def _records(run_dir: Path, step: int) -> Mapping[int, TokenRecord]:
+    """The tokens of a step's conversations by their place; none of a file that cannot be read."""
+    try:
+        return read_tokens(run_dir, step)
+    except DataError:
+        return {}
 
 
 def _add_tokens(
-    rows: Sequence[dict[str, Any]], run_dir: Path, places: Sequence[int], max_tokens: int
+    rows: Sequence[dict[str, Any]], records: Sequence[TokenRecord | None], max_tokens: int
 ) -> tuple[dict[int, str], set[int]]:
-    """Adds "record" to the rows of conversations with tokens; returns the texts of their ids, and the special ones.
-
-    ``places`` are those of the rows among the conversations of their step.
-    """
+    """Adds "record" to the rows of conversations with tokens; returns the texts of their ids, and the special ones."""
     words: dict[int, str] = {}
     control: set[int] = set()
-    try:
-        records = read_tokens(run_dir, rows[0]["step"], places)
-    except DataError:
-        return words, control
-    for row, number in zip(rows, places, strict=True):
-        if (record := records.get(number)) is not None:
+    for row, record in zip(rows, records, strict=True):
+        if record is not None:
             head, tail = _ends(len(record.ids), max_tokens)
             row["record"] = _record(record, head, tail)
             for place in (*head, *tail):
@@ -183,10 +174,3 @@ def _size(value: Sequence[Any] | Mapping[Any, Any]) -> int:
     """Its characters in the page, where "<" is written as six."""
     text = json.dumps(value)
     return len(text) + 5 * text.count("<")
-
-
-def _spread(items: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of the items, evenly, the first and the last among them."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]

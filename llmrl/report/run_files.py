@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.run.yaml_source import Source
 
-__all__ = ["Row", "RunFiles", "one_line", "read_run"]
+__all__ = ["Row", "RunFiles", "flat_settings", "one_line", "read_run"]
 
 Row = dict[str, float | None]
 _SECRET = re.compile(r"(key|token|secret|password|credentials?)$|authorization", re.IGNORECASE)
@@ -61,7 +61,7 @@ def read_run(path: Path | str) -> RunFiles:
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     try:
-        settings = dict(_leaves(Source.read(run.config).data))
+        settings = flat_settings(Source.read(run.config).data)
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     rows = read_metrics(run.path) if run.metrics.is_file() else []
@@ -76,12 +76,15 @@ def _number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Each setting on one line, by its dotted name; what looks like a password is replaced."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            found |= flat_settings(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", one_line(_without_secrets(value, str(name)))
+            found[f"{prefix}{name}"] = one_line(_without_secrets(value, str(name)))
+    return found
 
 
 def one_line(value: Any) -> str:

@@ -19,7 +19,7 @@ from llmrl.report.run_files import read_run
 __all__ = ["ReportServer", "watch"]
 
 HOST = "127.0.0.1"
-SHARE = 0.05  # of a core, while the page is open
+SHARE = 0.01  # of a core, while the page is open, for the numbers and again for the rollouts
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -38,9 +38,10 @@ class ReportServer(ThreadingHTTPServer):
         self.run_dir = run_dir
         self.token = secrets.token_urlsafe(16)
         self._lock = threading.Lock()
-        self._read: tuple[Any, ...] | None = None  # the state of the files that was read last
+        self._parts: dict[str, Any] = {}
+        self._read: dict[str, tuple[Any, ...]] = {}  # for each part, the state of the files that was read last
+        self._next = {"report": 0.0, "rollouts": 0.0}
         self._made: dict[str, str] = {}
-        self._next = 0.0
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -54,22 +55,31 @@ class ReportServer(ThreadingHTTPServer):
     def content(self, name: str) -> tuple[str, str] | None:
         """The type and the text of ``""`` (the page) or ``"data"``; None for any other name.
 
-        The run is read again when its files have changed, but not so often that it takes more than `SHARE` of a core.
+        Its numbers are read again when the files have changed, but not so often that it takes more than `SHARE` of a
+        core; its rollouts likewise, and therefore more rarely.
         """
         if name not in ("", "data"):
             return None
         with self._lock:
-            found = _changes(self.run_dir)
-            if found != self._read and time.monotonic() >= self._next:
-                clock = time.thread_time()
-                try:
-                    data, rollouts = report_data(read_run(self.run_dir)), rollouts_of(self.run_dir)
-                except (LLMRLError, OSError) as error:  # it may be whole again the next time
-                    return "text/plain", f"{error}\n"
-                self._made = {"": page(data, rollouts, live=True)}
-                self._made["data"] = as_json({"report": data, "rollouts": rollouts})
-                self._read, self._next = found, time.monotonic() + (time.thread_time() - clock) / SHARE
+            try:
+                if self._read_part("report") | self._read_part("rollouts"):
+                    clock = time.thread_time()
+                    self._made = {"": page(*self._parts.values(), live=True), "data": as_json(self._parts)}
+                    self._next["report"] += (time.thread_time() - clock) / SHARE
+            except (LLMRLError, OSError) as error:  # it may be whole again the next time
+                return "text/plain", f"{error}\n"
         return ("text/html" if name == "" else "application/json"), self._made[name]
+
+    def _read_part(self, part: str) -> bool:
+        """True if the part has been read again."""
+        found = _changes(self.run_dir)
+        if found == self._read.get(part) or time.monotonic() < self._next[part]:
+            return False
+        clock = time.thread_time()
+        read = report_data(read_run(self.run_dir)) if part == "report" else rollouts_of(self.run_dir)
+        self._parts[part], self._read[part] = read, found
+        self._next[part] = time.monotonic() + (time.thread_time() - clock) / SHARE
+        return True
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -26,7 +26,7 @@ from llmrl.run.console.conversations import printable
 from llmrl.tools import load_tool
 from llmrl.train.distributed import Session
 from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.settings import ModelSource
+from llmrl.train.settings import ModelSource, SamplingSettings
 from llmrl.train.tasks import Task
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def chat(
     config: ModelSource,
     *,
     runs: Path,
-    tools: Sequence[str] = (),
-    system: str | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    seed: int | None = None,
+    tools: Sequence[str],
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    seed: int | None,
 ) -> int:
     """Reads what the user says from standard input until it ends, prints the answers as they are drawn, returns 0.
 
@@ -62,10 +62,9 @@ def chat(
             ConfigError for a tool that is not known
     """
     console, env = make_console(), getattr(config, "env", None)
-    run_sampling = getattr(config, "sampling", None)
-    sampling = {} if run_sampling is None else run_sampling.model_dump(exclude={"max_tokens"})
-    limit = max_tokens or (1024 if run_sampling is None else run_sampling.max_tokens)
-    sampling |= {"max_new_tokens": limit} | ({} if temperature is None else {"temperature": temperature})
+    sampling = getattr(config, "sampling", SamplingSettings()).generate_kwargs
+    sampling |= {"max_new_tokens": max_tokens} if max_tokens else {}
+    sampling |= {} if temperature is None else {"temperature": temperature}
     with Session(config) as session:
         tokenizer = load_tokenizer(config, runs=runs)
         own_tools = _tools(config, tokenizer, tools)

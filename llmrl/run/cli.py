@@ -39,7 +39,7 @@ from llmrl.errors import (
 )
 from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
-from llmrl.run.command_line import RUN, Parser
+from llmrl.run.command_line import RUN, Parser, option
 from llmrl.run.commands import COMMANDS
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.recipes import RECIPES, load_run
@@ -167,25 +167,31 @@ def _train(command: str, arguments: list[str]) -> int:
         return DONE
     _check_launched(loaded.config)
     name = path.stem if path else command
-    run = _on_all_ranks(lambda: _new_run(command, name, loaded, arguments, options.runs, options.name))
+    if options.resume and options.name is None:
+        raise ConfigError(f"llmrl {command}  --resume goes on with the run of a --name: give one")
+    given = (command, name, loaded, arguments, options.runs, options.name)
+    run = _on_all_ranks(lambda: (options.resume and _run_of_name(*given)) or _new_run(*given))
     with _lock(run):
-        resume = _num_restarts() > 0 and latest_checkpoint(run.path) is not None
-        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume)
+        goes_on = options.resume or _num_restarts() > 0
+        resume = goes_on and latest_checkpoint(run.path) is not None
+        if goes_on and not resume and _rank() == 0:  # what was logged comes again
+            run.metrics.unlink(missing_ok=True)
+            shutil.rmtree(run.rollouts, ignore_errors=True)
+        changes = {"on_start": lambda: _record(run, command, name, loaded, arguments)} if options.resume else {}
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, **changes)
 
 
 def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespace, Path | None, Loaded | None]:
     """The options of a training command, its recipe and its settings; None for both where ``--defaults`` is asked."""
     parser = Parser(
         f"{command} [RECIPE] [section.key=value ...] [options]",
-        (["items"], {"nargs": "*", "metavar": "RECIPE | section.key=value", "help": "a YAML file or packaged recipe"}),
-        (["--name"], {"help": "the run's folder under --runs; without it, the recipe's name and four digits"}),
-        (["--runs"], {"default": "runs", "metavar": "DIR", "help": "where runs are kept (default: runs)"}),
-        (["--dry-run"], {"action": "store_true", "help": "print the settings and the plan; write nothing"}),
-        (
-            ["--gpu"],
-            {"metavar": "NAME:COUNT", "help": "with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"},
-        ),
-        (["--defaults"], {"action": "store_true", "help": "print every setting, its default and its meaning"}),
+        option("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe"),
+        option("--name", help="the run's folder under --runs; without it, the recipe's name and four digits"),
+        option("--resume", action="store_true", help="go on with the run of that name, if it has begun"),
+        option("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)"),
+        option("--dry-run", action="store_true", help="print the settings and the plan; write nothing"),
+        option("--gpu", metavar="NAME:COUNT", help="with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"),
+        option("--defaults", action="store_true", help="print every setting, its default and its meaning"),
     )
     options = parser.parse(arguments)
     if options.defaults:
@@ -203,11 +209,11 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
 def _launch_all(arguments: list[str]) -> int:
     own = Parser(
         "launch grpo RECIPE rollout.gpus=N [section.key=value ...] [options], or launch resume RUN [...]",
-        (["command"], {"choices": ["grpo", "resume"]}),
-        (["--trainers"], {"type": int, "metavar": "N", "help": "ranks that train (default: a GPU each; on a CPU 1)"}),
-        (["--port"], {"type": int, "default": 8100, "help": "of the first server, the others follow (default: 8100)"}),
-        (["--wait"], {"type": float, "default": 1800, "metavar": "S", "help": "for servers to answer (default: 1800)"}),
-        (["--dry-run"], {"action": "store_true", "help": "print the plan and the commands; start nothing"}),
+        option("command", choices=["grpo", "resume"]),
+        option("--trainers", type=int, metavar="N", help="ranks that train (default: a GPU each; on a CPU 1)"),
+        option("--port", type=int, default=8100, help="of the first server, the others follow (default: 8100)"),
+        option("--wait", type=float, default=1800, metavar="S", help="for servers to answer (default: 1800)"),
+        option("--dry-run", action="store_true", help="print the plan and the commands; start nothing"),
     )
     options, rest = own.parse_known_args(arguments)
     if options.trainers is not None and options.trainers < 1:
@@ -222,7 +228,7 @@ def _launch_all(arguments: list[str]) -> int:
         changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # those of the start before are gone
         recipe, _, loaded = load_run(run, changes)
         if recipe is not RECIPES["grpo"]:
-            own.error(f"needs a run of grpo: {run.path} is none")
+            own.error(f"needs a run of grpo: {run.path} is a run of {run.read_info()['command']}")
         runs = run.path.parent
     return importlib.import_module("llmrl.run.launch").launch(
         RECIPES["grpo"].module,
@@ -245,8 +251,8 @@ def _check_launched(config: Any) -> None:
 
 
 def _resume(arguments: list[str]) -> int:
-    change = {"nargs": "*", "metavar": "section.key=value", "help": "settings to change, e.g. steps=400"}
-    options = Parser("resume RUN [section.key=value ...]", RUN, (["overrides"], change)).parse(arguments)
+    changes = option("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
+    options = Parser("resume RUN [section.key=value ...]", RUN, changes).parse(arguments)
     run = RunDir.open(options.run)
     with _lock(run):
         recipe, info, loaded = load_run(run, options.overrides)
@@ -271,11 +277,37 @@ def _resume(arguments: list[str]) -> int:
 def _new_run(
     command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str | None
 ) -> RunDir:
-    launch = _launch()
-    if _num_restarts() and (begun := _begun_by(launch, Path(root))) is not None:
+    if _num_restarts() and (begun := _begun_by(_launch(), Path(root))) is not None:
         return begun
-    text = dump_config(loaded.config, loaded.origins)
-    run = RunDir.create(recipe, text, root=root, name=name)
+    run = RunDir.create(recipe, dump_config(loaded.config, loaded.origins), root=root, name=name)
+    try:
+        _record(run, command, recipe, loaded, arguments)
+    except RunFolderError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _run_of_name(
+    command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str
+) -> RunDir | None:
+    """The run to go on with, which may have been killed before it had its first file; None where there is none.
+
+    Raises  ConfigError if it is of another command, or of settings that a resumed run cannot change
+    """
+    run = RunDir(Path(root) / name)
+    if not run.path.is_dir():
+        return None
+    if not run.info.exists():
+        _record(run, command, recipe, loaded, arguments)
+    if (other := run.read_info().get("command")) != command:
+        raise ConfigError(f"--name  {run.path} is a run of {other}: choose another name for one of {command}")
+    _check_fixed(run, RECIPES[command].settings(), loaded.config)
+    return run
+
+
+def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: Sequence[str]) -> None:
+    """Writes the settings and what was asked into the run's folder."""
     info = {
         "command": command,
         "recipe": recipe,
@@ -285,27 +317,17 @@ def _new_run(
         "python": sys.version.split()[0],
         "origins": loaded.origins,
         "defaults": {s.name: s.default for s in settings(type(loaded.config)) if s.name in loaded.origins},
-        "launch": launch,
+        "launch": _launch(),
     }
-    try:
-        run.write_config(text)
-        run.write_info(info)
-    except RunFolderError:
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    return run
+    run.write_config(dump_config(loaded.config, loaded.origins))
+    run.write_info(info)
 
 
 def _begun_by(launch: str, root: Path) -> RunDir | None:
-    """The run that this launch began before its launcher restarted the ranks, with its logs emptied if it has no
-    checkpoint to go on from.
-    """
+    """The run that this launch began before its launcher restarted the ranks."""
     for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
         with suppress(ConfigError):
             if run.read_info().get("launch") == launch:
-                if latest_checkpoint(run.path) is None:
-                    run.metrics.unlink(missing_ok=True)
-                    shutil.rmtree(run.rollouts, ignore_errors=True)
                 return run
     return None
 

@@ -8,19 +8,27 @@ from typing import Any, NoReturn
 
 from llmrl.errors import ConfigError, closest
 
-__all__ = ["JSON", "RUN", "Parser"]
+__all__ = ["JSON", "RUN", "Option", "Parser", "option"]
 
-RUN = (["run"], {"help": "a run's folder, or its name in runs/"})
-JSON = (["--json"], {"action": "store_true", "help": "print one JSON object"})
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An option of a command, as argparse's ``add_argument`` takes it."""
+    return names, settings
+
+
+RUN = option("run", help="a run's folder, or its name in runs/")
+JSON = option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, that lets options stand between settings and suggests near names."""
 
-    def __init__(self, usage: str, *arguments: tuple[list[str], dict[str, Any]]):
+    def __init__(self, usage: str, *options: Option):
         super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
-        for flags, options in arguments:
-            self.add_argument(*flags, **options)
+        for names, settings in options:
+            self.add_argument(*names, **settings)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_intermixed_args(arguments)

@@ -1,4 +1,5 @@
-"""``llmrl eval RUN``: a checkpoint's answers to held-out problems, one greedy one or several sampled ones to each."""
+"""``llmrl eval RUN``: a checkpoint's answers to held-out problems, one greedy one or several sampled ones to each; for
+a reward model, the share of held-out pairs that it ranks right."""
 
 from __future__ import annotations
 
@@ -9,48 +10,59 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from llmrl.envs.llm.answers import extract_tags, last_boxed, normalize_answer
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.modules.llm.reward_scorer import RewardScorer
+from llmrl.objectives.llm import RewardLoss
 from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
+from llmrl.run.run_dir import RunDir
+from llmrl.train.dealing import attention_share
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.preference_data import held_out_pairs
+from llmrl.train.preference_settings import RewardConfig
+from llmrl.train.reward_model import PairEvaluator, load_reward_model
 from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
 from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.updater import make_updater
 
-__all__ = ["run", "sample_metrics"]
+__all__ = ["evaluate", "sample_metrics"]
 
 Answers = Sequence[tuple[Sequence[float], Sequence[str]]]
 
 
-def run(
-    run_dir: Path,
+def evaluate(
+    run: RunDir,
     *,
-    command: str,
-    config: SFTConfig | GRPOConfig,
+    config: SFTConfig | GRPOConfig | RewardConfig,
     checkpoint: Path,
-    data: Sequence[str] = (),
-    samples: int = 1,
-    temperature: float | None = None,
-    as_json: bool = False,
+    data: Sequence[str],
+    samples: int,
+    temperature: float | None,
+    as_json: bool,
 ) -> int:
     """Prints the scores of ``checkpoint``, a line or a JSON object for each set of problems, and returns 0.
 
     ``data``         files or hub names, with ``:SPLIT`` for another split; none: what the run was measured on
     ``samples``      answers to each problem; more than one are sampled with ``temperature``: the run's, or 1
 
-    Raises  ConfigError if the run's settings name no task or no problems to measure on; DataError if the checkpoint is
-            not as it was written
+    Raises  ConfigError if the run's settings name no task, or no problems or pairs to measure on; DataError if the
+            checkpoint is not as it was written
     """
-    if command == "reward":
-        raise ConfigError(f"llmrl eval: a reward model is measured while it trains: llmrl show {run_dir}")
+    command, run_dir = run.read_info()["command"], run.path
     if samples < 1:
         raise ConfigError(f"--samples  must be at least 1: got {samples}")
+    if isinstance(config, RewardConfig):
+        if samples > 1 or temperature is not None:
+            raise ConfigError("--samples, --temperature  are for models that answer: a reward model ranks pairs")
+        return _rank_pairs(run_dir, config, checkpoint, _asked(config.eval, data), as_json=as_json)
     sets = _sets(run_dir, command, config, data)
     if temperature is None:
         temperature = 0.0 if samples == 1 else config.sampling.temperature if isinstance(config, GRPOConfig) else 1.0
@@ -81,18 +93,54 @@ def run(
     return 0
 
 
+def _rank_pairs(
+    run_dir: Path, config: RewardConfig, checkpoint: Path, sets: Sequence[EvalSettings], *, as_json: bool
+) -> int:
+    check_files(checkpoint)
+    with Session(config) as session:
+        source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
+        tokenizer = load_tokenizer(source, runs=run_dir.parent)
+        pairs = [held_out_pairs(config.model_copy(update={"eval": settings}), tokenizer)[0] for settings in sets]
+        if None in pairs:
+            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; say --data FILE")
+        model = load_reward_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
+        updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
+        loss = RewardLoss(updater.scorer, **config.reward.model_dump())
+        for settings, held_out in zip(sets, pairs, strict=True):
+            started = time.perf_counter()
+            options = {"split": settings.split, "share": attention_share(model)}
+            evaluator = PairEvaluator(session, updater, loss, held_out.as_rows(), **options)
+            mean = evaluator.run()
+            if session.is_first:
+                found = {
+                    "run": str(run_dir),
+                    "checkpoint": checkpoint.name,
+                    "dataset": settings.dataset,
+                    "split": settings.split,
+                    "rows": len(held_out),
+                    "mean": mean,
+                    "interval": interval(mean, evaluator.metrics["eval/pairs/std"], len(held_out)),
+                }
+                _print(session, evaluator, found, checkpoint, time.perf_counter() - started, as_json=as_json)
+    return 0
+
+
+def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
+    """The settings of each set that was asked for."""
+    if not data:
+        return [settings]
+    parts = [name.rpartition(":") if not Path(name).exists() else (name, "", "") for name in data]
+    named = [(name, split) if name else (split, settings.split) for name, _, split in parts]
+    return [settings.model_copy(update={"dataset": name, "split": split or "test"}) for name, split in named]
+
+
 def _sets(
     run_dir: Path, command: str, config: SFTConfig | GRPOConfig, data: Sequence[str]
 ) -> list[tuple[EvalSettings, Sequence[Mapping[str, Any]]]]:
     """The problems of each set that was asked for, and the settings that name it."""
     if config.env is None:
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say env=...")
-    asked = [config.eval]
-    if data:
-        parts = [name.rpartition(":") if not Path(name).exists() else (name, "", "") for name in data]
-        named = [(name, split) if name else (split, config.eval.split) for name, _, split in parts]
-        asked = [config.eval.model_copy(update={"dataset": name, "split": split or "test"}) for name, split in named]
-    sets = [(settings, eval_rows(config.env, settings)) for settings in asked]
+    sets = [(settings, eval_rows(config.env, settings)) for settings in _asked(config.eval, data)]
     if any(rows is None for _, rows in sets):
         raise ConfigError(
             f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say eval.dataset=..."
@@ -153,7 +201,13 @@ def _final_answer(text: str) -> str:
 
 
 def _print(
-    session: Session, evaluator: Evaluator, found: Mapping[str, Any], checkpoint: Path, seconds: float, *, as_json: bool
+    session: Session,
+    evaluator: Evaluator | PairEvaluator,
+    found: Mapping[str, Any],
+    checkpoint: Path,
+    seconds: float,
+    *,
+    as_json: bool,
 ) -> None:
     if as_json:
         print(json.dumps(found))
@@ -168,7 +222,7 @@ def _print(
         session.console,
         [
             f"{name} {average}{found['mean']:.3f}{bounds}{called}",
-            f"{found['rows']} problems{lost}",
+            f"{found['rows']} {'problems' if isinstance(evaluator, Evaluator) else 'pairs'}{lost}",
             format_duration(seconds),
         ],
         facts=[("samples", " · ".join(others))] if others else [],

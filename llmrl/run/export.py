@@ -24,6 +24,8 @@ from llmrl.run.show import changes
 from llmrl.train.distributed import Session
 from llmrl.train.lora import ADAPTER, base_of, is_adapter
 from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.preference_settings import RewardConfig
+from llmrl.train.reward_model import load_reward_model
 from llmrl.train.settings import ModelSource
 
 __all__ = ["export"]
@@ -37,10 +39,10 @@ def export(
     *,
     config: ModelSource,
     checkpoint: Path,
-    dtype: str = "bfloat16",
-    merge: bool = False,
-    push: str | None = None,
-    public: bool = False,
+    dtype: str,
+    merge: bool,
+    push: str | None,
+    public: bool,
 ) -> int:
     """Writes ``folder``: weights in ``dtype``, tokenizer, chat template, generation config, README.md; returns 0.
 
@@ -57,12 +59,13 @@ def export(
     has_adapters = (checkpoint / ADAPTER).is_dir()
     if merge and not has_adapters:
         raise ConfigError(f"--merge  adds adapters to a model: the checkpoint {checkpoint} has none; leave it out")
-    adapters = has_adapters and not merge
+    adapters, judges = has_adapters and not merge, isinstance(config, RewardConfig)
     check_files(checkpoint)
     with _whole_or_absent(folder) as draft:
         if adapters:
             _cast_files(checkpoint / ADAPTER, draft, dtype)
-            _copy(checkpoint, draft, {"config.json", "generation_config.json"})
+            kept = {"config.json"} if judges else set()  # which says that there is one label
+            _copy(checkpoint, draft, {"config.json", "generation_config.json"} - kept)
         else:
             if is_adapter(str(checkpoint)):
                 _merge(config, checkpoint, run.path.parent, draft, dtype)
@@ -72,16 +75,13 @@ def export(
             _set_dtype(draft / "config.json", dtype)
         if (draft / "generation_config.json").exists():
             _set_generation(draft, config, checkpoint)
-        (draft / "README.md").write_text(
-            _card(run, config, folder.name, checkpoint, adapters=has_adapters and not merge)
-        )
+        (draft / "README.md").write_text(_card(run, config, folder.name, checkpoint, adapters=adapters))
     summary = [f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:.1f} MiB in {dtype}"]
     if push is not None:
         summary.append(_push(folder, push, private=not public))
-    load = "peft.AutoPeftModelForCausalLM" if has_adapters and not merge else "transformers.AutoModelForCausalLM"
-    print_summary(
-        make_console(), summary, files=str(folder), facts=[("load", f"{load}.from_pretrained({str(folder)!r})")]
-    )
+    package, kind, options = _how_to_load(config, adapters=adapters)
+    load = f"{package}.{kind}.from_pretrained({str(folder)!r}{options})"
+    print_summary(make_console(), summary, files=str(folder), facts=[("load", load)])
     return 0
 
 
@@ -126,7 +126,8 @@ def _merge(config: ModelSource, checkpoint: Path, runs: Path, draft: Path, dtype
     source = config.model_copy(update={"model": str(checkpoint), "lora": None})
     with Session(source) as session:
         tokenizer = load_tokenizer(source, runs=runs)
-        model = load_model(source, tokenizer, session, runs=runs, checked=True)
+        load = load_reward_model if isinstance(config, RewardConfig) else load_model
+        model = load(source, tokenizer, session, runs=runs, checked=True)
         model.to(dtype=getattr(torch, dtype)).save_pretrained(draft)
 
 
@@ -182,14 +183,20 @@ def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adap
     text += ["Settings that were given:", ""]
     for setting, place in sorted(info.get("origins", {}).items()):
         text.append(f"- {_code(f'{setting}: {_value(config, setting)}')} ({place})")
-    package, kind = ("peft", "AutoPeftModelForCausalLM") if adapters else ("transformers", _auto_class(info))
+    package, kind, options = _how_to_load(config, adapters=adapters)
     text += ["", "```python", f"from {package} import {kind}", "from transformers import AutoTokenizer", ""]
-    text += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})", f"model = {kind}.from_pretrained({name!r})"]
+    text += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})"]
+    text += [f"model = {kind}.from_pretrained({name!r}{options})"]
     return "\n".join([*head, *text, "```", ""])
 
 
-def _auto_class(info: Mapping[str, Any]) -> str:
-    return "AutoModelForSequenceClassification" if info["command"] == "reward" else "AutoModelForCausalLM"
+def _how_to_load(config: ModelSource, *, adapters: bool) -> tuple[str, str, str]:
+    """The package, its class, and what ``from_pretrained`` needs beside the folder."""
+    judges = isinstance(config, RewardConfig)
+    kind = "ForSequenceClassification" if judges else "ForCausalLM"
+    if not adapters:
+        return "transformers", f"AutoModel{kind}", ""
+    return "peft", f"AutoPeftModel{kind}", ", num_labels=1" if judges else ""
 
 
 def _value(config: ModelSource, name: str) -> Any:

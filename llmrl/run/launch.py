@@ -12,21 +12,19 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmrl.concurrency.parent_watchdog import OWNER
 from llmrl.concurrency.process_monitor import process_state
+from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.run.console import make_console, print_plan
 
@@ -37,7 +35,6 @@ INTERRUPTED = 130
 _RESTARTS = 3  # of each server
 _ENDING_S = 30.0  # for a server to end by itself
 _SAVING_S = "120"  # for ranks to finish a step and save it after Ctrl-C, and to end after one that failed
-_SHOWN = 30  # lines of a log
 
 
 @dataclass(frozen=True)
@@ -167,53 +164,6 @@ def _served(
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-class _Server:
-    """A process group of a server. With ``pid`` and ``exitcode`` as of a multiprocessing.Process."""
-
-    def __init__(self, url: str, command: Command, log: Path) -> None:
-        self.url, self.log, self.starts = url, log, 0
-        self._command = command
-        log.unlink(missing_ok=True)
-
-    def start(self) -> None:
-        # In a session of its own: Ctrl-C is for the ranks, which finish a step with it.
-        environment = {**os.environ, **self._command.environment, OWNER: str(os.getpid())}
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command.words,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.starts += 1
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.poll()
-
-    def answers(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-            return True
-        return False
-
-    def last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-_SHOWN:]
-        return "\n".join([f"The end of {self.log}:", *(f"  {line}" for line in lines)])
-
-    def signal(self, number: int) -> bool:
-        """Signals what is left of the group; False where nothing is."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-            return True
-        return False
-
-
 def run_launch(launch: Launch, *, runs: Path, wait_s: float, say: Callable[[str], None]) -> int:
     """Starts all of it and returns the exit code of the trainer; 130 after an interruption.
 
@@ -223,16 +173,18 @@ def run_launch(launch: Launch, *, runs: Path, wait_s: float, say: Callable[[str]
     """
     logs = runs.absolute() / ".launch"
     logs.mkdir(parents=True, exist_ok=True)
-    servers = [
-        _Server(url, command, logs / f"server-{url.rpartition(':')[2]}.log") for url, command in launch.servers.items()
-    ]
+    servers = []
+    for url, command in launch.servers.items():
+        log = logs / f"server-{url.rpartition(':')[2]}.log"
+        log.unlink(missing_ok=True)
+        servers.append(ServerProcess(url, command.words, command.environment, log.open("a+b")))
     stop = threading.Event()
     watch = threading.Thread(target=_watch, args=[servers, stop, say], name="llmrl-launch", daemon=True)
     with _signals(signal.default_int_handler), _ended(servers):
         began = time.monotonic()
         for server in servers:
             server.start()
-            say(f"server {server.url} starts; its log: {server.log}")
+            say(f"server {server.url} starts; its log: {server.output.name}")
         _wait(servers, began + wait_s, wait_s)
         say(f"{len(servers)} servers answer after {time.monotonic() - began:.0f} s")
         watch.start()
@@ -243,26 +195,30 @@ def run_launch(launch: Launch, *, runs: Path, wait_s: float, say: Callable[[str]
             watch.join()
 
 
-def _wait(servers: Sequence[_Server], end: float, wait_s: float) -> None:
+def _wait(servers: Sequence[ServerProcess], end: float, wait_s: float) -> None:
     waiting = list(servers)
     while waiting:
         for server in waiting:
             if server.exitcode is not None or time.monotonic() > end:
                 raise WorkerError(
                     f"llmrl launch: server {server.url} must answer within {wait_s:g} s: it {process_state(server)}.\n"
-                    f"{server.last_lines()}"
+                    f"{_log_end(server)}"
                 )
         time.sleep(0.2)
         waiting = [server for server in waiting if not server.answers()]
 
 
-def _watch(servers: Sequence[_Server], stop: threading.Event, say: Callable[[str], None]) -> None:
+def _log_end(server: ServerProcess) -> str:
+    return server.last_lines(f"The end of {server.output.name}:")
+
+
+def _watch(servers: Sequence[ServerProcess], stop: threading.Event, say: Callable[[str], None]) -> None:
     left = list(servers)
     while not stop.wait(1.0):
         for server in [server for server in left if server.exitcode is not None]:
             again = server.starts <= _RESTARTS
             then = "it is started again" if again else f"it is left so after {_RESTARTS} restarts"
-            say(f"server {server.url} {process_state(server)}; {then}. {server.last_lines()}")
+            say(f"server {server.url} {process_state(server)}; {then}. {_log_end(server)}")
             server.signal(signal.SIGKILL)  # what it started may hold the GPU
             if again:
                 server.start()
@@ -300,7 +256,7 @@ def _signals(handler: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _ended(servers: Sequence[_Server]) -> Iterator[None]:
+def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
     """Nothing is left of the servers afterwards."""
     try:
         yield
@@ -314,3 +270,5 @@ def _ended(servers: Sequence[_Server]) -> Iterator[None]:
                 time.sleep(0.1)
             for server in started:
                 server.signal(signal.SIGKILL)
+            for server in servers:
+                server.output.close()

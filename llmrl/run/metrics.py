@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.run.mirrors import Mirror, make_mirror
@@ -21,7 +21,9 @@ from llmrl.run.run_dir import writing
 if TYPE_CHECKING:
     from llmrl.run.rollout_log import Rollout
 
-__all__ = ["METRICS", "MetricsLog", "check_metric_name", "read_metrics"]
+__all__ = ["METRICS", "MetricsLog", "check_metric_name", "evenly", "read_metrics"]
+
+T = TypeVar("T")
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's completions, failed ones left out",
@@ -51,6 +53,8 @@ METRICS: dict[str, str] = {
     "preference/rejected_logp": "mean log-prob of a rejected answer",
     "router/aux_loss": "mixtures of experts: the load-balancing loss without its weight; experts per token if balanced",
     "router/load_max": "the load of the busiest expert of a layer over the mean, in the worst layer",
+    "router/replayed_frac": "share of (token, layer) pairs whose experts are those that the engine chose",
+    "router/differ_frac": "share of those for which the trainer would have chosen others",
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
     "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",
@@ -221,6 +225,13 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
     for row in _rows(path):
         steps.setdefault(row["step"], {}).update(row)
     return list(steps.values())
+
+
+def evenly(rows: Sequence[T], count: int) -> list[T]:
+    """At most ``count`` of the rows, evenly spaced, the first and the last among them; one: the last."""
+    if len(rows) <= count:
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (count - 1))] for place in range(count)] if count > 1 else [rows[-1]]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

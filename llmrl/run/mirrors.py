@@ -67,7 +67,7 @@ class TensorBoardMirror:
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]):
         require("tensorboard", extra="tensorboard", used_by="log: [tensorboard]")
-        from torch.utils.tensorboard import SummaryWriter  # loads tensorboard, hence not at the top
+        from torch.utils.tensorboard import SummaryWriter  # loads tensorboard, so not at the top
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
         self._writer.add_text("settings", _as_code(json.dumps(config, indent=2)))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import DataError
 from llmrl.notebook_html import conversation_html, message_html, token_html
 from llmrl.run.run_dir import writing
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 __all__ = [
     "Rollout",
@@ -26,40 +30,6 @@ __all__ = [
     "rollout_files",
 ]
 
-_COLUMNS = {
-    "step": "int64",
-    "group": "int64",
-    "prompt": "string",
-    "completion": "string",
-    "reward": "float64",
-    "advantage": "float64",
-    "stop_reason": "string",
-    "version": "int64",
-    "tokens": "int64",
-    "prompt_id": "string",
-    "rewards": {"name": "string", "value": "float64"},
-    "tool_calls": {
-        "turn": "int64",
-        "name": "string",
-        "arguments": "string",
-        "result": "string",
-        "outcome": "string",
-        "seconds": "float64",
-    },
-}
-_TOKEN_COLUMNS = {  # each a list with an entry per token; null in conversations that keep no tokens
-    "ids": "int64",
-    "texts": "string",
-    "roles": "string",
-    "turns": "int64",
-    "control": "bool_",
-    "trained": "bool_",
-    "engine_logp": "float32",
-    "trainer_logp": "float32",
-    "advantage": "float32",
-    "ratio": "float32",
-    "entropy": "float32",
-}
 _TOKEN = "token_"  # before the names of those columns
 _SHOWN, _SHOWN_TOKENS = 20, 2000  # in a notebook: rollouts, and tokens of each
 
@@ -127,6 +97,16 @@ class Rollout:
         return conversation_html(f"{facts} · {self.stop_reason}", [*messages, *calls])
 
 
+# Arrow's types of the columns, by what the records declare; of tokens each is a list with an entry per token, null in
+# conversations that keep none.
+_TYPES = {"int": "int64", "str": "string", "float | None": "float64"}
+_COLUMNS = {part.name: _TYPES[part.type] for part in fields(Rollout) if part.type in _TYPES}
+_COLUMNS |= {"rewards": {"name": "string", "value": "float64"}}
+_COLUMNS |= {"tool_calls": {part.name: _TYPES[part.type] for part in fields(ToolCallRecord)}}
+_OF_TOKENS = {"int": "int64", "str": "string", "bool": "bool_", "float | None": "float32"}
+_TOKEN_COLUMNS = {part.name: _OF_TOKENS[part.type[len("Sequence[") : -1]] for part in fields(TokenRecord)}
+
+
 class Rollouts(list[Rollout]):
     """A list that a notebook shows as conversations: the first twenty."""
 
@@ -146,7 +126,7 @@ class RolloutLog:
         self.folder = Path(run_dir) / "rollouts"
         self.enabled = enabled
         if enabled and resume_step is not None:
-            for step, path in _files(self.folder).items():
+            for step, path in rollout_files(run_dir).items():
                 if step > resume_step:
                     with writing(path):
                         path.unlink()
@@ -194,39 +174,46 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
         raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
-    from pyarrow import ArrowException, parquet
-
     path = files[max(files) if step is None else step]
-    try:
-        names = parquet.read_schema(path).names
-        names = [name for name in names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
-        return Rollouts(_rollout(row) for row in parquet.read_table(path, columns=names).to_pylist())
-    except (ArrowException, OSError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
+    with _opened(path) as file:
+        names = [name for name in file.schema_arrow.names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
+        return Rollouts(_rollout(row) for row in file.read(names).to_pylist())
 
 
-def read_tokens(run_dir: Path | str, step: int, places: Sequence[int]) -> dict[int, TokenRecord]:
-    """The tokens of one step's conversations at these places of its file, of those that have any.
+def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
+    """The tokens of one step's conversations by their place in its file, of those that have any.
 
     Raises  DataError as `read_rollouts`
     """
-    from pyarrow import ArrowException, parquet
-
-    path = Path(run_dir) / "rollouts" / _file_name(step)
-    try:
-        names = [name for name in parquet.read_schema(path).names if name.startswith(_TOKEN)]
+    with _opened(Path(run_dir) / "rollouts" / _file_name(step)) as file:
+        names = [name for name in file.schema_arrow.names if name.startswith(_TOKEN)]
         if not names:
             return {}
-        rows = parquet.read_table(path, columns=names).take(places).to_pylist()
-        records = {place: _token_record(row) for place, row in zip(places, rows, strict=True)}
-        return {place: record for place, record in records.items() if record is not None}
+        rows = file.read(names)
+        kept = rows[f"{_TOKEN}ids"].is_valid()
+        places = [place for place, has_tokens in enumerate(kept.to_pylist()) if has_tokens]
+        records = (_token_record(row) for row in rows.filter(kept).to_pylist())
+        return {place: record for place, record in zip(places, records, strict=True) if record is not None}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[ParquetFile]:
+    """The file of a step; `parquet.read_table` would load pandas, too."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            yield file
     except (ArrowException, OSError, TypeError, KeyError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
 def rollout_files(run_dir: Path | str) -> dict[int, Path]:
     """The files of a run's rollouts by their step, ascending."""
-    return _files(Path(run_dir) / "rollouts")
+    paths = sorted((Path(run_dir) / "rollouts").glob("step*.parquet"))
+    found = {re.fullmatch(r"step(\d+)\.parquet", path.name): path for path in paths}
+    return dict(sorted((int(match[1]), path) for match, path in found.items() if match))
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
@@ -290,8 +277,3 @@ def _arrow_type(kind: Any) -> Any:
     if isinstance(kind, list):
         return pyarrow.list_(_arrow_type(kind[0]))
     return pyarrow.list_(pyarrow.struct([(name, _arrow_type(inner)) for name, inner in kind.items()]))
-
-
-def _files(folder: Path) -> dict[int, Path]:
-    found = {re.fullmatch(r"step(\d+)\.parquet", path.name): path for path in sorted(folder.glob("step*.parquet"))}
-    return dict(sorted((int(match[1]), path) for match, path in found.items() if match))

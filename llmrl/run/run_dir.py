@@ -127,7 +127,7 @@ class RunDir:
         replace_file(self.config, text)
 
     def write_info(self, info: Mapping[str, Any]) -> None:
-        """Writes ``run.json``, likewise."""
+        """Writes ``run.json``, whole or not at all."""
         replace_file(self.info, json.dumps(dict(info), indent=2) + "\n")
 
     def read_info(self) -> dict[str, Any]:

@@ -24,19 +24,26 @@ from llmrl.run.console import (
     print_summary,
     print_table,
 )
-from llmrl.run.metrics import METRICS, read_metrics
+from llmrl.run.metrics import METRICS, evenly, read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["as_json", "changes", "show"]
+__all__ = ["changes", "show"]
 
 Row = dict[str, float | None]
 
 
 def show(
-    run: RunDir, *, rows: int = 20, step: int | None = None, samples: int = 2, console: Console | None = None
-) -> None:
-    """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change.
+    run: RunDir,
+    *,
+    rows: int = 20,
+    step: int | None = None,
+    samples: int = 2,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change, or as
+    one JSON object all steps with those changes; returns 0.
 
     For a run with tools also the number of calls, and their outcomes in its first and its last step with calls.
 
@@ -44,18 +51,23 @@ def show(
     """
     console = console or make_console()
     info, steps = run.read_info(), read_metrics(run.path)
+    checkpoints = CheckpointStore(run.path, writer=False).steps()
+    if as_json:
+        measures = {name: {"before": before, "after": after} for name, before, after in changes(steps)}
+        facts = {"changes": measures, "calls": _calls(steps), "checkpoints": checkpoints}
+        print(json.dumps({"run": str(run.path), "info": info, "steps": steps, **facts}))
+        return 0
     head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
     print_plan(console, f"{info['command']} · {run.path.name}", head)
     if not steps:
         print_summary(console, ["no step is finished yet"])
-        return
+        return 0
     trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
     columns = GRPO_COLUMNS if any("reward/mean" in row for row in steps) else SFT_COLUMNS
-    print_table(console, columns, _spread(trained, rows))
+    print_table(console, columns, evenly(trained, rows if rows > 0 else len(trained)))
     if samples and (chosen := _extremes(_rollouts(run, step), samples)):
         print_conversations(console, [_sample(rollout) for rollout in chosen])
-    checkpoints = CheckpointStore(run.path, writer=False).steps()
     seconds = [row["time/step"] for row in steps if row.get("time/step") is not None]
     print_summary(
         console,
@@ -65,21 +77,7 @@ def show(
         files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
         following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
     )
-
-
-def as_json(run: RunDir) -> str:
-    """The same facts as one JSON object."""
-    steps = read_metrics(run.path)
-    return json.dumps(
-        {
-            "run": str(run.path),
-            "info": run.read_info(),
-            "steps": steps,
-            "changes": {name: {"before": before, "after": after} for name, before, after in changes(steps)},
-            "calls": _calls(steps),
-            "checkpoints": CheckpointStore(run.path, writer=False).steps(),
-        }
-    )
+    return 0
 
 
 def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
@@ -139,9 +137,3 @@ def _sample(rollout: Rollout) -> Sample:
     if rollout.reward is None:
         label += ", reward failed"
     return Sample([(rollout.prompt, False), (rollout.completion, True)], rollout.reward, rollout.advantage, label)
-
-
-def _spread(rows: Sequence[Row], count: int) -> list[Row]:
-    if count <= 0 or len(rows) <= count:
-        return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (count - 1))] for place in range(count)] if count > 1 else [rows[-1]]

@@ -119,10 +119,12 @@ class RolloutSource:
         errors = [getattr(part, "first_error", None) for part in parts]
         return next((f"First error:\n{error}" for error in errors if error), "")
 
-    def first_unreported_error(self) -> str:
-        """`first_error`, the first time that it is asked for."""
+    def warning(self, num_failed: float) -> str:
+        """The engine's, and one of rollouts that failed in this step: with `first_error` the first time."""
+        if not num_failed:
+            return self._engine.warning
         error, self._error_reported = "" if self._error_reported else self.first_error, True
-        return error
+        return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's state and, where rollouts are on their way, the queues of all ranks.

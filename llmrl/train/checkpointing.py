@@ -159,7 +159,7 @@ def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
 def _write_config(model: PreTrainedModel, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [type(model).__name__]
     if hasattr(config, "quantization_config"):  # what is written is not quantised
         del config.quantization_config
     config.save_pretrained(folder)

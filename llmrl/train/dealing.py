@@ -1,4 +1,4 @@
-"""Deals the rows of a step over the ranks by cost, so that none waits long for another at the end of the step."""
+"""Deals rows to steps, and those of a step over the ranks by cost, so that none waits long for another at its end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from llmrl.collectors.llm.batches import cat_rows
+from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 if TYPE_CHECKING:
     from llmrl.train.distributed import Session
+    from llmrl.train.settings import SFTConfig
 
-__all__ = ["attention_share", "deal", "deal_batch", "imbalance", "row_costs"]
+__all__ = ["attention_share", "deal", "deal_batch", "deal_epochs", "imbalance", "row_costs"]
+
+
+def deal_epochs(rows: TensorDictBase, config: SFTConfig) -> ReplayBuffer:
+    """A buffer whose `sample` deals every row out once per epoch, in another order each time: a batch of each step."""
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(len(rows)),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=config.batch_size,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    buffer.extend(rows)
+    return buffer
 
 
 def attention_share(model: nn.Module) -> float:

@@ -6,6 +6,7 @@ FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate l
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,10 +37,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from llmrl.errors import ConfigError, DeadlineError, RunFolderError
+from llmrl.concurrency.gloo_threads import wait_for_gloo_threads
+from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RunFolderError
 from llmrl.modules.llm.sequence_split import SequenceSplit
+from llmrl.modules.llm.vision import vision_tower
+from llmrl.report.run_files import flat_settings
 from llmrl.run.console import make_console
-from llmrl.train.model_shape import vision_tower
+from llmrl.run.run_dir import writing
 from llmrl.train.settings import ModelSource
 
 __all__ = ["Session"]
@@ -66,6 +71,7 @@ class Session:
         )
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
+        self._check_same(config)
         self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
@@ -135,11 +141,13 @@ class Session:
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
-        units = getattr(model, "_no_split_modules", None) or ()
+        units, kind = getattr(model, "_no_split_modules", None) or (), type(model)
         tower = vision_tower(model)  # part of the outermost unit: a rank without an image does not call it
         others = set() if tower is None else set(tower.modules())
         for module in [*(m for m in model.modules() if type(m).__name__ in units and m not in others), model]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
+        # By these Transformers finds what weights are called in files; of FSDP's class it would take them as they are.
+        type(model).__name__, type(model).__module__ = kind.__name__, kind.__module__
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")
 
@@ -183,7 +191,7 @@ class Session:
     def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
         """Context in which a backward pass of a prepared module adds to its gradients without averaging them.
 
-        Sharded gradients are averaged all the same: there is no room for whole ones.
+        Sharded gradients are averaged nevertheless: whole ones would not fit.
         """
         return nullcontext() if self.sharded else self.accelerator.no_sync(scorer)
 
@@ -194,6 +202,19 @@ class Session:
     def gather(self, items: list[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank."""
         return gather_object(items) if self.world_size > 1 else items
+
+    def on_first(self, call: Callable[[], T]) -> T:
+        """Calls it on the first rank alone, and returns its result on all. An `LLMRLError` is raised on all."""
+        result = error = None
+        if self.is_first:
+            try:
+                result = call()
+            except LLMRLError as caught:
+                error = caught
+        ((result, error),) = self.gather([(result, error)] if self.is_first else [])
+        if error is not None:
+            raise error
+        return result
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the ranks; names ending in ``_max`` take the largest."""
@@ -211,6 +232,20 @@ class Session:
         """Returns when every rank is here."""
         self.accelerator.wait_for_everyone()
 
+    def _check_same(self, config: ModelSource) -> None:
+        """Before the first collective that depends on a setting, where other settings would hang."""
+        if self.world_size == 1:
+            return
+        own = flat_settings(config.model_dump(mode="json")) | _versions()
+        (first, expected), *others = self.gather([(f"rank {self.rank} on {socket.gethostname()}", own)])
+        for other, got in others:
+            for name in (name for name in expected | got if expected.get(name) != got.get(name)):
+                self.close()
+                raise ConfigError(
+                    f"{name}: must be the same for all ranks: {first} has {expected.get(name)}, {other} has "
+                    f"{got.get(name)}; start all nodes with the same files, settings and packages."
+                )
+
     def check_shared(self, folder: Path) -> None:
         """Every rank must see in ``folder`` what the first one writes there.
 
@@ -218,21 +253,20 @@ class Session:
         """
         if self.world_size == 1:
             return
-        token, fault = f".seen-by-all-{uuid.uuid4().hex}", ""
-        if self.is_first:
-            try:
-                (folder / token).touch()
-            except OSError as error:
-                fault = f"{folder}: cannot be written: {error.strerror}"
-        ((token, fault),) = self.gather([(token, fault)] if self.is_first else [])
-        if fault:
-            raise RunFolderError(fault)
+
+        def make_file() -> str:
+            name = f".seen-by-all-{uuid.uuid4().hex}"
+            with writing(folder):
+                (folder / name).touch()
+            return name
+
+        file = folder / self.on_first(make_file)
         deadline = time.monotonic() + _SHARED_WITHIN_S
-        while not (seen := (folder / token).exists()) and time.monotonic() < deadline:
+        while not (seen := file.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         blind = self.gather([] if seen else [f"rank {self.rank} on {socket.gethostname()}"])
         if self.is_first:
-            (folder / token).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         if blind:
             raise RunFolderError(
                 f"{folder}: must be a folder that all nodes share: rank 0's file is not seen by {', '.join(blind)} "
@@ -260,7 +294,8 @@ class Session:
             _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
 
     def close(self) -> None:
-        """Leaves the process group; another session may begin in this process."""
+        """Leaves the process group; another session may begin in this process, and the interpreter may end."""
+        wait_for_gloo_threads()
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -288,6 +323,13 @@ def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSpl
         raise ConfigError(f"parallel.context  must divide the {world_size} processes: got {size}")
     mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
     return SequenceSplit(mesh.get_group("context"))
+
+
+def _versions() -> dict[str, str]:
+    """What a rank computes with: versions of packages, and a checksum of llmrl's own files."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    return {"the code of llmrl": code} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:

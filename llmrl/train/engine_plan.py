@@ -14,8 +14,10 @@ from llmrl.errors import ConfigError, LLMRLError
 from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
+from llmrl.modules.llm.routers import why_not_replayed
+from llmrl.modules.llm.vision import vision_tower
 from llmrl.train.memory import GPU, engine_share
-from llmrl.train.model_shape import model_shape, vision_tower
+from llmrl.train.model_shape import model_shape
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings import GRPOConfig
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.tasks import Task
 
-__all__ = ["EnginePlan", "Gpus", "make_engine_plan", "plan_engine"]
+__all__ = ["EnginePlan", "Gpus", "make_engine_plan", "plan_engine", "replays_routes"]
 
 GIB = 2**30
 _SERVER_S = 10.0  # for a server's first answer
@@ -36,6 +38,7 @@ _SETTINGS = {  # arguments of vLLM that are settings of ours
     "max_model_len": "rollout.max_model_len",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "enable_sleep_mode": "rollout.sleep",
+    "enable_return_routed_experts": "rollout.routing_replay",
     "dtype": "dtype",
     "model": "model",
 }
@@ -69,8 +72,8 @@ class EnginePlan:
     length   most tokens of a conversation; None: as many as model and memory have
     options  arguments of vLLM
     servers  URLs of engines that run elsewhere; then there is none here
-    apart    number of servers that ``llmrl launch`` is to start; then there is none here either
-    ray      servers that a Ray cluster is to place; likewise
+    apart    number of servers that ``llmrl launch`` is to start; then there is no engine here either
+    ray      servers that a Ray cluster is to place; then neither
     """
 
     own_process: bool = False
@@ -103,6 +106,8 @@ class EnginePlan:
         words.append(f"at most {self.length} tokens" if self.length else "as many tokens as model and memory have")
         if self.options.get("enable_lora"):
             words.append("adapters alone")
+        if self.options.get("enable_return_routed_experts"):
+            words.append("its choice of experts is replayed")
         return [*words, "asleep during updates"] if self.sleeps else words
 
 
@@ -117,6 +122,7 @@ def plan_engine(
 
     Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
     """
+    replays_routes(config, model)  # raises where it is on and cannot be
     if config.rollout.engine != "vllm":
         return None
     if config.rollout.options:
@@ -130,6 +136,33 @@ def plan_engine(
     given = {"dtype": dtype, "world_size": session.world_size, "longest_evaluated": longest}
     plan = make_engine_plan(config, Gpus.of(session), model, **given)
     return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
+
+
+def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:
+    """Whether the trainer takes the experts that the engine chose, by ``rollout.routing_replay``; no weights needed.
+
+    Raises  ConfigError with the reason where that is on and cannot be
+    """
+    rollout = config.rollout
+    if rollout.routing_replay == "off":
+        return False
+    fault = why_not_replayed(model)
+    if fault is None:
+        caches = rollout.engine != "vllm" or rollout.options.get("enable_prefix_caching", True)
+        faults = [
+            (rollout.elsewhere, "engines that are servers are not asked for their routes"),
+            (rollout.options.get("enable_lora"), "engines with adapters (enable_lora) are not asked for their routes"),
+            (not caches, "vLLM keeps routes in its prefix cache, which is off"),
+            (config.memory.compile, "compiled layers do not replay (memory.compile)"),
+            (vision_tower(model) is not None, "tokens of images are not replayed"),
+        ]
+        fault = next((text for holds, text in faults if holds), None)
+    if fault and rollout.routing_replay == "on":
+        raise ConfigError(
+            f"rollout.routing_replay=on: the routes of {type(model).__name__} cannot be replayed: {fault}; use auto or "
+            "off."
+        )
+    return fault is None
 
 
 def make_engine_plan(
@@ -171,7 +204,8 @@ def make_engine_plan(
         width = dtype.itemsize / rollout.tensor_parallel
         weights, cache = shape.parameters * width, shape.cache_numbers(length or needed) * width
         _check_room(share * gpus.bytes, weights, cache, length or needed)
-    options |= _adapter_options(config) | rollout.options
+    routes = {"enable_return_routed_experts": True} if replays_routes(config, model) else {}
+    options |= routes | _adapter_options(config) | rollout.options
     return EnginePlan(own_process, devices if own_process and devices else None, sleeps, length, options)
 
 
@@ -216,20 +250,17 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
 
 def _plan_ray(config: GRPOConfig, session: Session) -> RayPlan:
     """The first rank connects to the cluster. Raises ConfigError on all ranks where it is not there, or too small."""
-    rollout, found, error = config.rollout, None, ""
-    if session.rank == 0:
-        try:
-            ray = connect(rollout.ray, free_gpus(session) if rollout.ray == "local" else None)
-            has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
-            resources = {"CPU": 1.0} | ({"GPU": float(rollout.tensor_parallel)} if has_gpus else {})
-            found = RayPlan(rollout.ray, rollout.ray_engines, resources | rollout.ray_resources)
-            check_room(ray.nodes(), found)
-        except LLMRLError as caught:
-            error = str(caught)
-    answers = session.gather([(error, found)])
-    if error := answers[0][0]:
-        raise ConfigError(error)
-    return answers[0][1]
+    rollout = config.rollout
+
+    def place() -> RayPlan:
+        ray = connect(rollout.ray, free_gpus(session) if rollout.ray == "local" else None)
+        has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
+        resources = {"CPU": 1.0} | ({"GPU": float(rollout.tensor_parallel)} if has_gpus else {})
+        found = RayPlan(rollout.ray, rollout.ray_engines, resources | rollout.ray_resources)
+        check_room(ray.nodes(), found)
+        return found
+
+    return session.on_first(place)
 
 
 def free_gpus(session: Session) -> AbstractContextManager[None]:

@@ -66,7 +66,8 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
     own = name.partition(":")[2]
     if is_task(maker) and not has_reward and getattr(maker.scorer, "__isabstractmethod__", False):
         raise ConfigError(f"environment: {own} must define scorer, or the settings env.reward.")
-    if not has_dataset and getattr(maker, "DATASET", None) is None and not _has_own_rows(maker):
+    has_own_rows = is_task(maker) and maker.rows.__func__ is not TaskEnv.rows.__func__
+    if not has_dataset and getattr(maker, "DATASET", None) is None and not has_own_rows:
         raise ConfigError(
             f"environment: {own} has no rows of its own: say env.dataset"
             + (", or give the class a DATASET." if is_task(maker) else "; only a TaskEnv can do without.")
@@ -118,7 +119,3 @@ def _keywords(maker: Callable[..., DatasetChatEnv]) -> tuple[list[str], bool]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return known, False
     return known, True
-
-
-def _has_own_rows(maker: Callable[..., DatasetChatEnv]) -> bool:
-    return is_task(maker) and maker.rows.__func__ is not TaskEnv.rows.__func__

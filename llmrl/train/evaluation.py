@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,14 @@ from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+    from transformers import PreTrainedTokenizerBase
 
     from llmrl.envs.llm import DatasetChatEnv
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings, SFTConfig
 
-__all__ = ["Evaluator", "eval_metrics", "make_evaluators"]
+__all__ = ["Evaluator", "eval_metrics", "evaluators"]
 
 
 class Evaluator:
@@ -125,22 +127,27 @@ def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: f
     return {f"{name.removesuffix('mean')}{key}": value for key, value in values.items() if value is not None}
 
 
-def make_evaluators(
-    config: SFTConfig, session: Session, task: Task, policy: LLMWrapperBase
-) -> tuple[Evaluator | None, Evaluator | None]:
-    """The evaluation that is reported, and the one that decides when to stop."""
+@contextmanager
+def evaluators(
+    config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, policy: LLMWrapperBase
+) -> Iterator[tuple[Evaluator | None, Evaluator | None]]:
+    """The evaluation that is reported, and the one that decides when to stop, inside a block; None without ``env``."""
+    if config.env is None:
+        yield None, None
+        return
     sampler = policy.get_new_version(generate=True)
+    with closing(Task(config.env, tokenizer)) as task:
 
-    def evaluator(settings: EvalSettings) -> Evaluator | None:
-        rows = eval_rows(config.env, settings)
-        return None if rows is None else Evaluator(session, sampler, task, rows, settings)
+        def evaluator(settings: EvalSettings) -> Evaluator | None:
+            rows = eval_rows(config.env, settings)
+            return None if rows is None else Evaluator(session, sampler, task, rows, settings)
 
-    if config.stop is None:
-        return evaluator(config.eval), None
-    stop = evaluator(config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows}))
-    if stop is None:
-        raise DataError(
-            f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
-            "them in eval.dataset, or leave stop out."
-        )
-    return evaluator(config.eval), stop
+        stop = None
+        if config.stop is not None:
+            stop = evaluator(config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows}))
+            if stop is None:
+                raise DataError(
+                    f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
+                    "them in eval.dataset, or leave stop out."
+                )
+        yield evaluator(config.eval), stop

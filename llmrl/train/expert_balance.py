@@ -31,7 +31,7 @@ class ExpertBalance:
 
     def __init__(self, session: Session, model: nn.Module, coefficient: float | None) -> None:
         self._session = session
-        self._routers = Routers(model)
+        self._routers = Routers.of(model)
         if coefficient is None:
             coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
         self.coefficient = coefficient if self._routers.count else 0.0
@@ -94,4 +94,9 @@ class ExpertBalance:
         probs_RE = self._over_ranks(sum(part.probs_RE for part in self._parts))
         busiest_R = self._chosen.amax(-1) / self._chosen.mean(-1)
         loss = expert_balance(self._chosen, probs_RE, self._tokens)
-        return {"expert_aux_loss": float(loss), "expert_load_max": float(busiest_R.amax())}
+        metrics = {"expert_aux_loss": float(loss), "expert_load_max": float(busiest_R.amax())}
+        replayed, differing = (float(self._over_ranks(sum(part[field] for part in self._parts))) for field in (3, 4))
+        if replayed:
+            metrics["expert_replayed"] = replayed / (float(self._tokens) * self._routers.count)
+            metrics["expert_differing"] = differing / replayed
+        return metrics

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.optional import require
 from llmrl.train.model_shape import ModelShape, model_shape
+from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import GRPOConfig, ModelSource, TinyModelSettings
+from llmrl.weight_update.groups import whole
 from llmrl.weight_update.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ def num_trained(config: ModelSource, shape: ModelShape) -> int:
     """
     if config.lora is None:
         return shape.parameters - shape.frozen
-    return config.lora.r * sum(shape.linears[name][1] for name in _targets(config, shape))
+    head = shape.hidden if isinstance(config, RewardConfig) else 0
+    return config.lora.r * sum(shape.linears[name][1] for name in _targets(config, shape)) + head
 
 
 def _targets(config: ModelSource, shape: ModelShape) -> list[str]:
@@ -111,7 +114,8 @@ def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
 
 def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, saved: Path | None) -> Any:
     """A ``peft.PeftModel`` around ``model``, sharded or not: new adapters, which change nothing yet, the same on every
-    rank, or those of the folder ``saved``. They are float32, and alone in being trained.
+    rank, or those of the folder ``saved``. They are float32, and alone in being trained; but for the output layer of a
+    reward model, which the adapters' file holds too.
     """
     peft, lora = require("peft", extra="lora", used_by="lora"), config.lora
     settings = peft.LoraConfig(
@@ -121,11 +125,12 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, 
         use_rslora=lora.rslora,
         target_modules=_targets(config, model_shape(model)),
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # the former also trains a copy of the output
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         adapted = peft.get_peft_model(model, settings).eval()
+    _own_heads(adapted)
     if saved is not None:
         load_file = require("safetensors.torch", extra="lora", used_by="lora").load_file
         peft.set_peft_model_state_dict(adapted, load_file(saved / ADAPTER_FILE))
@@ -138,6 +143,15 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, 
     name = model.name_or_path
     settings.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() and name else name
     return adapted
+
+
+@torch.no_grad()
+def _own_heads(adapted: Any) -> None:
+    """Makes peft's copies of output layers float32 and whole on each rank, as the adapters are."""
+    for copies in (getattr(module, "modules_to_save", None) for module in adapted.modules()):
+        for module in copies.modules() if isinstance(copies, torch.nn.ModuleDict) else ():
+            for name, value in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(whole(value).float()))
 
 
 # --- adapters in a folder ---------------------------------------------------------------------------------------------
@@ -155,13 +169,17 @@ def base_of(folder: str) -> str:
 
 @torch.no_grad()
 def merge_saved(model: PreTrainedModel, folder: str) -> None:
-    """Adds a checkpoint's adapters to the weights of their base, sharded or not."""
+    """Adds a checkpoint's adapters to the weights of their base, sharded or not; a reward model gets the output layer
+    that they were trained with.
+    """
     path = Path(folder) / ADAPTER
     settings = json.loads((path / "adapter_config.json").read_text())
     weights = require("safetensors.torch", extra="lora", used_by="lora").load_file(path / ADAPTER_FILE)
     scale = settings["lora_alpha"] / (math.sqrt(settings["r"]) if settings["use_rslora"] else settings["r"])
     for name, down in weights.items():
         stem, is_down, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if stem == "score.weight" and hasattr(model, "score"):
+            model.score.weight.copy_(down)
         if not is_down:
             continue
         delta = weights[name.replace(".lora_A.", ".lora_B.")] @ down * scale

@@ -23,7 +23,7 @@ class OptimSettings(Settings):
     """AdamW."""
 
     name: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
-        "adamw", description="adamw_8bit: a quarter of its memory; adamw_offload: in host memory; both by torchao"
+        "adamw", description="adamw_8bit: a quarter of its memory, by torchao; adamw_offload: in host memory"
     )
     lr: float = Field(1e-6, gt=0, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]})
     schedule: Literal["constant", "linear", "cosine"] = Field(

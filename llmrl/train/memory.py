@@ -15,9 +15,11 @@ import torch
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.log_probs import chunk_rows
+from llmrl.modules.llm.sequence_split import can_share_heads
 from llmrl.train.lora import num_trained
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
+from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 if TYPE_CHECKING:
@@ -341,18 +343,37 @@ def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU, low_precis
         trainers = replace(gpu, count=gpu.count - num_engines)
         for parts in (1, 2, 4, 8):
             changes: dict[str, Any] = {"rollout.gpus": num_engines}
-            if parts > 1:
-                changes["rollout.tensor_parallel"] = parts
-            if prompts := -config.prompts_per_step % trainers.count:  # each rank has as many
-                changes["prompts_per_step"] = config.prompts_per_step + prompts
+            changes |= {"rollout.tensor_parallel": parts} if parts > 1 else {}
+            changes |= _even_prompts(config, trainers.count)
             changed = with_changes(config, changes)
             even = not num_engines % parts and not any(heads % parts for heads in shape.heads)
             if even and engine_fits(changed, shape, gpu, low_precision=low_precision):
-                here = _remedies_here(changed, shape, trainers, low_precision)
-                if here is not None:
+                if (here := _remedies_here(changed, shape, trainers, low_precision)) is not None:
                     return changes | here
                 break
     return None
+
+
+def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
+    """As many prompts a step for each rank as for the others."""
+    more = -config.prompts_per_step % ranks if isinstance(config, GRPOConfig) else 0
+    return {"prompts_per_step": config.prompts_per_step + more} if more else {}
+
+
+def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> str:
+    """The fewest GPUs of the kind, of those that are twice as many each time, and the settings to change there."""
+    for power in range(1, 7):
+        more = replace(gpu, count=gpu.count << power)
+        changed = with_changes(config, changes := _even_prompts(config, more.count))
+        if (found := remedies(changed, shape, more, low_precision=low_precision)) is not None:
+            return f"more GPUs would be needed: it fits on {more.count}{_in_words(changes | found)}"
+    return "more or larger GPUs would be needed"
+
+
+def _in_words(changes: Mapping[str, Any]) -> str:
+    words = " with " * bool(changes) + " ".join(f"{name}={value}" for name, value in changes.items())
+    words += f", where {changes.get('parallel.context')} ranks share each sequence" * ("parallel.context" in changes)
+    return words + " under llmrl launch" * ("rollout.gpus" in changes)
 
 
 def engine_fits(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> bool:
@@ -367,20 +388,30 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precisi
     longest = longest_row(config)
     smaller = [tokens for tokens in (8192, 4096) if longest < tokens < config.tokens_per_microbatch]
     values["tokens_per_microbatch"] = [*smaller, *([longest] if longest < config.tokens_per_microbatch else [])]
-    values["optim.name"] = ["adamw_8bit", "adamw_offload"]
+    values |= {"parallel.context": _splits(config, shape, gpu.count), "optim.name": ["adamw_8bit", "adamw_offload"]}
     values["memory.offload"] = ["activations", *["parameters"][: gpu.count - 1]]
 
     def fits(changes: dict[str, Any]) -> bool:
         changed = with_changes(config, changes)
-        if changed.memory.offload == "parameters" and (changed.parallel.mode, changed.optim.name) != ("fsdp2", "adamw"):
-            return False
+        mode, optimizer = changed.parallel.mode, changed.optim.name
+        refused = changed.memory.offload == "parameters" and (mode, optimizer) != ("fsdp2", "adamw")
+        refused |= (mode, optimizer) == ("fsdp2", "adamw_8bit") and changed.lora is None
+        needs_split = changed.tokens_per_microbatch <= longest
+        refused |= "parallel.context" in changes and not needs_split
         plan = plan_memory(changed, shape, num_gpus=gpu.count, low_precision=low_precision, capacity=gpu.bytes)
-        return plan.peak <= gpu.bytes
+        return not refused and plan.peak <= gpu.bytes
 
-    most = {name: options[-1] for name, options in values.items() if options}  # what saves most
+    most = {name: options[-1] for name, options in values.items() if options}
     if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
     return next((changes for changes in _fewest_first(values) if fits(changes)), None)
+
+
+def _splits(config: ModelSource, shape: ModelShape, num_gpus: int) -> list[int]:
+    """Numbers of ranks that could share each sequence of the run, if they do not yet."""
+    taken = config.parallel.context > 1 or config.memory.compile or config.packing == "on" or not shape.splits
+    sizes = range(2, 1 if taken or isinstance(config, RewardConfig) else num_gpus + 1)
+    return [size for size in sizes if num_gpus % size == 0 and can_share_heads(*shape.heads, size)]
 
 
 def _fewest_first(values: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -417,14 +448,13 @@ def memory_rows(
     plan = plan_memory(config, shape, num_gpus=count, low_precision=low, capacity=gpu and gpu.bytes)
     if gpu and plan.peak > gpu.bytes:
         raise ConfigError(_does_not_fit(config, shape, plan, gpu, low))
+    place = f"CPU, {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / count)} GiB of RAM for each process"
     if gpu:
         place = f"{gpu.count} x {gpu.name}, {_gib(gpu.bytes)} GiB each"
-    else:
-        place = f"CPU, {_gib(_ram() / count)} GiB of RAM for each process"
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
     if config.memory.offload == "parameters" and count == 1:
         raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
-    if count > 1 and count % config.parallel.context:
+    if (gpu or count > 1) and count % config.parallel.context:
         raise ConfigError(f"parallel.context must divide the {count} processes: got {config.parallel.context}")
     if plan.host:
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
@@ -448,10 +478,7 @@ def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU, low_precision:
 
 def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU, low_precision: bool) -> str:
     changes = remedies(config, shape, gpu, low_precision=low_precision)
-    words = "more or larger GPUs would be needed"
-    if changes:
-        launched = " under llmrl launch" if "rollout.gpus" in changes else ""
-        words = "it fits with " + " ".join(f"{name}={value}" for name, value in changes.items()) + launched
+    words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu, low_precision)
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
         f"on each ({_causes(plan)}); {words}."
@@ -469,7 +496,3 @@ def _listed(causes: Mapping[str, float]) -> str:
 def _gib(size: float) -> str:
     gib = size / _GIB
     return f"{gib:.0f}" if gib >= 99.5 else f"{gib:.1f}" if gib >= 0.95 else f"{gib:.2g}"
-
-
-def _ram() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

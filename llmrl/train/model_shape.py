@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from llmrl.modules.llm.sequence_split import why_not_split
+from llmrl.modules.llm.vision import vision_tower
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -38,6 +41,7 @@ class ModelShape:
     ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
                        have together, and how many an adapter of rank 1 on each
     ``heads``          of attention: of queries, and of keys and values
+    ``splits``         its sequences can be split over ranks that share the heads
     ``cached``         numbers that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
 
@@ -56,6 +60,7 @@ class ModelShape:
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
     frozen: int = 0
+    splits: bool = False
 
     def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
         """Bytes kept for the backward pass of ``tokens`` tokens; the output head's logits are not among them."""
@@ -86,15 +91,6 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in others]
 
 
-def vision_tower(model: nn.Module) -> nn.Module | None:
-    """The part of a model that reads images; None where it has none."""
-    if getattr(getattr(model, "config", None), "vision_config", None) is None:
-        return None
-    names = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens")
-    found = (module for name, module in model.named_modules() if name.rpartition(".")[2] in names)
-    return next(found, None)
-
-
 def model_shape(model: PreTrainedModel) -> ModelShape:
     """The shape of a transformers causal language model, on any device, the meta device too."""
     config = model.config.get_text_config()
@@ -119,6 +115,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
         largest_kept={kind: max((block[kind] for block in kept), default=0) for kind in _BYTES},
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        splits=why_not_split(model, 1) is None,
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,11 +16,10 @@ from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
-from llmrl.modules.llm.vision import load_processor, model_class
+from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
-from llmrl.train.model_shape import vision_tower
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["load_model", "load_tokenizer", "loading_options", "meta_model", "resolve_model", "save_made_model"]
+__all__ = ["load_files", "load_model", "load_tokenizer", "meta_model", "resolve_model", "save_made_model"]
 
 T = TypeVar("T")
 
@@ -118,10 +117,7 @@ def load_model(
             session.split.prepare(model)
         model = session.shard(model) if session.sharded else model
     else:
-        source = resolve_model(config.model, runs=runs)
-        if not checked and (Path(source) / CHECKSUMS).exists():
-            check_files(Path(source))
-        model = _load_files(config, source, session)
+        model = load_files(config, session, runs=runs, checked=checked)
         if session.split:
             session.split.prepare(model)
         model.get_output_embeddings().in_float32 = config.model_options.float32_head
@@ -129,22 +125,39 @@ def load_model(
     return add_adapters(config, model, session, adapter) if config.lora else model
 
 
-def _load_files(config: ModelSource, source: str, session: Session) -> PreTrainedModel:
+def load_files(
+    config: ModelSource, session: Session, *, runs: Path, checked: bool = False, **head: Any
+) -> PreTrainedModel:
+    """The model of the files that ``config.model`` names; with ``head``, options of a sequence classifier, its layers
+    with such an output, read whole. For the other arguments see `load_model`.
+    """
+    source = resolve_model(config.model, runs=runs)
+    if not checked and (Path(source) / CHECKSUMS).exists():
+        check_files(Path(source))
+    return _read_files(config, source, session, head)
+
+
+def _read_files(config: ModelSource, source: str, session: Session, head: Mapping[str, Any]) -> PreTrainedModel:
     if is_adapter(source):  # of a run that did not come to its end
-        model = _load_files(config, base_of(source), session)
+        model = _read_files(config, base_of(source), session, head)
         merge_saved(model, source)
         model.name_or_path = ""  # its weights are in no file
         return model
+    from transformers import AutoModelForSequenceClassification
+
     # What is not trained is held in the precision of arithmetic.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
-    kind = _loaded(model_class, source)
-    load = partial(_load_sharded, session, kind) if session.sharded else kind.from_pretrained
-    offloads = session.offloads and session.sharded
+    kind = AutoModelForSequenceClassification if head else _loaded(model_class, source)
+    in_parts = session.sharded and not head
+    load = partial(_load_sharded, session, kind) if in_parts else partial(_read_all, kind)
+    offloads = session.offloads and in_parts
     place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
-    options = ({} if offloads else place) | loading_options(config) | quantization(config, dtype)
-    model = _loaded(load, source, dtype=dtype, **options).eval()
-    if offloads:
-        _move_buffers(model, session.device)
+    options = ({} if offloads else place) | _attention(config) | quantization(config, dtype)
+    model = _loaded(load, source, dtype=dtype, **options, **head).eval()
+    if offloads:  # buffers are never sharded, and so not brought to the device as parameters in host memory are
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(session.device)
     return model
 
 
@@ -182,7 +195,7 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
         model = auto_class.from_config(config, trust_remote_code=False, **built)
     kind = type(model)
     if not _can_slice(model, session):
-        whole = kind.from_pretrained(source, **options | {"device_map": None}) if session.is_first else None
+        whole = _read_all(kind, source, **options | {"device_map": None}) if session.is_first else None
         return _deal_out(session, session.shard(model), whole)
 
     def init(self: PreTrainedModel, *arguments: Any, **settings: Any) -> None:
@@ -191,9 +204,18 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
             session.shard(self)
 
     # Transformers builds the model on the meta device, and gives sharded parameters their part of what it reads.
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__}).from_pretrained(
-        source, **options
-    )
+    sharding = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+    return _read_all(sharding, source, **options)
+
+
+def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
+    """``kind.from_pretrained``, which would only warn of weights that it made up for want of them in the files."""
+    model, found = kind.from_pretrained(source, output_loading_info=True, **options)
+    body = f"{model.base_model_prefix}." if "num_labels" in options else ""  # a new output of one number is drawn
+    missing = sorted(name for name in found["missing_keys"] if name.startswith(body))
+    if missing:
+        raise ValueError(f"{len(missing)} of its weights are in none of its files, such as {', '.join(missing[:3])}")
+    return model
 
 
 def _can_slice(model: PreTrainedModel, session: Session) -> bool:
@@ -227,14 +249,7 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
     return model
 
 
-def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers are never sharded, and so not brought to the device as parameters are that wait in host memory."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def loading_options(config: ModelSource) -> dict[str, Any]:
+def _attention(config: ModelSource) -> dict[str, Any]:
     """The arguments of transformers' ``from_pretrained`` and ``from_config`` that ``model_options`` asks for."""
     asked = config.model_options.attn_implementation
     return {} if asked is None else {"attn_implementation": asked}
@@ -250,7 +265,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
 
     def build(source: str, **options: Any) -> PreTrainedModel:
         sizes = AutoConfig.from_pretrained(source, **options)
-        return model_class(sizes).from_config(sizes, dtype=torch.float32, **loading_options(config))
+        return model_class(sizes).from_config(sizes, dtype=torch.float32, **_attention(config))
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
@@ -274,6 +289,11 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
         raise ConfigError(
             "memory.offload=parameters needs parallel.mode=fsdp2, several processes and optim.name=adamw, which then "
             f"computes in host memory: got {config.parallel.mode} and {config.optim.name}."
+        )
+    if (config.parallel.mode, config.optim.name) == ("fsdp2", "adamw_8bit") and config.lora is None:
+        raise ConfigError(
+            "optim.name=adamw_8bit cannot be used with parallel.mode=fsdp2, where checkpoints cannot hold its moments: "
+            "use optim.name=adamw_offload, or parallel.mode=ddp."
         )
     if (size := config.parallel.context) > 1:
         fault = why_not_split(model, size)

@@ -11,17 +11,25 @@ from torch import Tensor
 from llmrl.optional import require
 from llmrl.train.settings import OptimSettings
 
-__all__ = ["OffloadedAdamW", "make_optimizer", "set_learning_rate"]
+__all__ = ["OffloadedAdamW", "import_optimizer", "make_optimizer", "set_learning_rate"]
 
 
-def make_optimizer(parameters: Iterable[Tensor], optim: OptimSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the settings.
+def import_optimizer(optim: OptimSettings) -> Any:
+    """The package of the optimizer, None for torch's own. A checkpoint with its state is read after it is imported.
 
     Raises  MissingDependencyError for adamw_8bit without torchao
     """
+    if optim.name != "adamw_8bit":
+        return None
+    return require("torchao.optim", extra="optim", used_by="optim.name=adamw_8bit")
+
+
+def make_optimizer(parameters: Iterable[Tensor], optim: OptimSettings, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer of the settings. Raises MissingDependencyError as `import_optimizer`."""
+    package = import_optimizer(optim)
     options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
     if optim.name == "adamw_8bit":
-        return require("torchao.optim", extra="optim", used_by="optim.name=adamw_8bit").AdamW8bit(parameters, **options)
+        return package.AdamW8bit(parameters, **options)
     if optim.name == "adamw_offload":
         return OffloadedAdamW(parameters, **options)
     # one kernel for all of a step: the other way makes temporaries of the size of the parameters

@@ -3,111 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.train.distributed import Session
 from llmrl.train.lora import lora_rows
 from llmrl.train.memory import GPU, memory_rows
+from llmrl.train.model_shape import ModelShape, model_shape
+from llmrl.train.models import load_tokenizer, meta_model
+from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.vision import Media
-    from llmrl.train.distributed import Session
     from llmrl.train.engine_plan import EnginePlan
-    from llmrl.train.model_shape import ModelShape
-    from llmrl.train.preference_data import TokenizedPairs
-    from llmrl.train.preference_settings import DPOConfig, PairsConfig
-    from llmrl.train.sft_data import TokenizedChats
+    from llmrl.train.run import Run
+    from llmrl.train.sft_data import TokenizedRows
     from llmrl.train.tasks import Task
 
 __all__ = [
     "check_template",
-    "dpo_plan",
+    "data_plan",
     "grpo_plan",
     "grpo_settings",
-    "pairs_plan",
+    "plan_recipe",
+    "read_data",
     "samples_exactly",
-    "sft_plan",
     "sft_steps",
 ]
 
 Rows = list[tuple[str, str]]
 
 
-def sft_plan(
+def plan_recipe(
+    tokenize: Callable[[Any, PreTrainedTokenizerBase], TokenizedRows],
+    config: SFTConfig,
+    *,
+    runs: Path,
+    gpu: GPU | None = None,
+) -> Rows:
+    """Rows of label and text that describe a run of ``config`` on the data that ``tokenize(config, tokenizer)`` reads,
+    on the machine that is here or on ``gpu``. Loads no weights.
+    """
+    tokenizer = load_tokenizer(config, runs=runs)
+    with Session(config) as session:
+        shape = model_shape(meta_model(config, tokenizer, runs=runs))
+        return data_plan(config, session, tokenizer, tokenize(config, tokenizer), shape, gpu)
+
+
+def read_data(
+    recipe: str,
+    tokenize: Callable[[Any, PreTrainedTokenizerBase], TokenizedRows],
+    config: SFTConfig,
+    session: Session,
+    run: Run,
+) -> tuple[PreTrainedTokenizerBase, Any, int, int]:
+    """The tokenizer of a run on data, what ``tokenize(config, tokenizer)`` reads, and the optimizer steps of the run
+    and of an epoch. Prints the plan.
+    """
+    tokenizer = load_tokenizer(run.source, runs=run.runs)
+    data = tokenize(config, tokenizer)
+    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
+    run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, tokenizer, data, shape))
+    return tokenizer, data, *sft_steps(config, len(data))
+
+
+def data_plan(
     config: SFTConfig,
     session: Session,
     tokenizer: PreTrainedTokenizerBase,
-    chats: TokenizedChats,
+    data: TokenizedRows,
     shape: ModelShape,
     gpu: GPU | None = None,
 ) -> Rows:
-    cut = f" · {chats.num_cut} longer than {config.max_length} tokens, {config.too_long}" if chats.num_cut else ""
-    loss = "-log p, sum over the assistant's tokens / tokens of the step"
-    return _data_plan(config, session, tokenizer, chats, shape, gpu, unit="conversations", loss=loss, cut=cut)
-
-
-def dpo_plan(config: DPOConfig, *given: Any) -> Rows:
-    """As `pairs_plan`."""
-    dpo = config.dpo
-    smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
-    reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
-    return pairs_plan(config, *given, loss=f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}")
-
-
-def pairs_plan(
-    config: PairsConfig,
-    session: Session,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: TokenizedPairs,
-    shape: ModelShape,
-    gpu: GPU | None = None,
-    *,
-    loss: str,
-    measured: str | None = None,
-) -> Rows:
-    cut = ""
-    if pairs.num_dropped:
-        cut = f" · {pairs.num_dropped} longer than {config.max_length} tokens, dropped"
-    rows = _data_plan(config, session, tokenizer, pairs, shape, gpu, unit="pairs", loss=loss, cut=cut)
-    return rows + ([("measured", measured)] if measured else [])
-
-
-def _data_plan(
-    config: SFTConfig,
-    session: Session,
-    tokenizer: PreTrainedTokenizerBase,
-    data: TokenizedChats | TokenizedPairs,
-    shape: ModelShape,
-    gpu: GPU | None,
-    *,
-    unit: str,
-    loss: str,
-    cut: str,
-) -> Rows:
+    """The plan of a run that trains on ``data``."""
     steps, per_epoch = sft_steps(config, len(data))
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
+    too_long = ""
+    if data.num_too_long:
+        what = {"drop": "dropped"}.get(config.too_long, config.too_long)
+        too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
         *lora_rows(config, session, shape),
         *memory_rows(config, shape, session, gpu),
         *_images(config, data.renderer, shape, getattr(data, "media", ())),
-        ("batch", f"{config.batch_size} {unit} a step · {_microbatches(config)}"),
-        ("loss", loss),
+        ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
+        ("loss", config.loss_in_words),
         ("optim", _optim(config.optim)),
         ("template", check_template(data.renderer, tokenizer, share=data.trained_share())),
-        ("data", f"{data.source} · {len(data)} {unit}{cut} · {sum(map(len, data.ids))} tokens"),
+        ("data", f"{data.source} · {len(data)} {data.unit}{too_long} · {sum(map(len, data.ids))} tokens"),
         ("length", length),
         ("keep", _checkpoints(config)),
+        *([("measured", data.measured)] if data.measured else []),
     ]
 
 
@@ -265,6 +263,7 @@ def _microbatches(config: ModelSource) -> str:
 
 
 def _optim(optim: OptimSettings) -> str:
+    import_optimizer(optim)
     warmup = f" after {optim.warmup} steps" if optim.warmup else ""
     name = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}[optim.name]
     return f"{name} · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"

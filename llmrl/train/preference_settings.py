@@ -70,6 +70,13 @@ class DPOConfig(PairsConfig):
 
     dpo: DPOSettings = DPOSettings()
 
+    @property
+    def loss_in_words(self) -> str:
+        dpo = self.dpo
+        smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
+        reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
+        return f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}"
+
 
 class RewardLossSettings(Settings):
     """The loss of a reward model."""
@@ -93,12 +100,18 @@ class RewardConfig(PairsConfig):
 
     reward: RewardLossSettings = RewardLossSettings()
 
+    @property
+    def loss_in_words(self) -> str:
+        tokens = "mean over the tokens from where answers part"
+        place = "after the last token" if self.reward.level == "sequence" else tokens
+        share = self.reward.first_share
+        first = f"; {share:.0%} of it at the first of them" if share else ""
+        return f"-log sigmoid(r chosen - r rejected), {place}{first}"
+
     @model_validator(mode="after")
     def _cannot_generate(self) -> RewardConfig:
         if self.env is not None:
             raise ValueError("env is for models that answer: a reward model is measured on pairs of eval.split")
-        if self.lora is not None:
-            raise ValueError("lora is for models that answer: leave it out")
         if self.packing == "on":
             raise ValueError("packing is for models that answer: leave it out")
         if self.parallel.context > 1:

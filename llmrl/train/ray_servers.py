@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import socket
-import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmrl.concurrency.parent_watchdog import OWNER
+from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.optional import require
 
@@ -23,10 +19,7 @@ __all__ = ["RayPlan", "RayServers", "check_room", "connect"]
 
 _REACHED_S = 5.0  # for the address of a cluster to answer
 _ENDING_S = 30.0  # for a server to end by itself
-_SHOWN = 30  # lines of a log
 _PERIOD_S = 0.5
-_PR_SET_PDEATHSIG = 1  # of Linux
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -100,42 +93,20 @@ class _Server:
         host = require("ray", extra="ray", used_by="rollout.ray").util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((host, 0))
-            self._url = f"http://{host}:{free.getsockname()[1]}"
-        words, variables = server_command(model, options, host=host, port=int(self._url.rpartition(":")[2]))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
-        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  open as long as the server
-        self._process = subprocess.Popen(
-            words,
-            env={**kept, **variables, OWNER: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,  # vLLM's front end stays when its engine, which follows OWNER, has ended
-        )
+            url = f"http://{host}:{free.getsockname()[1]}"
+        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115  open as long as the server
+        words, variables = server_command(model, options, host=host, port=int(url.rpartition(":")[2]))
+        self._server = ServerProcess(url, words, variables, output, strictly=True)
+        self._server.start()
 
     def url(self) -> str | None:
         """Its URL; None until it answers. Raises WorkerError, with the end of its log, where it has ended."""
-        if (code := self._process.poll()) is not None:
-            self._log.seek(0)
-            lines = self._log.read().decode(errors="replace").splitlines()[-_SHOWN:]
-            raise WorkerError("\n".join([f"its vLLM server ended with code {code}:", *(f"  {line}" for line in lines)]))
-        with suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=5):
-            return self._url
-        return None
+        if (code := self._server.exitcode) is not None:
+            raise WorkerError(self._server.last_lines(f"its vLLM server ended with code {code}:"))
+        return self._server.url if self._server.answers() else None
 
     def stop(self) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDING_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # and what it started
-
-
-def _end_with_parent() -> None:
-    """In the server, before it begins: Linux kills it when the actor's process ends, also by a signal."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._server.stop(_ENDING_S)
 
 
 class RayServers:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
+from llmrl.modules.llm.packing import evaluating
 from llmrl.objectives.llm import RewardLoss
-from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.train.dealing import deal_batch
 from llmrl.train.evaluation import eval_metrics
-from llmrl.train.models import loading_options, resolve_model
+from llmrl.train.lora import add_adapters
+from llmrl.train.models import load_files
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import TinyModelSettings
 
@@ -29,16 +30,23 @@ _AT_ONCE = 1024  # pairs
 
 
 def load_reward_model(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, session: Session, *, runs: Path, checked: bool = False
+    config: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    session: Session,
+    *,
+    runs: Path,
+    checked: bool = False,
+    adapter: Path | None = None,
 ) -> PreTrainedModel:
     """The layers of ``config.model`` with an output of one number, random unless the files have one; float32, on the
     session's device, in evaluation mode. It is read whole, also where the session then shards it.
+
+    With ``config.lora`` a ``peft.PeftModel`` around it, as by `load_model`; its output is trained in full.
 
     Raises  DataError if it cannot be loaded
     """
     from transformers import AutoModelForSequenceClassification
 
-    options = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if isinstance(config.model, TinyModelSettings):
@@ -48,20 +56,19 @@ def load_reward_model(
             body.config.num_labels, body.config.pad_token_id = 1, tokenizer.pad_token_id
             model = AutoModelForSequenceClassification.from_config(body.config)
             model.base_model.load_state_dict(body.base_model.state_dict())
+            model = model.to(session.device)
         else:
-            source = resolve_model(config.model, runs=runs)
-            if not checked and (Path(source) / CHECKSUMS).exists():
-                check_files(Path(source))
-            options |= loading_options(config)
-            model = AutoModelForSequenceClassification.from_pretrained(source, **options)
-    model = model.eval().to(session.device)
-    return session.shard(model) if session.sharded else model
+            head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+            model = load_files(config, session, runs=runs, checked=checked, **head)
+    model = session.shard(model.eval()) if session.sharded else model.eval()
+    return add_adapters(config, model, session, adapter) if config.lora else model
 
 
 class PairEvaluator:
     """The share of held-out pairs whose chosen answer gets the larger reward; used as an `Evaluator`."""
 
     call_rate = None
+    failed = 0
     metric = "eval/pairs/mean"
 
     def __init__(
@@ -74,7 +81,8 @@ class PairEvaluator:
         right = 0.0
         for start in range(0, len(self.rows), _AT_ONCE):
             mine, _ = deal_batch(self.session, self.rows[start : start + _AT_ONCE], self.share, everywhere=True)
-            rewards = self.updater.score(mine, self.loss.pair_rewards)
+            with evaluating(self.updater.scorer):  # without the dropout of adapters
+                rewards = self.updater.score(mine, self.loss.pair_rewards)
             own = 0 if mine is None else sum(float(chosen > rejected) for chosen, rejected in rewards)
             right += self.session.sum({"right": own})["right"]
         self.score = right / len(self.rows)

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from llmrl.errors import DataError, LLMRLError, WeightSyncError, WorkerError
+from llmrl.errors import DataError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
@@ -41,6 +41,7 @@ class RolloutEngine:
 
     ``model``   as it was loaded: vLLM reads the files that it came from
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
+    ``reports_routes``  of Transformers: of vLLM the plan says it
     ``policy``  for the collector; without vLLM it shares the trainer's module
     ``exact``   its log-probs are the trainer's to float32 rounding
     ``warning`` what the probe found after the last push; "" where nothing was wrong
@@ -56,6 +57,8 @@ class RolloutEngine:
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any],
         plan: EnginePlan | None = None,
+        *,
+        reports_routes: bool = False,
     ):
         self.session, self.model = session, model
         self._takes_adapter = plan is not None and bool(plan.options.get("enable_lora"))
@@ -69,11 +72,8 @@ class RolloutEngine:
             servers = self._place_servers(config, plan, tokenizer)
         self._on_servers = bool(servers)
         self.exact = samples_exactly(config, session)
-        wrapping = {
-            "tokenizer": tokenizer,
-            "generate_kwargs": options,
-            "prefer_tokens": True if config.env.on_rewrite == "new_record" else "always",
-        }
+        prefer = True if config.env.on_rewrite == "new_record" else "always"
+        wrapping = {"tokenizer": tokenizer, "generate_kwargs": options, "prefer_tokens": prefer}
         self.policy: LLMWrapperBase
         if plan is not None:
             begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
@@ -98,6 +98,7 @@ class RolloutEngine:
             self.policy = vLLMWrapper(engine, **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
+            self.policy.engine.reports_routes = reports_routes
         # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
         interrupts = getattr(self.policy.engine, "in_flight", None) == "continue"
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
@@ -111,24 +112,19 @@ class RolloutEngine:
 
     def _place_servers(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
         """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks where one fails."""
-        error, urls = "", ()
-        if self.session.rank == 0:
+
+        def place() -> Sequence[str]:
             model, options = self.model.name_or_path, dict(plan.options)
             if not model:  # made on the spot: its weights are sent before the first rollout
                 self._folder = tempfile.TemporaryDirectory(prefix="llmrl-model-")
                 model, options["load_format"] = self._folder.name, "dummy"
                 for part in (self.model.config, tokenizer):
                     part.save_pretrained(model)
-            try:
-                wait_s = 0.9 * config.parallel.timeout_s
-                self._servers = RayServers(connect(plan.ray.address), plan.ray, model, options, wait_s=wait_s)
-                urls = self._servers.urls
-            except LLMRLError as caught:
-                error = str(caught)
-        answers = self.session.gather([(error, urls)])
-        if error := answers[0][0]:
-            raise WorkerError(error)
-        return answers[0][1]
+            wait_s = 0.9 * config.parallel.timeout_s
+            self._servers = RayServers(connect(plan.ray.address), plan.ray, model, options, wait_s=wait_s)
+            return self._servers.urls
+
+        return self.session.on_first(place)
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come

@@ -77,7 +77,7 @@ class RolloutQueue:
         if self.by_group and collector.env.batch_locked:
             raise ConfigError(
                 "rollout.max_staleness above 1 and rollout.oversample need an env that keeps nothing between calls "
-                f"(batch_locked=False), because groups run on their own: got {type(collector.env).__name__}."
+                f"(batch_locked=False), because groups run independently: got {type(collector.env).__name__}."
             )
         self._max_staleness, self._group_size = max_staleness, group_size
         self._steps_ahead = 1  # at most max_staleness

@@ -65,6 +65,11 @@ class RolloutSettings(Settings):
     ray_resources: dict[str, float] = Field(
         {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; GPU: tensor_parallel where nodes have some, CPU: 1"
     )
+    routing_replay: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="mixtures of experts: the trainer sends each token to the experts that the engine chose; auto: "
+        "where the engine reports them",
+    )
     probe_factor: float = Field(
         4.0,
         gt=1,
@@ -106,8 +111,8 @@ class RolloutSettings(Settings):
             raise ValueError(
                 f"{places[-1]} needs sleep and own_process left out: its engines are servers, always awake"
             )
-        if self.ray and self.options.get("enable_lora"):
-            raise ValueError("ray sends whole weights, adapters merged: leave enable_lora out of options")
+        if places and self.options.get("enable_lora"):
+            raise ValueError(f"{places[-1]} sends whole weights, adapters merged: leave enable_lora out of options")
         if (self.ray_engines > 1 or self.ray_resources) and not self.ray:
             raise ValueError("ray_engines and ray_resources need ray, the address of a cluster, auto or local")
         if self.gpus % self.tensor_parallel:

@@ -30,18 +30,35 @@ from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
+from llmrl.train.distributed import Session
 from llmrl.train.lora import ADAPTER
 from llmrl.train.models import resolve_model, save_made_model
+from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import TinyModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from llmrl.train.distributed import Session
     from llmrl.train.evaluation import Evaluator
-    from llmrl.train.settings import ModelSource
+    from llmrl.train.settings import ModelSource, StopSettings
 
-__all__ = ["Run", "RunTotals"]
+__all__ = ["Run", "RunTotals", "run_recipe"]
+
+
+def run_recipe(
+    train: Callable[[Any, Session, Run], None],
+    config: ModelSource,
+    *,
+    run_dir: Path,
+    resume: bool = False,
+    on_start: Callable[[], None] | None = None,
+) -> int:
+    """Trains by ``train(config, session, run)`` and returns the exit code: 0, or 130 after an interruption that left a
+    checkpoint. ``on_start`` is called on the first rank when all is loaded, before the first step.
+    """
+    with Session(config) as session, Run(config, session, run_dir, resume=resume, on_start=on_start) as run:
+        train(config, session, run)
+        return run.exit_code
 
 
 @dataclass
@@ -88,6 +105,7 @@ class Run:
         session.check_shared(path)
         self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first)
         self._state: dict[str, Any] = {}
+        import_optimizer(config.optim)
         if resume:
             ((folder, faults),) = session.gather([self._store.restore()] if session.is_first else [])
             for fault in faults:
@@ -135,15 +153,15 @@ class Run:
             self._on_start()
         self._write_info(plan=self._plan, ended=None)
 
-    def evaluate_before(self, evaluator: Evaluator) -> None:
+    def evaluate_before(self, evaluator: Evaluator | None) -> None:
         """Evaluates as step 0, unless the run is resumed."""
-        if not self.resume:
+        if evaluator and not self.resume:
             self.totals.before = evaluator.run()
             self.totals.called_before = evaluator.call_rate
             self._log.log(0, evaluator.metrics)
 
     def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
-        """The numbers of the steps that are left of ``total``; ends early after Ctrl-C, or `end_after_step`.
+        """The numbers of the steps that are left of ``total``; ends early after Ctrl-C, or `evaluate_to_stop`.
 
         Meanwhile signals only set a flag, so that a step is finished and saved. Before the first step there is nothing
         to save, and Ctrl-C ends the run at once.
@@ -199,9 +217,17 @@ class Run:
         self._notes.append(evaluator.summary)
         return evaluator.metrics
 
-    def end_after_step(self) -> None:
-        """Makes this step the last one."""
-        self._ending = True
+    def evaluate_when_due(self, evaluator: Evaluator | None, every: int) -> dict[str, float]:
+        """`evaluate`, where there is an evaluator and this step is `due`."""
+        return self.evaluate(evaluator) if evaluator and self.due(every) else {}
+
+    def evaluate_to_stop(self, evaluator: Evaluator | None, stop: StopSettings | None) -> dict[str, float]:
+        """`evaluate`, where there is an evaluator for it; makes this step the last one if its score is good enough."""
+        if not evaluator or self._step < stop.after or self._step % stop.every:
+            return {}
+        metrics = self.evaluate(evaluator)
+        self._ending = evaluator.score >= stop.at_least
+        return metrics
 
     @property
     def step_seconds(self) -> float:
@@ -263,8 +289,8 @@ class Run:
             if evaluator.call_rate is not None:
                 changes.append(("calls", totals.called_before, evaluator.call_rate))
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
-        can_answer = getattr(self.config, "env", None) is not None
-        following = [f"llmrl {'resume' if self._interrupted else 'eval' if can_answer else 'show'} {self.path}"]
+        is_measurable = evaluator is not None or getattr(self.config, "env", None) is not None
+        following = [f"llmrl {'resume' if self._interrupted else 'eval' if is_measurable else 'show'} {self.path}"]
         print_summary(
             console,
             headline,

@@ -65,6 +65,11 @@ class SamplingSettings(Settings):
     top_p: float = Field(1.0, gt=0, le=1, description="1 keeps the whole distribution; less makes training off-policy")
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """The same for a policy."""
+        return self.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": self.max_tokens}
+
 
 class RewardSettings(Settings):
     """One reward of several: exactly one of ``fn``, ``judge``, ``reward_model`` and ``code``, and how it counts."""
@@ -421,6 +426,10 @@ class SFTConfig(ModelSource):
     def row_length(self) -> int:
         """Most tokens of a row that goes through the model."""
         return self.max_length
+
+    @property
+    def loss_in_words(self) -> str:
+        return "-log p, sum over the assistant's tokens / tokens of the step"
 
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -17,53 +18,71 @@ from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
-from llmrl.train.settings import SFTConfig
+from llmrl.run.console import Sample
+from llmrl.train.settings import SFTConfig, SFTData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenizedChats", "marked_pieces", "tokenize_chats"]
+    from llmrl.train.preference_settings import PreferenceData
+
+__all__ = ["TokenizedChats", "TokenizedRows", "last_answer", "load_split", "marked_pieces", "tokenize_chats"]
 
 _EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations, "colours": colours_demonstrations}
-_AT_ONCE = 1024  # conversations per call of the tokenizer
+AT_ONCE = 1024  # rows per call of the tokenizer
 
 
 @dataclass
-class TokenizedChats:
-    """``ids`` int64[T] and ``masks`` bool[T] per row: True where the token is trained; ``media`` of each row, where the
-    model reads images.
-    """
+class TokenizedRows:
+    """``ids`` int64[T] and ``masks`` bool[T] per row of ``source``: True where the token counts in the loss."""
 
     source: str
-    ids: list[Tensor]
-    masks: list[Tensor]
     renderer: Renderer
-    media: list[Media] = field(default_factory=list)
-    num_cut: int = 0  # rows that were longer than allowed, and cut
-    num_dropped: int = 0  # pieces of them without a trained token
+    ids: list[Tensor] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)
+    num_too_long: int = 0  # rows that were longer than allowed
+    measured: str = ""  # what is measured beside them, in words
+    unit: ClassVar[str]  # what a row is called
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def as_rows(self) -> TensorDict:
-        """A batch of ("tokens", "full") and ("masks", "all_assistant_mask"), and "media"."""
+        """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and what subclasses have beside them."""
         rows = {
             "tokens": Tokens.from_rows({"full": self.ids}),
             "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
         }
-        if self.media:
-            rows[MEDIA] = write_media(self.media, [len(self.ids)])
-        return TensorDict(rows, batch_size=[len(self.ids)])
+        return TensorDict(rows | self.columns(), batch_size=[len(self.ids)])
+
+    def columns(self) -> dict[str, Any]:
+        return {}
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
 
-    def samples(self, count: int) -> list[list[tuple[str, bool]]]:
-        """The first conversations as pieces of text, each with whether it is trained."""
-        tokenizer = self.renderer.tokenizer
-        return [
-            marked_pieces(tokenizer, ids, mask) for ids, mask in zip(self.ids[:count], self.masks[:count], strict=True)
-        ]
+    def render(self, chats: Sequence[Sequence[Any]], first: int) -> list[Rendered]:
+        """The conversations of the rows from number ``first`` on. Raises TemplateError that names them."""
+        try:
+            return self.renderer.render(chats)
+        except TemplateError as error:
+            raise TemplateError(f"{self.source}, {self.unit} from row {first} on: {error}") from error
+
+
+@dataclass
+class TokenizedChats(TokenizedRows):
+    """Conversations; "media" of each, where the model reads images."""
+
+    media: list[Media] = field(default_factory=list)
+    unit: ClassVar[str] = "conversations"
+
+    def columns(self) -> dict[str, Any]:
+        return {MEDIA: write_media(self.media, [len(self.ids)])} if self.media else {}
+
+    def samples(self, count: int) -> list[Sample]:
+        """The first conversations, with the trained tokens marked."""
+        rows = zip(self.ids[:count], self.masks[:count], strict=True)
+        return [Sample(marked_pieces(self.renderer.tokenizer, *row), label="trained") for row in rows]
 
 
 def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[tuple[str, bool]]:
@@ -77,6 +96,20 @@ def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor)
     ]
 
 
+def load_split(data: SFTData | PreferenceData, split: str, embedded: Mapping[str, Callable[[str], Any]]) -> Any:
+    """The rows of a split: of an ``embedded`` task, of a file, or of a dataset of the hub."""
+    if data.path in embedded:
+        return embedded[data.path](split)
+    return load_rows(data.path, split=split, name=data.name)
+
+
+def last_answer(rendered: Rendered) -> Tensor:
+    """bool[T]: the last answer of a conversation, its end of turn included."""
+    mask = torch.zeros_like(rendered.assistant_mask)
+    mask[slice(*rendered.spans[-1])] = True
+    return mask
+
+
 def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedChats:
     """The data of ``config``.
 
@@ -84,34 +117,15 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
             TemplateError if the template does not say what the assistant wrote
     """
     data = config.data
-    if data.path in _EMBEDDED:
-        rows = _EMBEDDED[data.path](data.split)
-    else:
-        rows = load_rows(data.path, split=data.split, name=data.name)
+    rows = load_split(data, data.split, _EMBEDDED)
     count = min(data.rows or len(rows), len(rows))
-    renderer = Renderer(tokenizer)
-    chats = TokenizedChats(data.path, [], [], renderer)
-    for start in range(0, count, _AT_ONCE):
-        block = [rows[i] for i in range(start, min(start + _AT_ONCE, count))]
-        messages = [
-            to_messages(
-                row,
-                number=number,
-                prompt_column=data.prompt_column,
-                completion_column=data.completion_column,
-                system_prompt=data.system_prompt,
-            )
-            for number, row in enumerate(block, start + 1)
-        ]
-        try:
-            rows_of_ids = renderer.render(messages)
-        except TemplateError as error:
-            raise TemplateError(f"{data.path}, conversations from row {start + 1} on: {error}") from error
-        for number, rendered in enumerate(rows_of_ids, start + 1):
-            mask = rendered.assistant_mask
-            if data.train_on == "last":
-                mask = torch.zeros_like(mask)
-                mask[slice(*rendered.spans[-1])] = True
+    columns = data.model_dump(include={"prompt_column", "completion_column", "system_prompt"})
+    chats = TokenizedChats(data.path, Renderer(tokenizer))
+    for start in range(0, count, AT_ONCE):
+        numbers = range(start + 1, min(start + AT_ONCE, count) + 1)
+        messages = [to_messages(rows[number - 1], number=number, **columns) for number in numbers]
+        for number, rendered in zip(numbers, chats.render(messages, start + 1), strict=True):
+            mask = last_answer(rendered) if data.train_on == "last" else rendered.assistant_mask
             _add(chats, rendered, mask, number, config)
     if not chats.ids:
         raise DataError(
@@ -127,12 +141,12 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, c
         chats.masks.append(mask)
         chats.media += [] if media is None else [media]
         return
-    if config.too_long == "error" or has_images([media] if media else None):  # half an image is none
+    if config.too_long == "error" or has_images([media] if media else None):  # an image cannot be cut
         raise DataError(
             f"{config.data.path}: a conversation must be at most max_length = {limit} tokens long: row {number} has "
             f"{len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
         )
-    chats.num_cut += 1
+    chats.num_too_long += 1
     # a piece begins with the last token of the one before: the first token of a row has no log-prob, and is not trained
     starts = range(0, len(ids) - 1, max(limit - 1, 1)) if config.too_long == "split" else (0,)
     for start in starts:
@@ -142,5 +156,3 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, c
             chats.ids.append(ids[start : start + limit])
             chats.masks.append(piece)
             chats.media += [] if media is None else [media]
-        else:
-            chats.num_dropped += 1

@@ -46,7 +46,7 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
-    some = (("log_probs", "plain"), ("log_probs", "versions"))  # sampling was cut to some tokens, or interrupted
+    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # where sampling has them
     given = [key for key in some if data.get(key, None, as_list=True) is not None]
     return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
 

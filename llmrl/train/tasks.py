@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -20,6 +21,7 @@ from llmrl.loading import load_function
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
+from llmrl.train.models import resolve_model
 from llmrl.train.settings import EnvSettings, EvalSettings
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class Task:
             return [RewardFunction(settings.reward, **shared)]
         if settings.rewards is not None:
             specs = [reward.model_dump(exclude_none=True) for reward in settings.rewards]
+            for judge in (spec["reward_model"] for spec in specs if "model" in spec.get("reward_model", {})):
+                judge["model"] = str(resolve_model(judge["model"], runs=Path("runs")))
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
             return list(make_rewards(specs, tokenizer=self.tokenizer))
         maker = env_maker(settings.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
@@ -64,8 +66,11 @@ _METRICS = {
     "rejected_reward": "preference/rejected_reward",
     "expert_aux_loss": "router/aux_loss",
     "expert_load_max": "router/load_max",
+    "expert_replayed": "router/replayed_frac",
+    "expert_differing": "router/differ_frac",
 }
-_BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS")  # later they measure what the updates changed
+# later they measure what the updates changed
+_BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS", "expert_differing")
 Loss = GRPOLoss | SFTLoss | DPOLoss | RewardLoss
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 
@@ -140,6 +145,13 @@ class Updater:
         experts = self._balance.metrics()
         metrics["loss"] += self._balance.coefficient * experts.get("expert_aux_loss", 0.0)
         return metrics | experts | {"grad_norm": float(norm), "lr": rate}
+
+    def train(self, loss: Loss, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
+        """A `step` on each of the batches; the metrics of all of them together, with their time and `speed`."""
+        clock = time.perf_counter()
+        updates = [self.step(loss, batch, step) for batch in batches]
+        seconds = time.perf_counter() - clock
+        return step_metrics(updates, seconds) | self.speed(seconds)
 
     def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
         """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
@@ -276,6 +288,8 @@ def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = 
 def _recompute(forward: Callable[..., Any], offload: bool, random: bool, *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
+    if (routes := active_routes()) is not None:  # the backward pass comes when they are no longer active
+        options["context_fn"] = lambda: (nullcontext(), same_routes(routes))
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 

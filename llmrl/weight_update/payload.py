@@ -105,12 +105,9 @@ class Slots:
         number = next((number for number in self._blocks if number not in busy), None)
         if number is None:
             number = next(self._numbers)
-            self._blocks[number] = Payload(version, layout, _shared(size), number)
+            memory = torch.empty(size, dtype=torch.uint8).share_memory_()
+            self._blocks[number] = Payload(version, layout, memory, number)
         block = self._blocks[number]
         block.write(weights)
         block.version, block.live = version, {*self._blocks}
         return block
-
-
-def _shared(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8).share_memory_()

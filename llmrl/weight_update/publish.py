@@ -74,12 +74,7 @@ def publish(
         return version
     if weights is not None:
         _check_metadata(weights, metadata or {})
-        if isinstance(weights, Mapping):
-            unsaved = getattr(engine, "unsaved_buffers", frozenset())
-            if not unsaved.isdisjoint(weights):
-                weights = {name: tensor for name, tensor in weights.items() if name not in unsaved}
-        elif not getattr(engine, "takes_groups", False):
-            weights = {name: tensor for group in weights for name, tensor in group.items()}
+        weights = _as_taken(weights, engine)
     try:
         engine.update_weights(weights, version=version)
     except WeightSyncError:
@@ -100,6 +95,18 @@ def as_weights(model: nn.Module | Weights | None) -> Weights | None:
     if not isinstance(model, nn.Module):
         return model
     return merged_weights(model) if hasattr(model, "get_base_model") else weight_groups(model)
+
+
+def _as_taken(weights: Weights, engine: WeightTarget) -> Weights:
+    """The weights without the buffers that the engine makes by itself, and whole where it does not take groups."""
+    if isinstance(weights, Mapping):
+        unsaved = getattr(engine, "unsaved_buffers", frozenset())
+        if unsaved.isdisjoint(weights):
+            return weights
+        return {name: tensor for name, tensor in weights.items() if name not in unsaved}
+    if getattr(engine, "takes_groups", False):
+        return weights
+    return {name: tensor for group in weights for name, tensor in group.items()}
 
 
 class EngineInterfaceError(ConfigError, TypeError):

@@ -44,7 +44,7 @@ Context = Callable[[], Any]  # the object, or None where it is gone
 
 
 class WeightSyncScheme(ABC):
-    """How the weights of one model reach its workers: makes the sender, a receiver per worker, and what is between.
+    """The path of one model's weights to its workers: makes the sender, a receiver per worker, and the transports.
 
     A scheme holds settings alone, so one can be given to every worker's process.
 
@@ -75,7 +75,7 @@ class WeightSyncScheme(ABC):
         return WeightReceiver(self)
 
     def create_packer(self) -> Packer:
-        """What turns weights into the one payload that all workers of a sender get."""
+        """The function that packs weights into the one payload that all workers of a sender get."""
         return lambda model_id, weights, version, transports: pack(weights, version)
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: str, context: Any = None) -> Mapping[str, Tensor]:

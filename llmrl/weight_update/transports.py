@@ -113,7 +113,7 @@ class DirectTransport(TransportBackend):
 
 
 class PipeTransport(TransportBackend):
-    """What the transports over a duplex `multiprocessing.Pipe` share. The pipe must carry nothing else."""
+    """Base of the transports over a duplex `multiprocessing.Pipe`, which must carry nothing else."""
 
     def __init__(self, pipe: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -242,7 +242,7 @@ class SharedMemTransport(PipeTransport):
         self.registered = dict(policy_weights or {})
         self._own = Slots(self.registered, auto_register)
         self._held: int | None = None  # the block that the worker reads
-        self._offered: int | None = None  # the one that it was told of
+        self._offered: int | None = None  # the block that it was offered last
         self._known: dict[int, Payload] = {}  # the blocks that both sides have
 
     @property
@@ -305,7 +305,7 @@ class CallTransport(TransportBackend):
 
     @abstractmethod
     def result(self, call: Any, seconds: float) -> str:
-        """What the call returned: a problem or "". Raises TimeoutError; another error where the worker is gone."""
+        """The call's result: a problem or "". Raises TimeoutError; another error where the worker is gone."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)

@@ -19,7 +19,7 @@ from tensordict.nn import TensorDictModule
 from timing import best
 from torch import nn
 
-from llmrl.envs import GymEnv, ParallelEnv, SerialEnv
+from llmrl.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 
 NAME, NUM_ENVS = "CartPole-v1", 4
 
@@ -98,11 +98,13 @@ def main() -> None:
         return GymEnv(NAME, categorical_action_encoding=True)
 
     parallel, serial = ParallelEnv(NUM_ENVS, make), SerialEnv(NUM_ENVS, make)
+    transformed = ParallelEnv(NUM_ENVS, lambda: TransformedEnv(make()))  # its processes step by tensordicts
     asynchronous = gymnasium.make_vec(NAME, NUM_ENVS, vectorization_mode="async")
-    ms = best(ours(parallel, steps), theirs(asynchronous, steps), ours(serial, steps), repeats=repeats)
-    parallel.close()
-    asynchronous.close()
-    names = ("ParallelEnv", "AsyncVectorEnv", "SerialEnv")
+    sides = ours(parallel, steps), theirs(asynchronous, steps), ours(serial, steps), ours(transformed, steps)
+    ms = best(*sides, repeats=repeats)
+    for env in (parallel, transformed, asynchronous):
+        env.close()
+    names = ("ParallelEnv", "AsyncVectorEnv", "SerialEnv", "ParallelEnv of transformed envs")
     print(", ".join(f"{name} {1e3 * each / steps:.0f} us" for name, each in zip(names, ms, strict=True)), "a step")
 
     network = nn.Linear(4, 2)
@@ -119,6 +121,7 @@ def main() -> None:
     rows = [
         Row(f"a step of ParallelEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[0] / ms[1], 1.2),
         Row(f"a step of SerialEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[2] / ms[1]),
+        Row(f"a step of ParallelEnv({NUM_ENVS}) of transformed envs, of AsyncVectorEnv({NUM_ENVS})", ms[3] / ms[1]),
         Row("env.rollout with a linear policy, the loop by hand with gymnasium and plain tensors", rolled / looped),
         Row("env.rollout with a linear policy, the loop by hand with the same env and policy", rolled / stepped, 1.0),
     ]

@@ -66,7 +66,7 @@ def main() -> None:
         ):
             ours, theirs = [], []
             for repeat in range(options.repeats):
-                arguments = {"max_length": 256, "tokenizer": own, "root_dir": Path(folder) / f"{what}{repeat}"}
+                arguments = {"max_length": 288, "tokenizer": own, "root_dir": Path(folder) / f"{what}{repeat}"}
                 theirs.append(seconds(yardstick, time.process_time))
                 build = lambda: PairwiseDataset.from_dataset("train", file, **arguments)  # noqa: B023, E731
                 ours.append(seconds(build, time.process_time))

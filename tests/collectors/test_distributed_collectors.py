@@ -40,7 +40,7 @@ def make():
     made, started = [], set()
 
     def build(cls=DistributedDataCollector, envs=ENVS, policy=None, **options):
-        options = {"frames_per_batch": 12, "total_frames": 24, "launcher": "mp", **options}
+        options = {"frames_per_batch": 12, "total_frames": 24, "launcher": "mp", "timeout_s": 60.0, **options}
         made.append(cls(envs, Scale() if policy is None else policy, **options))
         workers = [worker.process.pid for worker in made[-1]._pool.workers]
         started.update(workers, *(dict(descendants(pid)) for pid in workers))
@@ -56,7 +56,7 @@ def make():
 
 
 def refused(error, match, cls=DistributedDataCollector, envs=ENVS, policy=None, **options):
-    options = {"frames_per_batch": 12, "launcher": "mp", **options}
+    options = {"frames_per_batch": 12, "launcher": "mp", "timeout_s": 60.0, **options}
     with pytest.raises(error, match=match):
         cls(envs, policy or Scale(), **options)
 
@@ -80,7 +80,7 @@ def test_arguments_that_cannot_be_used_are_refused_before_a_process_starts(tmp_p
     refused(ConfigError, "one device per worker", RPCDataCollector, visible_devices=["cpu"])
     refused(ConfigError, "TensorPipeRpcBackendOptions", RPCDataCollector, tensorpipe_options={"threads": 3})
     buffer = ReplayBuffer(storage=LazyTensorStorage(10))
-    refused(UnsupportedError, "extend it with the batches", replay_buffer=buffer)
+    refused(UnsupportedError, "come in batches: leave it out", replay_buffer=buffer, extend_buffer=False)
     schemes = {"policy": SharedMemWeightSyncScheme()}
     refused(ConfigError, "must be a DistributedWeightSyncScheme.*got SharedMem", weight_sync_schemes=schemes)
     refused(ConfigError, "must be a RPCWeightSyncScheme", RPCDataCollector, weight_sync_schemes=schemes)
@@ -172,7 +172,7 @@ def test_a_batch_has_a_part_of_each_worker_and_weights_come_with_their_version(m
     assert not set(ids[0].tolist()) & set(ids[1].tolist())
     one.shutdown()
     assert one.counters["produced"] == one.counters["delivered"] + one.counters["dropped"]
-    with pytest.raises(UnsupportedError, match="background"):
+    with pytest.raises(ConfigError, match="into a replay_buffer: give one"):
         one.start()
     with pytest.raises(WorkerError, match="shut down"):
         one.update_policy_weights_()
@@ -183,12 +183,59 @@ def both(batch, alone):
     return [(row, expected) for row in batch.unbind(0)]
 
 
+@pytest.mark.parametrize("cls", [DistributedDataCollector, pytest.param(RPCDataCollector, marks=pytest.mark.slow)])
+def test_a_buffer_is_filled_in_the_background_until_the_end_or_a_failure(make, cls):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=12)
+    one = make(cls, total_frames=-1, replay_buffer=buffer, track_policy_version=True)
+    one.start()
+    for number in range(1, 4):
+        one.update_policy_weights_(Scale(float(number)))
+    wait_until(lambda: len(buffer) and buffer[-1]["policy_version"] == 3, 20)
+    rows = buffer[:]
+    assert rows["action"].flatten().equal(1.0 * rows["policy_version"].clamp(min=1))
+    with one.pause():
+        time.sleep(0.3)  # a message that was on its way is not read
+        before = buffer.write_count
+        time.sleep(0.3)
+        assert buffer.write_count == before
+        one.update_policy_weights_(Scale(9.0))
+    wait_until(lambda: buffer.write_count > before, 20)
+    assert one.set_seed(7) == CountingEnv().set_seed(CountingEnv().set_seed(7))
+    assert one.state_dict()["version"] == 4
+    with pytest.raises(ConfigError, match="in the background already: read the replay buffer"):
+        one.next()
+    assert buffer.sample().batch_size == (12,)
+    os.kill(one._pool.workers[1].process.pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match=r"worker 1 of 2"):
+        wait_until(lambda: not one.background.is_running, 60)
+    for call in (one.update_policy_weights_, one.async_shutdown):
+        with pytest.raises(WorkerError, match=r"in the background failed: .*worker 1 of 2.*SIGKILL"):
+            call()
+    assert one.counters["delivered"] == buffer.write_count
+
+
+def test_a_buffer_gets_batches_of_all_workers_and_a_start_has_an_end(make):
+    grid = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))
+    one = make(sync=True, replay_buffer=grid)
+    assert list(one) == [None, None]
+    assert grid[:]["observation"][..., 0].tolist() == [[0, 1, 2, 3] * 3] * 2
+    with pytest.raises(ConfigError, match="has begun already"):
+        one.start()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    two = make(sync=True, total_frames=36, replay_buffer=buffer)
+    two.start()
+    wait_until(lambda: not two.background.is_running, 60)
+    two.async_shutdown()
+    assert two.counters == {"produced": 36, "delivered": 36, "dropped": 0}
+    assert len(buffer) == 36
+
+
 def test_a_worker_that_is_killed_while_it_steps_or_before_it_takes_weights_is_named(make):
     one = make(envs=[CountingEnv, lambda: CountingEnv(100, fault="kill")], total_frames=-1)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 1 of 2 \(process \d+ on .*was killed by SIGKILL"):
         [one.next() for _ in range(20)]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     with pytest.raises(WorkerError, match="worker 1 of 2"):
         one.update_policy_weights_()
     one = make(total_frames=-1, weight_sync_schemes={"policy": DistributedWeightSyncScheme(sync=True, timeout=30)})
@@ -198,7 +245,7 @@ def test_a_worker_that_is_killed_while_it_steps_or_before_it_takes_weights_is_na
     killer.start()
     with pytest.raises(WorkerError, match=r"worker 0 of 2.*take weights.*SIGKILL"):
         one.update_policy_weights_(Scale(2.0))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.slow
@@ -211,11 +258,11 @@ def test_what_goes_wrong_in_an_env_arrives_with_worker_and_traceback(make, cls):
         one, start = with_fault("raise", at), time.monotonic()
         with pytest.raises(WorkerError, match=rf"worker 1 of 2.*ValueError: the env failed at {at}(.|\n)*counting_env"):
             [one.next() for _ in range(20)]
-        assert time.monotonic() - start < 10
-    one, start = with_fault("hang", timeout_s=2.0), time.monotonic()
-    with pytest.raises(DeadlineError, match=r"worker 1 of 2.*nothing for 2 s.*timeout_s"):
+        assert time.monotonic() - start < 50
+    one, start = with_fault("hang", timeout_s=4.0), time.monotonic()
+    with pytest.raises(DeadlineError, match=r"worker 1 of 2.*nothing for 4 s.*timeout_s"):
         [one.next() for _ in range(10**6)]  # the other worker goes on
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
     def broken():
         raise OSError("no display")
@@ -296,7 +343,7 @@ from tests.support.counting_env import CountingEnv, Scale
 
 envs = [lambda: CountingEnv(10, fault="hang", at=5)] * 2
 one = DistributedDataCollector(envs, Scale(), frames_per_batch=12, launcher="mp")
-one._grant(one._pool.workers[0])
+one._pool.grant(one._pool.workers[0])
 print(*[worker.process.pid for worker in one._pool.workers], flush=True)
 time.sleep(600)
 """
@@ -309,7 +356,7 @@ def test_workers_end_with_an_owner_that_is_killed_also_while_their_env_hangs():
         assert [is_running(pid) for pid in pids] == [True, True]
         time.sleep(0.5)  # for the worker to be in the step that hangs
         owner.kill()
-    wait_until(lambda: not any(map(is_running, pids)), 10)
+    wait_until(lambda: not any(map(is_running, pids)), 60)
 
 
 # --- jobs ---

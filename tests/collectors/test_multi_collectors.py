@@ -29,7 +29,8 @@ def make():
 
     def build(cls=MultiSyncDataCollector, envs=2, policy=None, **options):
         envs = [CountingEnv] * envs if isinstance(envs, int) else envs
-        made.append(cls(envs, policy or Scale(), **{"frames_per_batch": 12, "total_frames": 24, **options}))
+        options = {"frames_per_batch": 12, "total_frames": 24, "timeout_s": 60.0, **options}
+        made.append(cls(envs, policy or Scale(), **options))
         return made[-1]
 
     yield build
@@ -42,7 +43,7 @@ def shared_buffer() -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8, shared=True)
 
 
-def wait_for(condition, seconds: float = 10.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "took too long"
@@ -338,7 +339,7 @@ def test_what_an_env_raises_is_raised_here_with_worker_and_traceback(make, cls, 
     start = time.monotonic()
     with pytest.raises(WorkerError, match=rf"worker 1 of 2.*ValueError: the env failed at {at}") as caught:
         [one.next() for _ in range(10)]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert "counting_env.py" in str(caught.value)
     with pytest.raises(WorkerError, match="worker 1 of 2"):
         one.update_policy_weights_()
@@ -352,11 +353,11 @@ def test_a_killed_worker_is_named(make, cls):
 
 
 def test_an_env_that_never_returns_is_named(make):
-    one = make(envs=failing("hang"), timeout_s=1.0)
+    one = make(envs=failing("hang"), timeout_s=3.0)
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"worker 1 of 2.*nothing for 1 s.*timeout_s"):
+    with pytest.raises(DeadlineError, match=r"worker 1 of 2.*nothing for 3 s.*timeout_s"):
         one.next()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
 
 
 def test_a_worker_killed_while_it_writes_leaves_whole_rows_and_is_reported(make):
@@ -374,9 +375,9 @@ def test_a_worker_killed_while_it_writes_leaves_whole_rows_and_is_reported(make)
 
 
 def kill_and_wait(one) -> None:
-    watcher = next(thread for thread in threading.enumerate() if thread.name == "llmrl-collector-watch")
+    watchers = [thread for thread in threading.enumerate() if thread.name == "llmrl-collector-watch"]
     os.kill(one._pool.workers[0].process.pid, signal.SIGKILL)
-    watcher.join(10)
+    watchers[-1].join(60)  # the latest; one of an earlier collector may still be ending
 
 
 def test_a_constructor_that_fails_and_specs_that_differ_are_named(make):

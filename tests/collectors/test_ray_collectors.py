@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import time
-import warnings
 
 import pytest
 import torch
@@ -27,23 +26,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ign
 FREE = {"num_cpus": 0}
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Ray's start, which is not ours
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.fixture
 def make(cluster):
     made = []
 
     def build(cls=RayCollector, envs=2, policy=None, **options):
         envs = [CountingEnv] * envs if isinstance(envs, int) else envs
-        given = {"frames_per_batch": 12, "total_frames": 24, "remote_configs": FREE, **options}
+        given = {"frames_per_batch": 12, "total_frames": 24, "remote_configs": FREE, "timeout_s": 60.0, **options}
         made.append(cls(envs, policy or Scale(), **given))
         return made[-1]
 
@@ -60,7 +49,7 @@ def buffer(cluster):
 
 
 def pids(collector):
-    return [int(member.place.split()[1]) for member in collector._pool.members]
+    return [int(member.place.split()[1]) for member in collector._pool.workers]
 
 
 def test_each_actor_gives_its_share_weights_are_applied_between_batches_and_states_go_on(make):
@@ -126,7 +115,7 @@ def test_first_come_first_served_each_row_has_the_version_that_made_it_and_a_dea
     clock = time.monotonic()
     with pytest.raises(WorkerError, match=r"collector 1 of 2 \(Ray actor \w+, process \d+ on .*it has ended"):
         list(one)
-    assert time.monotonic() - clock < 10
+    assert time.monotonic() - clock < 50
     with pytest.raises(WorkerError, match="collector 1 of 2"):
         one.update_policy_weights_()
     wait_until(lambda: not any(map(is_running, pids(one))))
@@ -200,7 +189,7 @@ def test_an_env_that_raises_in_the_background_and_one_whose_step_never_ends(make
 
 def start_and_fail(collector):
     collector.start()
-    wait_until(lambda: collector._pool.failure is not None, 10)
+    wait_until(lambda: collector._pool.failure is not None, 60)
 
 
 def test_what_cannot_be_is_refused(make, cluster):
@@ -272,7 +261,7 @@ def test_conversations_come_from_actors_with_the_weights_that_were_pushed(cluste
         assert collector.counters == {"produced": 12, "delivered": 12, "dropped": 0}
         collector.load_state_dict(state)
         assert collector.next().get("query").tolist() == ["q4", "q5"]
-        os.kill(int(collector._pool.members[0].place.split()[1]), signal.SIGKILL)
+        os.kill(int(collector._pool.workers[0].place.split()[1]), signal.SIGKILL)
         with pytest.raises(WorkerError, match="collector 0 of 2"):
             list(collector)
     finally:

@@ -61,7 +61,9 @@ def stress(seconds: float) -> None:
     try:
         collector.start()
         end, versions, reads = time.monotonic() + seconds, 0, 0
-        while time.monotonic() < end or versions < 5:
+        seen = 0  # the newest version in the buffer: a busy machine needs longer until there is something to check
+        while time.monotonic() < end or min(versions - 2, reads, seen + 1) < 3:
+            assert time.monotonic() < end + 120, (versions, reads, seen)
             versions += 1
             weights = {f"weights.{number}": torch.full((5000,), float(versions)) for number in range(4)}
             collector.update_policy_weights_(weights)
@@ -69,8 +71,8 @@ def stress(seconds: float) -> None:
                 weight.fill_(-1.0)  # a worker that still read here would notice
             if len(buffer):
                 check(buffer.sample())
-                check(buffer[:])
-                reads += 1
+                check(rows := buffer[:])
+                reads, seen = reads + 1, rows["policy_version"].max().item()
         with collector.pause():
             start = buffer.write_count % 1000 if len(buffer) == 1000 else 0
             rows = buffer[:].roll(-start, 0)  # the oldest one first
@@ -130,7 +132,7 @@ def test_a_worker_that_is_killed_with_the_lock_of_the_buffer_is_named_and_leaves
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 0 of 2.*was killed by SIGKILL"):
         [collector.next() for _ in range(100)]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert all(map(ended, workers))
     rows, count = buffer[:], buffer.write_count
     assert (rows["next", "observation"] == rows["observation"] + 1).all()
@@ -152,5 +154,5 @@ def test_a_worker_that_is_killed_while_it_takes_weights_is_named(cls):
 
     with pytest.raises(WorkerError, match="worker 0"):
         push()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert all(map(ended, workers))

@@ -269,7 +269,7 @@ def test_weights_from_another_thread_wait_until_the_steps_are_copied(extend_buff
     one.background.allow_pauses()
     one.next()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert one.policy.scale == 3
     assert (rows[0]["policy_version"].item(), rows[0]["action"].item()) == (0, 1)
 
@@ -381,7 +381,7 @@ def start_and_fail(one: SyncDataCollector) -> None:
     wait_for(lambda: not one.background.is_running)
 
 
-def wait_for(condition, seconds: float = 10.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "took too long"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -40,6 +41,7 @@ def test_the_last_lines_of_a_dead_process_are_kept_and_passed_on(capfd):
         log.close()
         return text
 
+    gc.collect()  # so that nothing of an earlier test is closed in between
     descriptors = len(os.listdir("/proc/self/fd"))
     text = asyncio.run(run())
     assert "Fatal Python error: Aborted" in text

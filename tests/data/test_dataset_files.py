@@ -109,14 +109,6 @@ def test_csv_fields_may_be_long_and_rows_with_more_fields_than_the_header_are_na
     assert csv.field_size_limit() == limit
 
 
-def test_a_missing_column_lists_the_ones_there_are(tmp_path):
-    path = write(tmp_path / "data.jsonl", ROWS)
-    with pytest.raises(
-        DataError, match=r"must have the column 'anwser': its columns are question, answer. Did you mean 'answer'"
-    ):
-        load_rows(path, columns=["question", "anwser"])
-
-
 def test_a_dataset_of_the_hub_library_is_a_sequence_of_rows():
     datasets = pytest.importorskip("datasets")
     assert [to_prompt(row)["query"] for row in datasets.Dataset.from_list(ROWS)] == ["1 + 1?", "2 + 2?"]

@@ -302,7 +302,7 @@ def gone(pid):
     return True
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -314,17 +314,18 @@ def wait_until(condition, seconds=10.0):
     [
         ({"fail_at": -1}, WorkerError, "worker 1 of 3 must reset: its env raised ValueError: cannot reset"),
         ({"fail_at": 5}, WorkerError, "worker 1 of 3 must take a step: its env raised ValueError: cannot step"),
-        ({"hang_at": 2}, DeadlineError, r"take a step within 1 s \(timeout_s\): .*worker 1 runs"),
+        ({"hang_at": 2}, DeadlineError, r"take a step within 3 s \(timeout_s\): .*worker 1 runs"),
     ],
 )
 def test_a_worker_that_fails_is_named_and_all_processes_end(kwargs, error, text):
-    env = Forked(3, Count, create_env_kwargs=[{}, kwargs, {}], timeout_s=1.0)
+    timeout_s = 3.0 if error is DeadlineError else 20.0
+    env = Forked(3, Count, create_env_kwargs=[{}, kwargs, {}], timeout_s=timeout_s)
     workers, started = pids(env), time.monotonic()
     with pytest.raises(error, match=text) as caught:
         env.rollout(10, policy=act(0.0))
     if error is WorkerError:
         assert "in _reset" in str(caught.value) or "in _step" in str(caught.value)  # the traceback
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     assert all(gone(pid) for pid in workers)
     with pytest.raises(WorkerError, match="must be open to reset"):
         env.reset()

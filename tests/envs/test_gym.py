@@ -1,5 +1,7 @@
 """gymnasium's own numbers are the reference: the same seed and actions give the same trajectory."""
 
+import contextlib
+
 import gymnasium
 import numpy as np
 import pytest
@@ -8,8 +10,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from llmrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
-from llmrl.envs import GymEnv, GymWrapper, StepCounter, TransformedEnv, check_env_specs
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.envs import GymEnv, GymWrapper, ParallelEnv, StepCounter, TransformedEnv, check_env_specs
+from llmrl.errors import ConfigError, ShapeError, UnsupportedError
 
 INSIDE = spaces.Dict({"speed": spaces.Box(-1, 1, (2,)), "gear": spaces.Discrete(3, start=5)})
 NESTED = spaces.Dict(
@@ -201,6 +203,53 @@ def test_the_seed_is_for_the_next_reset_and_close_closes_once():
     env.close()
     assert plain.closed
     assert env.is_closed
+
+
+def arrays(env):
+    """Arrays for the entries that a process of a `ParallelEnv` reads and writes."""
+    parts = (["action"], ["observation", "reward", "done"])
+    specs = [[env._get_spec(part) for part in names] for names in parts]
+    return [{key: spec[key].zero().numpy() for spec in group for key in spec.leaf_keys} for group in specs]
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+def test_a_step_from_arrays_into_arrays_is_the_step(name, categorical):
+    twins = [GymEnv(name, categorical_action_encoding=categorical, frame_skip=2) for _ in range(2)]
+    inputs, outputs = arrays(twins[1])
+    step = twins[1]._array_step(inputs, outputs)
+    for env in twins:
+        env.set_seed(3)
+    td, _ = (env.reset() for env in twins)
+    for _ in range(30):
+        td = twins[0].rand_action(td)
+        inputs["action"][...] = td["action"].numpy()
+        td, root = twins[0].step_and_maybe_reset(td)
+        assert step() == td["next", "done"].item()
+        for key, array in outputs.items():
+            assert td["next", key].equal(torch.from_numpy(array)), key
+        if td["next", "done"]:
+            assert twins[1].reset()["observation"].equal(root["observation"])
+        td = root
+
+
+def test_a_step_from_arrays_is_left_to_the_step_where_it_would_differ():
+    class Doubled(GymEnv):
+        def _step(self, td):
+            td = super()._step(td)
+            return td.set("reward", 2 * td["reward"])
+
+    for env in (Doubled("CartPole-v1"), GymEnv("Blackjack-v1"), GymWrapper(Echo(INSIDE, INSIDE))):
+        assert env._array_step(*arrays(env)) is None
+    doubled = ParallelEnv(1, Doubled, create_env_kwargs={"env_name": "CartPole-v1"}, mp_start_method="fork")
+    with contextlib.closing(doubled) as env:
+        assert env.rand_step()["next", "reward"].item() == 2
+    short = Echo(spaces.Box(-1, 1, (3,)), spaces.Discrete(2))
+    env = GymWrapper(short)
+    env.reset()
+    short.observation_space = spaces.Box(-1, 1, (1,))
+    with pytest.raises(ShapeError, match=r"must have the shape of its space, \(3,\): got \(1,\)"):
+        env._array_step(*arrays(env))()
 
 
 def test_the_device_is_that_of_every_entry():

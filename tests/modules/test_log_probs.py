@@ -199,6 +199,31 @@ def test_autocast_runs_the_product_in_bfloat16_and_keeps_float32_gradients():
     assert model.lm_head.weight.grad.dtype == torch.float32
 
 
+ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_logits_of_a_batch_never_exist_at_once(device):
+    """With 50,000 tokens the logits of 1,024 positions are 98 MiB in bfloat16; here are those of 64 at a time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Qwen2Config(vocab_size=50_000, num_key_value_heads=1, **sizes)
+    model = Qwen2ForCausalLM(config).to(device, torch.bfloat16)
+    ids = torch.randint(0, 50_000, (4, 256), device=device)
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    whole = 4 * 256 * 50_000 * 2
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    scores = token_logprobs(model, ids, everywhere, everywhere, chunk=64)
+    scores.log_probs.mean().backward()
+    if device == "cuda":
+        assert torch.cuda.max_memory_allocated() - before < whole, "forwards and backwards, float32 included"
+    expected = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(scores.log_probs[:, 1:], expected, atol=2e-2, rtol=0)
+    assert model.lm_head.weight.grad.isfinite().all()
+
+
 def test_top1_marks_the_tokens_that_greedy_decoding_would_take():
     model = build("qwen2")
     ids, attention, select = batch()

@@ -113,7 +113,7 @@ class Workplace:
             start_new_session=start_new_session,
         )
 
-    def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 180) -> Result:
+    def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 600) -> Result:
         """The end of a process."""
         try:
             out, err = process.communicate(timeout=timeout_s)

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmrl.objectives.llm import SFTLoss
-from llmrl.testing import tiny_tokenizer
+from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 
@@ -162,7 +163,7 @@ def test_a_conversation_longer_than_the_limit_can_lose_its_end(place):
     assert [len(ids) for ids in cut.ids] == [len(whole.ids[0]), 40, len(whole.ids[2])]
     assert cut.ids[1].tolist() == whole.ids[1][:40].tolist()
     assert cut.masks[1].tolist() == whole.masks[1][:40].tolist()
-    assert cut.num_cut == 1
+    assert cut.num_too_long == 1
 
 
 def test_a_conversation_longer_than_the_limit_can_be_split_without_losing_a_trained_token(place):
@@ -172,15 +173,15 @@ def test_a_conversation_longer_than_the_limit_can_be_split_without_losing_a_trai
     pieces = list(zip(split.ids, split.masks, strict=True))[1:-1]
     trained = [token for ids, mask in pieces for token in ids[mask].tolist()]
     assert trained == whole.ids[1][whole.masks[1]].tolist()
-    assert split.num_cut == 1
+    assert split.num_too_long == 1
     counts = [SFTLoss(torch.nn.Identity()).count_step(data.as_rows()).tokens for data in (whole, split)]
     assert counts[0] == counts[1] == sum(int(mask.sum()) for mask in whole.masks)
 
 
-def test_pieces_without_a_trained_token_are_dropped_and_counted(place):
+def test_pieces_without_a_trained_token_are_dropped(place):
     asked = {"prompt": "2 + 2? " * 40, "completion": "four"}
     cut = chats(place, [asked, GOOD], max_length=40, too_long="truncate")
-    assert (len(cut), cut.num_cut, cut.num_dropped) == (1, 1, 1)
+    assert (len(cut), cut.num_too_long) == (1, 1)
 
 
 def test_the_number_of_cut_conversations_is_part_of_the_plan(place):
@@ -196,3 +197,15 @@ def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place):
     place.train("grpo", "dropped", words=["5 prompts · 1 longer than 30 tokens"], env=env | {"too_long": "drop"})
     prompts = {rollout.prompt for step in (1, 2, 3) for rollout in place.rollouts("dropped", step)}
     assert len(prompts) == 5
+
+
+def test_a_model_whose_files_lack_a_weight_is_refused(place):
+    folder, name = place.path / "lacking", "model.layers.0.mlp.up_proj.weight"
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    words = ["1 of its weights are in none of its files", name]
+    place.train("sft", "lacking", code=3, words=words, model=str(folder))

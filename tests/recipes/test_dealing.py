@@ -62,11 +62,13 @@ from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.objectives.base import total_loss
 from llmrl.objectives.llm import GRPOLoss
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model, tiny_processor, tiny_tokenizer
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.updater import make_updater
+from tests.support.images import image_rows
+from tests.support.training_rows import losses, policy_of, step, worst
 
 generator = torch.Generator().manual_seed(0)
 LENGTHS = [30, 28, 26, 24, 5, 4, 6, 3]  # without dealing, rank 0 has all of the long ones
@@ -85,6 +87,34 @@ def batch():
         },
         batch_size=[8],
     )
+
+SMALL, WIDE = (16, 24), (40, 20)
+IMAGES = [  # of each row
+    [(SMALL,), (SMALL, WIDE), ((8, 60),), ((9, 9),)],
+    [(SMALL,), (), (WIDE, SMALL), (), (SMALL,), ()],
+    [(WIDE, WIDE), (), (), ()],  # one rank has no image,
+    [(), (SMALL,)],  # or its last micro-batch has none,
+    [(SMALL,)],  # or it has no row
+]
+
+def check_images(session, config):
+    processor = tiny_processor()
+    for sizes in IMAGES:
+        rows = image_rows(processor, sizes)
+        for name in ("token", "sft"):
+            model = tiny_model(processor, architecture="qwen2_vl", heads=2)
+            plain = copy.deepcopy(model)
+            total_loss(losses(policy_of(plain))[name](rows)).backward()
+            expected = {key: p.grad for key, p in plain.named_parameters()}
+            read = max(grad.abs().max() for key, grad in expected.items() if "visual" in key)
+            assert name == "token" or read > 1e-2, "without a token whose ratio is clipped"
+            share = attention_share(model)
+            model = session.shard(model) if session.sharded else model
+            half = max(1, len(sizes) // 2)
+            own = rows[half * session.rank : half * (session.rank + 1)]
+            mine, _ = deal_batch(session, own if len(own) else None, share)
+            _, found = step(config, session, model, mine, name)
+            assert worst(found, expected) < 1e-6, (config.parallel.mode, sizes, name, worst(found, expected))
 
 def main():
     whole = batch()
@@ -124,13 +154,14 @@ def main():
             assert sorted(session.gather(again["group_id"].tolist())) == sorted(whole["group_id"].tolist())
             nothing, _ = deal_batch(session, whole[:1] if session.rank else None, share)
             assert (nothing is None) == (session.rank == 1)
+            check_images(session, config)
 
 main()  # nothing of it is left when the interpreter ends
 """
 
 
 @pytest.mark.slow
-def test_gradients_of_dealt_rows_are_those_of_one_process_and_rows_keep_group_and_advantage(place):
+def test_gradients_of_dealt_rows_are_those_of_one_process_and_rows_keep_group_advantage_and_images(place):
     place.module("gradients", GRADIENTS)
     result = place.finish(place.process(ranks=2, module="gradients"))
     assert result.code == 0, result.err

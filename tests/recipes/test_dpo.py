@@ -73,7 +73,7 @@ def test_pairs_that_are_too_long_are_named_or_counted(place):
     with pytest.raises(DataError, match="row 2 has one of"):
         tokenize_pairs(config(path, max_length=40), tiny_tokenizer())
     pairs = tokenize_pairs(config(path, max_length=40, too_long="drop"), tiny_tokenizer())
-    assert (len(pairs), pairs.num_dropped) == (1, 1)
+    assert (len(pairs), pairs.num_too_long) == (1, 1)
     with pytest.raises(DataError, match="no pair is left"):
         tokenize_pairs(config(path, max_length=5, too_long="drop"), tiny_tokenizer())
 

@@ -13,7 +13,7 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.testing import tiny_model
-from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan
+from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan, replays_routes
 from llmrl.train.model_shape import model_shape
 from llmrl.train.settings import GRPOConfig
 
@@ -105,6 +105,23 @@ def test_what_a_machine_cannot_do_is_refused_before_weights_are_loaded(rollout, 
 def test_four_key_value_heads_are_repeated_over_eight_gpus():
     model = tiny_model(hidden_size=128, heads=8)
     assert len(planned(config({"tensor_parallel": 8}), Gpus(8, CARD), model).devices) == 8
+
+
+def test_the_engine_of_a_mixture_is_asked_for_its_routes_where_it_can_report_them():
+    mixture = tiny_model(architecture="qwen3_moe")
+    plan = planned(model=mixture)
+    assert plan.options["enable_return_routed_experts"]
+    assert "its choice of experts is replayed" in plan.describe()
+    for rollout in (
+        {"routing_replay": "off"},
+        {"options": {"enable_prefix_caching": False}},
+        {"gpus": 1},
+    ):
+        plan = planned(config(rollout), model=mixture)
+        assert "enable_return_routed_experts" not in plan.options
+    assert "enable_return_routed_experts" not in planned().options, "not a mixture"
+    with pytest.raises(ConfigError, match=r"rollout\.routing_replay=on: .* engines that are servers"):
+        replays_routes(config({"routing_replay": "on", "gpus": 1}), mixture)
 
 
 # --- how long a conversation may be

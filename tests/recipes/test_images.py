@@ -9,9 +9,10 @@ import torch
 from llmrl.data.llm.dataset_files import load_rows, to_messages, to_prompt
 from llmrl.envs.llm.tasks.colours import COLOURS, colours_problems
 from llmrl.errors import DataError
+from llmrl.modules.llm.vision import vision_tower
 from llmrl.testing import tiny_model, tiny_processor
 from llmrl.train.memory import plan_memory
-from llmrl.train.model_shape import decoder_blocks, model_shape, vision_tower
+from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.settings import SFTConfig
 from tests.support.images import noise
 
@@ -56,10 +57,12 @@ def test_data_with_images_are_read_from_files_and_parquet(place):
     place.rows("asked.jsonl", asked)
     reward = {"name": "chat", "dataset": "asked.jsonl", "reward": "vowels:share"}
     place.train("grpo", "asked", model=VISION, env=reward, steps=1, prompts_per_step=2)
+    assert [row["rollout/failed"] for row in place.steps("asked")] == [0]
     place.rows(
         "rows.parquet", [{"prompt": "What?", "image": {"bytes": picture(), "path": None}, "completion": "Noise."}]
     )
     place.train("sft", "rows", model=VISION, data={"path": "rows.parquet", "rows": None}, steps=1, batch_size=1)
+    assert place.steps("rows")[0]["tokens/trained"] > 0
 
 
 def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(place):

@@ -1,4 +1,4 @@
-"""Adapters in both recipes: they alone are trained, pushed and saved, with the numbers of peft and of one process."""
+"""Adapters in SFT and GRPO: they alone are trained, pushed and saved, with the numbers of peft and of one process."""
 
 import json
 import shutil

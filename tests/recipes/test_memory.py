@@ -30,6 +30,7 @@ from llmrl.train.memory import (
 )
 from llmrl.train.model_shape import model_shape
 from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
+from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, recompute_blocks
 from scripts.memory_table import MODELS, shape_of, table
@@ -170,13 +171,39 @@ def test_the_settings_that_are_named_make_it_fit_and_none_of_them_is_superfluous
     assert remedies(config, shape_of("0.5B"), gpu, low_precision=True) == {}
 
 
+def test_a_sequence_that_is_too_long_for_a_gpu_is_shared_by_as_many_ranks_as_are_named():
+    shape, gpu = shape_of("7B"), parse_gpu("H100:8")
+    config = sft(max_length=1 << 17, parallel={"mode": "fsdp2"}, memory={"checkpointing": "on"})
+    with Session(config) as session, pytest.raises(ConfigError) as refused:
+        memory_rows(config, shape, session, gpu)
+    assert "it fits with parallel.context=2, where 2 ranks share each sequence." in str(refused.value)
+    for changes, fits in (({}, False), ({"parallel.context": 2}, True)):
+        changed = with_changes(config, changes)
+        assert (plan_memory(changed, shape, num_gpus=8, low_precision=True).peak < 0.95 * gpu.bytes) is fits
+    longer = with_changes(config, {"max_length": 1 << 18})
+    assert remedies(longer, shape, gpu, low_precision=True) == {"parallel.context": 4}
+    with (
+        Session(longer) as session,
+        pytest.raises(ConfigError, match=r"it fits on 2 with .*parallel.context=2.*, where"),
+    ):
+        memory_rows(longer, shape, session, parse_gpu("H100:1"))
+    # rows that a smaller micro-batch helps are not split, nor what cannot be
+    assert "parallel.context" not in remedies(sft(), shape, parse_gpu("40:8"), low_precision=True)
+    pairs = {"data": {"path": "sums"}, "max_length": 1 << 16, "memory": {"checkpointing": "on"}}
+    judge = RewardConfig(model="m", parallel={"mode": "fsdp2"}, **pairs)
+    assert "parallel.context" not in (remedies(judge, shape, gpu, low_precision=True) or {})
+
+
 def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
     config, gpu = grpo(rollout={"engine": "vllm"}), parse_gpu("H100:8")
     share = engine_share(config, shape_of("0.5B"), gpu, low_precision=True)
     plan = plan_memory(config, shape_of("0.5B"), num_gpus=8, low_precision=True, capacity=gpu.bytes)
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     assert 0 <= (gpu.bytes - plan.reserve - beside) - share * gpu.bytes < 0.01 * gpu.bytes
-    with pytest.raises(ConfigError, match=r"must fit on 1 x H100 of 79.2 GiB: needs \d+ GiB .*more or larger GPUs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must fit on 1 x H100 of 79.2 GiB: needs \d+ GiB .*more GPUs would be needed: it fits on 4 with ",
+    ):
         engine_share(config, shape_of("70B"), parse_gpu("H100"), low_precision=True)
 
 

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
+from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.objectives.base import total_loss
-from llmrl.testing import tiny_model
+from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
 
@@ -25,6 +26,18 @@ def balance_of(model, rows):
     sizes = model.config
     count = getattr(sizes, "num_local_experts", None) or sizes.num_experts
     return load_balancing_loss_func(logits, count, sizes.num_experts_per_tok)
+
+
+def add_routes(rows):
+    """Two of four experts in each of two layers, at random, for every token but the last of a row."""
+    generator = torch.Generator().manual_seed(1)
+    routes = []
+    for ids in rows.get(("tokens", "full"), as_list=True):
+        drawn = torch.rand(len(ids), 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+        drawn[-1] = -1
+        routes.append(drawn)
+    log_probs = {"full": rows.get(("log_probs", "full"), as_list=True), "routes": routes}
+    rows.set("log_probs", LogProbs.from_rows(log_probs))
 
 
 def expected(model, rows, coefficient, name="token"):
@@ -83,20 +96,47 @@ def test_the_weight_is_that_of_the_model_unless_it_is_given_and_a_dense_model_ha
     assert not metrics.keys() & {"expert_aux_loss", "expert_load_max"}
 
 
+@pytest.mark.parametrize("packing", ["off", "on"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_a_step_that_replays_routes_in_parts_is_that_of_the_batch_in_one_piece(session, family, packing):
+    model, rows = tiny_model(architecture=family, hidden_size=32, heads=2), random_rows()
+    plain = expected(model, rows, 0.0)[2]
+    add_routes(rows)
+    loss, _, gradients = expected(model, rows, 0.0)
+    assert worst(plain, gradients) > 1e-4, "the routes must show in the gradients"
+    balance = set()
+    for budget, checkpointing in ((10_000, "off"), (64, "off"), (64, "on")):
+        for weight in (0.0, 0.5):
+            settings = config(
+                tokens_per_microbatch=budget,
+                packing=packing,
+                model_options={"router_aux_loss": weight},
+                memory={"checkpointing": checkpointing},
+            )
+            metrics, found = step(settings, session, copy.deepcopy(model), rows)
+            if not weight:
+                assert worst(found, gradients) < 1e-6
+                assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+            balance.add((round(metrics["expert_aux_loss"], 4), round(metrics["expert_differing"], 4)))
+            lengths = [len(row) for row in rows.get(("tokens", "full"), as_list=True)]
+            assert metrics["expert_replayed"] == pytest.approx(1 - len(lengths) / sum(lengths))
+    assert len(balance) == 1, "however a step is cut"
+    assert 0.5 < balance.pop()[1] < 1  # two of four experts at random: five in six
+
+
 RANKS = """
 import copy
 from llmrl.testing import tiny_model
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
-from tests.recipes.test_mixtures import expected
+from tests.recipes.test_mixtures import add_routes, expected
 from tests.support.training_rows import config, random_rows, step, worst
 
 def main():
     rows = random_rows()
     for mode in ("ddp", "fsdp2"):
-        settings = config(
-            parallel={"mode": mode}, tokens_per_microbatch=64, model_options={"router_aux_loss": 0.5}
-        )
+        shared = {"parallel": {"mode": mode}, "tokens_per_microbatch": 64}
+        settings = config(**shared, model_options={"router_aux_loss": 0.5})
         with Session(settings) as session:
             for family in ("qwen2_moe", "qwen3_moe", "mixtral"):
                 for name in ("token", "sft"):
@@ -113,6 +153,15 @@ def main():
                     assert error < 1e-6, (mode, family, name, error)
                     assert abs(metrics["loss"] - loss) < 2e-6, (mode, family, name, metrics["loss"], loss)
                     assert abs(metrics["expert_aux_loss"] - auxiliary) < 1e-5, (mode, family, metrics, auxiliary)
+            model, routed = tiny_model(architecture="qwen3_moe", hidden_size=32, heads=2), random_rows()
+            add_routes(routed)
+            _, _, gradients = expected(model, routed, 0.0)
+            mine, _ = deal_batch(session, routed, attention_share(model), everywhere=True)
+            settings = config(**shared, model_options={"router_aux_loss": 0.0}, memory={"checkpointing": "on"})
+            model = session.shard(model) if session.sharded else model
+            metrics, found = step(settings, session, model, mine)
+            assert worst(found, gradients) < 1e-6, ("replayed", mode, worst(found, gradients))
+            assert 0.5 < metrics["expert_differing"] < 1, metrics
 
 main()
 """
@@ -131,3 +180,38 @@ def test_a_weight_for_a_model_without_experts_is_an_error_of_the_plan(place, sft
     assert result.code == 2
     assert "router_aux_loss must be 0 or null" in result.err
     assert "Qwen2ForCausalLM" in result.err
+
+
+@pytest.fixture
+def mixture(place):
+    """The folder of a mixture."""
+    for part in (tiny_tokenizer(), tiny_model(architecture="qwen3_moe", hidden_size=32, heads=2)):
+        part.save_pretrained(place.path / "mixture")
+    return str(place.path / "mixture")
+
+
+def test_a_run_replays_the_routes_that_its_engine_reports(place, grpo, mixture):
+    for asked in ("auto", "off"):
+        rollout = {"routing_replay": asked}
+        place.train("grpo", asked, model=mixture, rollout=rollout, steps=1, updates_per_step=2, grpo={"kl": 0.1})
+    [replayed], [own] = place.steps("auto"), place.steps("off")
+    assert 0.9 < replayed["router/replayed_frac"] < 1, "all but the last token of each row"
+    assert replayed["router/differ_frac"] < 0.02, "before the first update the trainer chooses as the engine did"
+    assert replayed["mismatch/logp_abs_max"] < 1e-4
+    assert "router/replayed_frac" not in own
+    assert own["reward/mean"] == replayed["reward/mean"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "it is not a mixture of experts"),
+        ({"memory": {"compile": True}}, "compiled layers do not replay"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused_by_the_plan(place, grpo, mixture, changes, words):
+    changes = {**changes, **({"model": mixture} if changes else {})}
+    settings = place.recipe("refused", grpo, rollout={"routing_replay": "on"}, **changes)
+    result = place.run("grpo", settings, "--dry-run")
+    assert result.code == 2
+    assert words in " ".join(result.err.split())

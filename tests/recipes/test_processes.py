@@ -81,12 +81,16 @@ def test_a_run_can_be_resumed_with_another_number_of_processes(place, same):
     equal_up_to_rounding(place, same, "two", 4)
 
 
-def test_each_process_holds_a_part_of_sharded_parameters_and_can_begin_another_session(place):
+def test_each_process_holds_a_part_of_sharded_parameters_and_all_have_the_same_settings_and_code(place):
     place.module(
         "shards",
         """
+import os
+import pytest
 import torch
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.train import distributed
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
 from llmrl.testing import tiny_model
@@ -106,6 +110,17 @@ with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"mode": "fsdp2
 
 with Session(SFTConfig(model={}, data={"path": "sums"}, parallel={"timeout_s": 60})) as another:
     assert another.gather([another.rank]) == [0, 1]
+
+def refused(*parts, **settings):
+    with pytest.raises(ConfigError) as caught:
+        Session(SFTConfig(model={}, data={"path": "sums"}, **settings))
+    assert [part for part in ("must be the same for all ranks", "rank 0 on", "rank 1 on", *parts)
+            if part not in str(caught.value)] == [], caught.value
+
+rank = int(os.environ["RANK"])
+refused("parallel.mode: ", "has ddp", "has fsdp2", parallel={"mode": ["ddp", "fsdp2"][rank]})
+distributed.version = lambda package: f"{rank}.0"
+refused("torch: ", "has 0.0", "has 1.0")
 """,
     )
     result = place.finish(place.process(ranks=2, module="shards"))
@@ -125,7 +140,7 @@ def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place, sft, s
 
 
 DIES = """
-import errno, os, sys
+import errno, os, resource, sys
 import llmrl.run.checkpoint
 from llmrl.train.updater import Updater
 
@@ -151,16 +166,19 @@ def fill_the_disk():
     def flush(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     llmrl.run.checkpoint._seal = flush
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 """
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("rank", "ending", "message"),
+    ("rank", "ending", "message", "layout"),
     [
-        (1, "vanish", "rank 1 is gone"),
-        (1, "fail", "ArithmeticError: rank 1 is out of luck"),
-        (0, "fill_the_disk", "No space left on device"),
+        *((1, "vanish", "rank 1 is gone", layout) for layout in LAYOUTS),
+        *((1, "fail", "ArithmeticError: rank 1 is out of luck", layout) for layout in LAYOUTS),
+        *((0, "fill_the_disk", "No space left on device", layout) for layout in LAYOUTS),
+        (1, "limit_files", "File too large", "fsdp2"),
     ],
 )
 def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, grpo, layout, rank, ending, message):
@@ -177,7 +195,7 @@ def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(plac
     while not (place.path / "runs/dies/metrics.jsonl").exists() or not place.steps("dies"):
         assert process.poll() is None or place.steps("dies"), place.finish(process).err
         time.sleep(0.2)
-    result = place.finish(process, timeout_s=60)
+    result = place.finish(process, timeout_s=180)
     assert result.code != 0
     assert message in result.err
     assert len(place.steps("dies")) < 500
@@ -198,7 +216,7 @@ def test_ranks_end_with_their_launcher(place, sft):
     ranks = ranks_in_training(place, process)
     assert sorted(ranks) == [0, 1]
     process.kill()
-    _, alive = psutil.wait_procs(ranks.values(), timeout=30)
+    _, alive = psutil.wait_procs(ranks.values(), timeout=120)
     for rank in alive:
         rank.kill()
     assert not alive

@@ -26,7 +26,7 @@ def trained(place, row, file="chats.jsonl", **data):
     settings = SFTConfig(model={}, data={"path": place.rows(file, [row, row]), **data})
     chats = tokenize_chats(settings, tiny_tokenizer())
     assert len(chats) == 2
-    return [text for text, is_trained in chats.samples(1)[0] if is_trained], chats
+    return [text for text, is_trained in chats.samples(1)[0].pieces if is_trained], chats
 
 
 @pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])

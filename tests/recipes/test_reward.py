@@ -1,15 +1,21 @@
 """A reward model from pairs to the reward of GRPO."""
 
+import json
 import math
 import re
 import shutil
 
 import datasets
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
 
+FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
+ROWS = sums_preferences("test")[:6]
 PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 
 
@@ -22,7 +28,7 @@ def test_a_model_of_pairs_is_the_reward_of_grpo(place):
     assert "pairs test" in result.out
     folder = place.path / "runs/judge/checkpoints/step8"
     scorer = RewardModelScorer.load(str(folder))
-    rows = sums_preferences("test")[:6]
+    rows = ROWS
     questions = [row["prompt"] for row in rows]
     chosen, rejected = (scorer([row[key] for row in rows], query=questions) for key in ("chosen", "rejected"))
     right = sum(one > other for one, other in zip(chosen, rejected, strict=True)) / 6
@@ -32,12 +38,84 @@ def test_a_model_of_pairs_is_the_reward_of_grpo(place):
     assert math.isfinite(place.steps("policy")[-1]["reward/judge/mean"])
 
 
+def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place, same):
+    peft = pytest.importorskip("peft")
+    changes = {"lora": {"r": 2}, "checkpoint": {"every": 2}, "data": {"rows": 16}}
+    words = ["1 056 of 39 968 parameters trained"]  # of which 32 are the output's
+    place.train("reward", "judge", steps=4, words=words, **changes)
+    first, last = (place.path / f"runs/judge/checkpoints/step{step}" for step in (2, 4))
+    base, (early, late) = place.path / "runs/judge/base", (load_file(f / "adapter" / FILE) for f in (first, last))
+    assert (early[HEAD] - late[HEAD]).abs().max() > 1e-3, "the output layer learns"
+    assert not list(first.glob("model*"))
+
+    # the whole model is that of peft, from the base and the adapters' file alone
+    read = peft.AutoPeftModelForSequenceClassification.from_pretrained(last / "adapter", num_labels=1)
+    merged, own = read.merge_and_unload().state_dict(), place.weights("judge", 4)
+    assert own.keys() == merged.keys()
+    assert max((own[name] - value).abs().max() for name, value in merged.items()) < 1e-6
+    assert torch.equal(own["score.weight"], late[HEAD])
+    begun = load_file(base / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(own["model.norm.weight"], begun), "what has no adapter stays"
+
+    # GRPO reads a run's folder; adapters alone, of a run that was killed or of an export, give the same rewards
+    rows = ROWS
+    given = [row["chosen"] for row in rows], [row["prompt"] for row in rows]
+    shutil.copytree(place.path / "runs/judge", place.path / "runs/again")
+    shutil.rmtree(place.path / "runs/again/checkpoints/step4")
+    assert place.run("export", "judge", "alone", "--dtype", "float32").code == 0
+    assert (
+        "AutoPeftModelForSequenceClassification.from_pretrained('alone', num_labels=1)"
+        in (place.path / "alone/README.md").read_text()
+    )
+    for step, copy in ((2, "again"), (4, "judge")):
+        options = ("--merge", "--dtype", "float32", "--checkpoint", f"step{step}")
+        assert place.run("export", copy, f"merged{step}", *options).code == 0
+    scores = {name: RewardModelScorer.load(str(name))(*given) for name in (last, "alone", "merged4", first, "merged2")}
+    whole = scores[last]
+    assert scores["alone"] == pytest.approx(whole, abs=1e-5)
+    assert scores["merged4"] == pytest.approx(whole, abs=1e-5)
+    assert scores["merged2"] == pytest.approx(scores[first], abs=1e-5)
+    assert max(abs(one - other) for one, other in zip(scores[first], whole, strict=True)) > 1e-3
+    for run in ("judge", "again"):
+        env = {"reward": None, "rewards": [{"reward_model": {"model": f"runs/{run}"}, "name": "judge"}]}
+        place.train("grpo", f"policy-{run}", steps=1, env=env)
+    rewards = [place.steps(f"policy-{run}")[0]["reward/judge/mean"] for run in ("judge", "again")]
+    assert rewards[0] != rewards[1]
+
+    # a resumed run is the run that would have been; another one goes on from its adapters
+    assert place.run("resume", "again").code == 0
+    same(place.steps("judge"), place.steps("again"))
+    again = load_file(place.path / "runs/again/checkpoints/step4/adapter" / FILE)
+    assert again.keys() == late.keys()
+    assert all(torch.equal(value, late[name]) for name, value in again.items())
+    shutil.rmtree(place.path / "runs/again/checkpoints/step4")
+    place.train("reward", "more", steps=1, model="runs/again", optim={"lr": 1e-9}, eval={"rows": 6})
+    merged = AutoModelForSequenceClassification.from_pretrained("merged2").state_dict()
+    assert max((merged[name] - value).abs().max() for name, value in place.weights("more", 1).items()) < 1e-6
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_the_model_have_the_adapters_of_one(place, reward, same):
+    pytest.importorskip("peft")
+    name = place.recipe("mine", reward, lora={"r": 2}, tokens_per_microbatch=200, optim={"lr": 1e-4})
+    assert place.run("reward", name, "--name", "one").code == 0
+    command = (name, "parallel.mode=fsdp2", "memory.checkpointing=on", "--name", "two")
+    result = place.finish(place.process(*command, module="llmrl.recipes.reward", ranks=2))
+    assert result.code == 0, result.err
+    same(place.steps("one"), place.steps("two"), tolerance=1e-5)
+    one, two = (load_file(place.path / f"runs/{run}/checkpoints/step3/adapter" / FILE) for run in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert max((value - two[key]).abs().max() for key, value in one.items()) < 1e-6
+    one, two = place.weights("one", 3), place.weights("two", 3)
+    assert max((value - two[key]).abs().max() for key, value in one.items()) < 1e-6
+
+
 def test_every_pair_of_mistakes_has_a_right_and_a_wrong_answer():
     rows = sums_mistakes("validation")
     answers = [str(sum(map(int, re.findall(r"\d+", row["prompt"])))) for row in rows]
     assert {sums_reward(row["chosen"], answer) for row, answer in zip(rows, answers, strict=True)} == {1.0}
     assert {sums_reward(row["rejected"], answer) for row, answer in zip(rows, answers, strict=True)} == {0.0}
-    assert len({row["rejected"] for row in rows}) > 0.9 * len(rows), "a problem that comes twice has two mistakes"
+    assert len({row["rejected"] for row in rows}) > 0.8 * len(rows), "a problem has another mistake almost each time"
     assert rows == sums_mistakes("validation"), "they are the same every time"
 
 
@@ -55,7 +133,6 @@ def test_a_margin_comes_from_the_data(place, level):
 
 def test_settings_that_cannot_be_run_are_refused(place):
     place.train("reward", "bad", code=2, words=["env is for models that answer"], env={"name": "sums"})
-    place.train("reward", "bad", code=2, words=["lora is for models that answer"], lora={"r": 2})
     place.train("reward", "bad", code=2, words=["first_share is for level token"], reward={"first_share": 0.5})
     place.train("reward", "same", code=3, words=["eval.split must be pairs that are not"], eval={"split": "train"})
     data = {"path": place.rows("p.jsonl", [PAIR, {**PAIR, "prompt": "1 + 1?"}]), "margin_column": "gap"}
@@ -78,8 +155,26 @@ def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path,
     place.train("reward", "typo", code=3, words=words, data={"path": "me/pairs"}, eval={"split": "testing"})
 
 
-def test_a_reward_model_is_not_asked_for_answers(place):
-    place.train("reward", "judge", steps=1, words=["llmrl show"])
+def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
+    place.train("reward", "judge", steps=4, words=["llmrl eval"])
+    trained = place.steps("judge")[-1]
+    rows = [{"prompt": row["prompt"], "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS]
+    file = place.rows("other_way.jsonl", rows)
+    result = place.run("eval", "judge", "--json", "--data", "sums", "--data", file)
+    assert result.code == 0, result.err
+    own, other = map(json.loads, result.out.splitlines())
+    assert own["rows"] == other["rows"] == len(ROWS) == trained["eval/pairs/count"]
+    assert own["mean"] == pytest.approx(trained["eval/pairs/mean"]) == pytest.approx(1 - other["mean"])
+    assert own["interval"][0] <= own["mean"] <= own["interval"][1]
+    assert f"pairs test {own['mean']:.3f}" in place.run("eval", "judge").out
+    result = place.run("eval", "judge", "--samples", "2")
+    assert result.code == 2
+    assert "--samples" in result.err
+
+
+def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place):
+    file = place.rows("pairs.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
+    place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval={})
     result = place.run("eval", "judge")
     assert result.code == 2
-    assert "measured while it trains" in result.err
+    assert "--data FILE" in result.err

@@ -130,8 +130,10 @@ def test_a_resumed_run_with_more_than_it_needs_runs_ahead_again_when_that_is_tak
     second.load_state_dict(first.state_dict(), version=1)
     for _ in range(4):
         second.take(1)
+    assert second.totals()["queued"] == 0
     second.begin_next(2)
     wait_until(lambda: second.totals()["queued"] == 1)
+    assert second.totals()["delivered"] == 4
     for queue in (first, second):
         queue.close()
 

@@ -12,11 +12,12 @@ LOADING = """
 import gc, subprocess, sys, threading
 from pathlib import Path
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
 from llmrl.errors import RunFolderError
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.base import SamplingParams
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.modules.llm.vision import model_class
+from llmrl.testing import tiny_model, tiny_processor, tiny_tokenizer
 from llmrl.train import checkpointing, models
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
@@ -25,7 +26,7 @@ def config(model="tiny"):
     return SFTConfig(model=model, data={"path": "sums"}, parallel={"mode": "fsdp2"})
 
 def equals(session, model, source):
-    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    plain = model_class(source).from_pretrained(source, dtype=torch.float32)
     ids = torch.arange(12).view(2, 6) + 3 * session.rank
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits), source
@@ -40,9 +41,10 @@ def megabytes(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
 
 def check_loading(session, tokenizer):
-    for name in ("qwen2", "gemma2", "gpt2", "qwen3_moe", "bin"):
+    for name in ("qwen2_vl", "qwen2", "gemma2", "gpt2", "qwen3_moe", "bin"):
         if session.is_first:
-            model = tiny_model(tokenizer, architecture=name.replace("bin", "qwen2"), hidden_size=32, heads=2)
+            reader = tiny_processor() if name == "qwen2_vl" else tokenizer
+            model = tiny_model(reader, architecture=name.replace("bin", "qwen2"), hidden_size=32, heads=2)
             model.save_pretrained(name)
             if name == "bin":
                 torch.save(model.state_dict(), "bin/pytorch_model.bin")
@@ -54,6 +56,8 @@ def check_loading(session, tokenizer):
         checkpointing.write_model(model, Path(f"{name}-again"), writer=session.is_first)
         session.wait()
         equals(session, model, f"{name}-again")
+    with safe_open("qwen2_vl-again/model.safetensors", "pt") as file:
+        assert "model.embed_tokens.weight" in file.keys(), "as Transformers writes it, and vLLM reads it"
     files = [{path.name for path in Path(folder).glob("model*")} for folder in ("gemma2-again", "qwen3_moe-again")]
     assert files == [{"model.safetensors"}] * 2
     checkpointing._FILE_BYTES = 50_000
@@ -89,7 +93,7 @@ def check_memory(session, tokenizer):
 
 def check_generating(session, tokenizer):
     model = models.load_model(config("qwen2"), tokenizer, session, runs=Path())
-    plain = AutoModelForCausalLM.from_pretrained("qwen2", dtype=torch.float32)
+    plain = model_class("qwen2").from_pretrained("qwen2", dtype=torch.float32)
     prompts = [torch.arange(2, 6), torch.arange(9, 12)]
     class Policy: pass
     policy = Policy()

@@ -21,7 +21,7 @@ from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.updater import make_updater
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
-from tests.recipes.test_mixtures import expected as expected_mixture
+from tests.recipes.test_mixtures import add_routes, expected as expected_mixture
 
 LENGTHS = [30, 27, 26, 23, 5, 4, 6, 3]  # of which few are multiples of the ranks
 
@@ -31,7 +31,7 @@ def whole(model, rows, name):
     loss.backward()
     return loss.item(), {key: p.grad for key, p in plain.named_parameters()}
 
-def check(session, settings, model, rows, name, expected):
+def check(session, settings, model, rows, name, expected, bound=1e-5):
     plain = copy.deepcopy(model)
     mine, _ = deal_batch(session, rows, attention_share(model), everywhere=True)
     session.split.prepare(model)
@@ -39,12 +39,12 @@ def check(session, settings, model, rows, name, expected):
     metrics, found = step(settings, session, model, mine, name)
     loss, gradients = expected
     where = (settings.parallel.mode, type(plain).__name__, name)
-    assert abs(metrics["loss"] - loss) < 1e-5, (*where, metrics["loss"], loss)
-    assert worst(found, gradients) < 1e-5, (*where, worst(found, gradients))
+    assert abs(metrics["loss"] - loss) < bound, (*where, metrics["loss"], loss)
+    assert worst(found, gradients) < bound, (*where, worst(found, gradients))
     assert max(value.abs().max() for value in gradients.values()) > 1e-3
     return metrics, mine, model, plain
 
-def check_scores(session, settings, model, rows):
+def check_scores(session, settings, model, rows, routes=None):
     plain = copy.deepcopy(model)
     session.split.prepare(model)
     for side in ("right", "left"):
@@ -54,24 +54,40 @@ def check_scores(session, settings, model, rows):
         pads = [(0, pad) if side == "right" else (pad, 0) for pad in pads]
         ids_BT = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(ids, pads)])
         mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(ids, pads)]).bool()
+        options = {"entropy": True}
+        if routes is not None:
+            padded = [torch.nn.functional.pad(row, (0, 0, 0, 0, *pad), value=-1) for row, pad in zip(routes, pads)]
+            options["routes"] = torch.stack(padded)
         with torch.no_grad():
-            expected = policy_of(plain).token_scores(ids_BT, mask, mask, entropy=True)
+            expected = policy_of(plain).token_scores(ids_BT, mask, mask, **options)
             actor = policy_of(model)
-            unsplit = actor.token_scores(ids_BT, mask, mask, entropy=True)
+            unsplit = actor.token_scores(ids_BT, mask, mask, **options)
             with session.split_sequences():
-                found = actor.token_scores(ids_BT, mask, mask, entropy=True)
+                found = actor.token_scores(ids_BT, mask, mask, **options)
         for got in (found, unsplit):
             assert (got.log_probs - expected.log_probs).abs().max() < 1e-5, side
             assert (got.entropy - expected.entropy).abs().max() < 1e-5
             assert torch.equal(got.top1, expected.top1)
 
+def check_replay(session, settings):
+    # each rank sends the tokens of its slice to the experts that are given for them
+    model, rows = tiny_model(architecture="qwen3_moe", hidden_size=32, heads=4), random_rows(LENGTHS)
+    own = expected_mixture(model, rows, 0.0)[2]
+    add_routes(rows)
+    loss, _, gradients = expected_mixture(model, rows, 0.0)
+    assert worst(own, gradients) > 1e-3, "the routes must show in the gradients"
+    check_scores(session, settings, copy.deepcopy(model), rows, rows.get(("log_probs", "routes"), as_list=True))
+    metrics, *_ = check(session, settings, model, rows, "token", (loss, gradients), bound=1e-6)
+    assert abs(metrics["expert_replayed"] - (1 - len(LENGTHS) / sum(LENGTHS))) < 1e-6, metrics
+    assert 0.5 < metrics["expert_differing"] < 1, metrics
+
 def main():
     size = int(sys.argv[1])
     rows = random_rows(LENGTHS)
     for mode in sys.argv[2:]:
-        settings = config(
-            parallel={"mode": mode, "context": size}, tokens_per_microbatch=64, memory={"checkpointing": "on"}
-        )
+        shared = {"parallel": {"mode": mode, "context": size}, "tokens_per_microbatch": 64}
+        shared["memory"] = {"checkpointing": "on"}
+        settings = config(**shared)
         with Session(settings) as session:
             families = {"qwen2": ("token", "sequence", "group", "sft"), "gemma2": ("token",), "gpt2": ("sft",)}
             for family, names in families.items():  # half as many key heads, a window, learned positions
@@ -88,6 +104,7 @@ def main():
             loss, auxiliary, gradients = expected_mixture(model, rows, 0.5)
             metrics, *_ = check(session, settings, model, rows, "token", (loss, gradients))
             assert abs(metrics["expert_aux_loss"] - auxiliary) < 1e-5
+            check_replay(session, config(**shared, model_options={"router_aux_loss": 0.0}))
             plain = tiny_model(hidden_size=32, heads=4)
             model = copy.deepcopy(plain)
             session.split.prepare(model)
@@ -178,6 +195,18 @@ def test_a_split_must_divide_the_gpus_that_are_planned_for(place, sft):
     result = place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100:7")
     assert result.code == 2
     assert "parallel.context must divide the 7 processes: got 2" in result.err
+    result = place.run("sft", settings, "parallel.context=2", "--dry-run", "--gpu", "H100")
+    assert result.code == 2
+    assert "parallel.context must divide the 1 processes: got 2" in result.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_process_on_a_gpu_splits_nothing(place, sft):
+    count = torch.cuda.device_count()
+    result = place.run("sft", place.recipe("sums", sft), f"parallel.context={2 * count}")
+    assert result.code == 2
+    assert "parallel.context" in result.err
 
 
 def test_the_memory_plan_divides_what_is_kept_of_a_long_row_by_the_ranks_that_share_it():

@@ -7,10 +7,13 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.processes import descendants, is_running, wait_until
 
 WATCH = """
 import os, signal
@@ -271,3 +274,53 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, sft, grpo, same,
     if command == "grpo":
         for step in range(1, 61):
             assert place.rollouts("straight", step) == place.rollouts("killed", step)
+
+
+def test_one_command_begins_a_run_begins_it_again_and_goes_on(place, sft, same):
+    """As a queue starts a job again whose machine it took away."""
+    settings = place.recipe("mine", sft, checkpoint={"every": 4, "keep": 9})
+    assert place.run("sft", settings, "steps=6", "--name", "straight").code == 0
+    command = ("sft", settings, "--name", "job7", "--resume")
+    (place.path / "runs/job7").mkdir()  # killed before it wrote its first file
+    job = place.process(*command, "steps=100000", "checkpoint.every=0", start_new_session=True)
+    metrics = place.path / "runs/job7/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 120)
+    second = place.run(*command)
+    assert (second.code, "must have one process at a time" in second.err) == (3, True)
+    assert len(metrics.read_text().splitlines()) >= 3, "it took nothing from the one that runs"
+    os.killpg(job.pid, signal.SIGKILL)
+    job.communicate()
+    assert not (place.path / "runs/job7/checkpoints").exists() or place.checkpoints("job7") == []
+
+    result = place.run(*command, "steps=4")
+    assert result.code == 0, result.err
+    assert [row["step"] for row in place.steps("job7")] == [1, 2, 3, 4], "from its first step"
+    result = place.run(*command, "steps=6")
+    assert result.code == 0, result.err
+    assert place.checkpoints("job7") == ["step4", "step6"]
+    same(place.steps("straight"), place.steps("job7"))
+    assert "steps: 6  # command line" in (place.path / "runs/job7/config.yaml").read_text()
+    for change, words in (("seed=3", "seed  cannot change in a resumed run"), ("data.rows=9", "data  cannot change")):
+        result = place.run(*command, change)
+        assert (result.code, words in result.err) == (2, True), result.err
+    assert "job7 is a run of sft" in place.run("grpo", "env.name=sums", "model=x", "--name", "job7", "--resume").err
+    assert "--resume goes on with the run of a --name" in place.run("sft", settings, "--resume").err
+
+
+@pytest.mark.slow
+def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(place, sft, same):
+    settings = place.recipe("mine", sft, steps=4)
+    assert place.run("sft", settings, "--name", "straight").code == 0
+    command = ("sft", settings, "--name", "job7", "--resume")
+    job = place.process(*command, "steps=100000", ranks=2, start_new_session=True)
+    metrics = place.path / "runs/job7/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text(), 120)
+    ranks = descendants(job.pid)
+    for pid in (job.pid, *(pid for pid, _ in ranks)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.communicate()
+    wait_until(lambda: not any(is_running(pid) for pid, _ in ranks))
+    result = place.finish(place.process(*command, ranks=2))
+    assert result.code == 0, result.err
+    same(place.steps("straight"), place.steps("job7"), tolerance=1e-5)

@@ -193,7 +193,7 @@ def test_calls_are_trained_and_what_tools_answered_is_not(place, tokenizer, file
         rows.append({"messages": messages, "tools": json.dumps(schemas) if as_text else schemas})
     settings = SFTConfig(model={}, data={"path": place.rows(file, rows)})
     chats = tokenize_chats(settings, tokenizer)
-    trained = [text for text, is_trained in chats.samples(1)[0] if is_trained]
+    trained = [text for text, is_trained in chats.samples(1)[0].pieces if is_trained]
     assert trained == [CALL % "6 * 7" + "<|im_end|>", "It is 42.<|im_end|>"]
     [expected] = Renderer(tokenizer).render([rows[0]["messages"]], tools=schemas)
     assert torch.equal(chats.ids[0], expected.ids), "tools are declared as they are in rollouts"

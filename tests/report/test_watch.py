@@ -113,9 +113,9 @@ def test_files_that_change_all_the_time_are_read_for_a_small_share_of_it(server)
     before = ask(server, f"/{server.token}/data")[1]
     with (server.run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, **evaluation(0.8)}) + "\n")
-    server._next = math.inf
+    server._next = {"report": math.inf, "rollouts": 0.0}
     assert ask(server, f"/{server.token}/data")[1] == before
-    server._next = 0.0
+    server._next["report"] = 0.0
     assert ask(server, f"/{server.token}/data")[1] != before
 
 

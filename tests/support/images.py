@@ -6,8 +6,12 @@ import random
 
 import torch
 from PIL import Image
+from tensordict import TensorDict
 from torch import Tensor
 
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.vision import write_media
 from llmrl.testing import tiny_model, tiny_processor
 from tests.support.causal_models import sharpened
 
@@ -22,6 +26,31 @@ def asks(*sizes: tuple[int, int], seed: int = 0, text: str = "What is it?") -> d
     """A user's message with images of these sizes."""
     images = [{"type": "image", "image": noise(*size, seed * 100 + n)} for n, size in enumerate(sizes)]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def image_rows(processor, sizes: list[tuple[tuple[int, int], ...]], seed: int = 0) -> TensorDict:
+    """A conversation for each entry: a question with images of these sizes, perhaps none, and an answer of random ids;
+    in groups of two.
+    """
+    generator, renderer = torch.Generator().manual_seed(seed), Renderer(processor)
+    asked = [asks(*row, seed=n, text="What is it?" * (n % 3 + 1)) for n, row in enumerate(sizes)]
+    prompts = renderer.prompt_ids([[message] for message in asked])
+    images = [[part["image"] for part in message["content"] if "image" in part] for message in asked]
+    media = [renderer.media(*row) for row in zip(images, prompts, strict=True)]
+    answers = [torch.randint(3, 400, (4 + n,), generator=generator) for n in range(len(sizes))]
+    ids = [torch.cat(row) for row in zip(prompts, answers, strict=True)]
+    masks = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(ids, prompts, strict=True)]
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": ids}),
+            "masks": Masks.from_rows({"all_assistant_mask": masks}),
+            "log_probs": LogProbs.from_rows({"full": [-5 - torch.rand(len(row), generator=generator) for row in ids]}),
+            "advantage": torch.randn(len(ids), 1, 1, generator=generator),
+            "group_id": torch.arange(len(ids)) // 2,
+            "media": write_media(media, [len(ids)]),
+        },
+        batch_size=[len(ids)],
+    )
 
 
 def sharp_model(seed: int = 0):

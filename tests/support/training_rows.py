@@ -61,7 +61,8 @@ def step(settings, session, model, rows, name="token") -> tuple[dict[str, float]
 
     def keep() -> None:
         for key, parameter in model.named_parameters():
-            grad = parameter.grad
+            if (grad := parameter.grad) is None:  # of what is frozen
+                continue
             found[key] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
 
     updater.optimizer.step = keep

@@ -110,5 +110,8 @@ def test_the_value_is_that_of_python(expression):
 
 @given(st.text(max_size=60))
 def test_any_text_has_a_value_or_a_tool_error(text):
-    with contextlib.suppress(ToolError):
-        calculator(text)
+    try:
+        answer = calculator(text)
+    except ToolError as error:
+        answer = str(error)
+    assert answer

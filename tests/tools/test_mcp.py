@@ -289,6 +289,7 @@ def test_the_children_of_a_server_that_closed_its_output_end_with_it():
         tools = {tool.name: tool for tool in servers.tools}
         child = int(call(tools["orphan"]))
         wait_until(lambda: not is_running(child))
+        assert not is_running(child)
 
 
 def test_a_server_that_hangs_when_it_is_started_again_fails_the_call_in_time(tmp_path):

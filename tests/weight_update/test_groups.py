@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -70,9 +68,9 @@ def _shard(model, mesh=None):
     fully_shard(model, mesh=mesh)
 
 
-def _rank(rank, world_size, port, architecture):
+def _rank(rank, world_size, meeting, architecture):
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     try:
         model = make_model(architecture)
         expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -99,11 +97,8 @@ def _rank(rank, world_size, port, architecture):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
-def test_a_sharded_model_is_gathered_group_by_group_while_the_other_ranks_take_part(architecture):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_rank, args=(2, port, architecture), nprocs=2)
+def test_a_sharded_model_is_gathered_group_by_group_while_the_other_ranks_take_part(tmp_path, architecture):
+    mp.spawn(_rank, args=(2, f"file://{tmp_path}/ranks", architecture), nprocs=2)
 
 
 def test_a_module_without_parameters_has_no_groups():

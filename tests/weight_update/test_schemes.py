@@ -51,14 +51,14 @@ def work(scheme, theirs, results, model, stop_after):
     receiver.register_model(model)
     receiver.register_worker_transport(theirs)
     for _ in range(stop_after):
-        version = receiver.receive(timeout=20)
+        version = receiver.receive(timeout=60)
         results.put((version, sorted({v for t in model.state_dict().values() for v in t.reshape(-1).tolist()})))
 
 
 @SCHEMES
 @pytest.mark.parametrize("as_given", ["module", "state_dict", "tensordict"])
 def test_workers_in_processes_get_every_version_in_any_form(make_scheme, as_given):
-    scheme, sender, workers = make_scheme(), make_scheme().create_sender(), []
+    scheme, sender, workers = make_scheme(timeout=60), make_scheme(timeout=60).create_sender(), []
     for index in range(2):
         (ours, theirs), results = mp.Pipe(), FORK.SimpleQueue()
         process = FORK.Process(target=work, args=(scheme, theirs, results, make_model(), 4), daemon=True)
@@ -74,7 +74,7 @@ def test_workers_in_processes_get_every_version_in_any_form(make_scheme, as_give
         assert [results.get() for _, results in workers] == [(version, [version])] * 2
     sender.wait()
     for process, _ in workers:
-        process.join(10)
+        process.join(60)
     sender.update_weights(form(source))  # found out by the wait: nothing was under way
     with pytest.raises(WorkerError, match=r"worker 0 \(model 'policy'\).*unregister_worker(.|\n)*worker 1"):
         sender.wait()
@@ -143,7 +143,7 @@ def test_a_worker_that_never_polls_is_named_at_the_deadline_and_may_recover(make
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=r"worker 0.*version 1.*receiver\.receive"):
         sender.update_weights(make_model(2))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 9  # that of the default
     assert receiver.receive(1) == 1
     sender.update_weights(make_model(2))
     assert receiver.receive(1) == 2
@@ -278,7 +278,7 @@ def documents_worker(scheme, child_pipe, results):
     receiver = scheme.create_receiver()
     receiver.register_model(policy)
     receiver.register_worker_transport(child_pipe)
-    result = receiver._transport.receive_weights(timeout=20.0)
+    result = receiver._transport.receive_weights(timeout=60.0)
     if result is not None:
         model_id, weights = result
         receiver.apply_weights(weights)
@@ -288,12 +288,12 @@ def documents_worker(scheme, child_pipe, results):
 @pytest.mark.parametrize("starts_first", [True, False])  # the sender does not wait for a worker that is not there yet
 def test_the_documents_examples_return_and_a_worker_in_a_process_reads_by_hand(starts_first):
     policy = nn.Linear(4, 2)
-    scheme = MultiProcessWeightSyncScheme(strategy="state_dict")
+    scheme = MultiProcessWeightSyncScheme(strategy="state_dict", timeout=60)
     sender = scheme.create_sender()
     parent_pipe, child_pipe = mp.Pipe()
     sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe)
 
-    shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True)
+    shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True, timeout=60)
     shared_sender = shared_scheme.create_sender()
     parent_pipe2, child_pipe2 = mp.Pipe()
     shared_sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe2)
@@ -312,7 +312,7 @@ def test_the_documents_examples_return_and_a_worker_in_a_process_reads_by_hand(s
     for queue, kind in zip(results, (dict, TensorDict), strict=True):
         assert queue.get() == ("policy", kind, policy.weight.tolist(), None)
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
         assert worker.exitcode == 0
 
 
@@ -351,7 +351,7 @@ def use_all_the_time(scheme, theirs, results, stop):
     receiver, torn, taken = scheme.create_receiver(), 0, 0
     receiver.register_model(model)
     receiver.register_worker_transport(theirs)
-    while not stop.is_set():
+    while not stop.value:
         taken += receiver.receive() is not None
         for tensor in model.values():
             torn += int((tensor != receiver.version).any())
@@ -360,7 +360,8 @@ def use_all_the_time(scheme, theirs, results, stop):
 
 def push_all_the_time(make_scheme, versions, seconds=0.0):
     """Pushes to three workers, one of which is killed on the way."""
-    sender, results, stop = make_scheme(timeout=20.0).create_sender(), FORK.SimpleQueue(), FORK.Event()
+    sender, results = make_scheme(timeout=60.0).create_sender(), FORK.SimpleQueue()
+    stop = FORK.RawValue("b")  # without a lock, which the killed worker might hold
     named, workers = {f"weight_{n}": torch.zeros(20_000) for n in range(20)}, []
     for number in range(3):
         ours, theirs = mp.Pipe()
@@ -374,7 +375,7 @@ def push_all_the_time(make_scheme, versions, seconds=0.0):
             tensor.fill_(sender.version + 1)
         if sender.version == versions // 2 and 2 in sender._transports:
             workers[2].kill()
-            workers[2].join(10)
+            workers[2].join(60)
             with pytest.raises(WorkerError, match="worker 2"):
                 push_until_noticed(sender, named)
             sender.unregister_worker(2)
@@ -383,7 +384,7 @@ def push_all_the_time(make_scheme, versions, seconds=0.0):
         for tensor in named.values():
             tensor.fill_(-1)  # a worker that still read here would notice
     sender.wait()
-    stop.set()
+    stop.value = 1
     found = [results.get() for _ in range(2)]
     assert [torn for _, torn in found] == [0, 0]
     assert sender.version - 2 <= min(taken for taken, _ in found) <= sender.version

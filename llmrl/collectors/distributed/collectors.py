@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +24,9 @@ from llmrl.collectors.distributed.rendezvous import Rendezvous
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, _MultiDataCollector
 from llmrl.collectors.worker import Recipe
 from llmrl.collectors.worker_pool import Worker
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
-from llmrl.weight_update import NoWeightSyncScheme
+from llmrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 __all__ = ["DistributedDataCollector", "DistributedSyncDataCollector", "RPCDataCollector"]
 
@@ -63,6 +66,21 @@ class RemoteOptions:
     num_sub_threads: int = 1
 
 
+class _Stopped(Exception):
+    """The collection in the background is to end."""
+
+
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the thread of `start` paused."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self.background.pause() if self.background.is_elsewhere else contextlib.nullcontext():
+            return method(self, *arguments, **options)
+
+    return call
+
+
 class _RemoteDataCollector(_MultiDataCollector):
     """A collector that has a worker for each env function, on this machine or on others.
 
@@ -70,7 +88,8 @@ class _RemoteDataCollector(_MultiDataCollector):
             ``policy_factory``, called in each; `RemoteOptions` and `CollectorOptions` for the other arguments
     Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], *B as the worker's collector has it;
             else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
-            collect at most two batches ahead
+            collect at most two batches ahead. With a ``replay_buffer`` None: this process extends it with the batches,
+            also in the background (`start`), where weights go by hand
     Raises  WorkerError where a worker raised, with its traceback, or its process ended; DeadlineError where it took no
             step for ``timeout_s``. Both name the worker, and all workers have ended by then
     """
@@ -81,6 +100,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         who = type(self).__name__
         mine = {name: value for name, value in options.items() if name in RemoteOptions.__dataclass_fields__}
         self.remote = RemoteOptions(**mine)
+        self.sync = self.remote.sync
         self._class = self._check(who, options)
         rest = {name: value for name, value in options.items() if name not in mine}
         makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
@@ -100,6 +120,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             num_sub_threads=self.remote.num_sub_threads,
             **rest,
         )
+        self.background = BackgroundWork(who, self.options.timeout_s)
 
     def _check(self, who: str, options: Mapping[str, Any]) -> type:
         remote = self.remote
@@ -121,9 +142,10 @@ class _RemoteDataCollector(_MultiDataCollector):
                 f"{who}: num_workers_per_collector={count} needs a collector of several "
                 "processes: collector_class='sync' or 'async'."
             )
-        if options.get("replay_buffer") is not None:
+        if not options.get("extend_buffer", True):
             raise UnsupportedError(
-                f"{who}: a replay_buffer is not shared with other machines: extend it with the batches."
+                f"{who}: extend_buffer=False writes at every step, and the steps of other machines come in batches: "
+                "leave it out."
             )
         return cls
 
@@ -131,14 +153,11 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     framework: str
     backend: str | None = None
+    scheme_class: type[WeightSyncScheme]  # of the schemes for weights that go through the link
 
     @abstractmethod
     def _link(self, host: str) -> Link:
         """The channel of batches and weights: a process group, or RPC."""
-
-    @abstractmethod
-    def _scheme_class(self) -> type:
-        """Of the schemes for weights that go through the link."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -154,9 +173,9 @@ class _RemoteDataCollector(_MultiDataCollector):
         senders: dict[str, Any] = {}
         ends: list[dict[str, Any]] = [{} for _ in range(self.num_workers)]
         for model_id, scheme in schemes.items():
-            if not isinstance(scheme, (self._scheme_class(), NoWeightSyncScheme)):
+            if not isinstance(scheme, (self.scheme_class, NoWeightSyncScheme)):
                 raise ConfigError(
-                    f"{type(self).__name__}: the scheme of {model_id!r} must be a {self._scheme_class().__name__}, or "
+                    f"{type(self).__name__}: the scheme of {model_id!r} must be a {self.scheme_class.__name__}, or "
                     f"a NoWeightSyncScheme: got {type(scheme).__name__}."
                 )
             if model_id != "policy" and issubclass(self._class, _MultiDataCollector):
@@ -166,11 +185,8 @@ class _RemoteDataCollector(_MultiDataCollector):
                 )
             mine = copy.copy(scheme)  # whose answers are waited for here, beside the workers' other messages
             mine.sync = False
-            sender = senders[model_id] = mine.create_sender()
+            senders[model_id] = self._sender(model_id, mine)
             self._waits[model_id] = scheme.sync
-            sender.set_context(self, model_id)
-            if model_id == "policy" and isinstance(self.policy, torch.nn.Module):
-                sender.register_model(self.policy)
             for end in ends:
                 end[model_id] = (scheme, None)
         return senders, ends
@@ -197,43 +213,88 @@ class _RemoteDataCollector(_MultiDataCollector):
                     sender.register_worker(index, link.worker(index + 1, model_id))
         return pool
 
-    def start(self) -> None:
-        raise UnsupportedError(
-            f"{type(self).__name__}: does not collect in the background: its workers, which collect ahead, have no "
-            "buffer to write into; iterate over it."
-        )
+    def _buffer_of_workers(self) -> None:
+        return None  # batches are written here, when they have come
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        for sender in self._senders.values():
-            for index in range(self.num_workers):
-                sender.unregister_worker(index)  # and drops its references to the worker
-        super().shutdown(timeout, close_env)
+        self.background.stopped.set()
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(WorkerError, DeadlineError):  # of a thread that ended by itself, or hangs
+                stack.enter_context(self.background.pause())
+            for sender in self._senders.values():
+                for index in range(self.num_workers):
+                    sender.unregister_worker(index)  # and drops its references to the worker
+            super().shutdown(timeout, close_env)
+        self.background.stop(timeout)
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        who = type(self).__name__
+        if self.replay_buffer is None:
+            raise ConfigError(f"{who}.start: batches are written into a replay_buffer: give one.")
+        if self._batches_out:
+            raise ConfigError(f"{who}.start: the collection has begun already.")
+        self._pool.check_open("start")
+        self.background.start(self._work())
+
+    def _work(self) -> Iterator[None]:
+        """Iterates in the thread, which lets other threads in between two batches, and while it waits for one."""
+        with contextlib.ExitStack() as turn, contextlib.suppress(_Stopped):
+
+            def take_turns() -> None:
+                if not self.background.is_elsewhere:
+                    turn.close()
+                    turn.enter_context(self.background.step())
+                    if self.background.stopped.is_set():
+                        raise _Stopped
+
+            self._pool.tick = take_turns
+            take_turns()
+            for _ in self.iterator():
+                yield take_turns()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        with self.background.pause(), super().pause():
+            yield
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        self.shutdown(timeout, close_env)
+        self.background.check()
+
+    _update_weights = _alone(_MultiDataCollector._update_weights)
+    set_version = _alone(_MultiDataCollector.set_version)
+    set_seed = _alone(_MultiDataCollector.set_seed)
+    state_dict = _alone(_MultiDataCollector.state_dict)
+    load_state_dict = _alone(_MultiDataCollector.load_state_dict)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        return self._batches_of_all() if self.remote.sync else self._batches_of_any()
-
-    def _divide_frames(self) -> list[int]:
-        return self._shares() if self.remote.sync else self._same_frames()
-
-    def _check_specs(self) -> None:
-        if self.remote.sync:
-            self._check_equal_specs()
+        if self.background.is_elsewhere:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        return super().iterator()
 
     def _take(self, worker: Worker) -> TensorDictBase | None:
-        if not self.remote.sync:
+        if not self.sync:
             self._last = set()
         self._last.add(worker.index)
         return super()._take(worker)
 
     def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         self._since = [since + 1 for since in self._since]
-        return super()._handed_out(batch)
+        batch = super()._handed_out(batch)
+        if self.replay_buffer is None:
+            return batch
+        self.options.extend(batch)
+        return None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _push_due_weights(self) -> None:
+        if self.background.is_started:
+            return  # the policy may be in the middle of an optimizer's step
         limit = self.remote.max_weight_update_interval
         due = self._last if self.remote.update_after_each_batch else set()
         due = due | {index for index, since in enumerate(self._since) if 0 < limit <= since}
@@ -252,15 +313,10 @@ class _RemoteDataCollector(_MultiDataCollector):
         if self._waits[sender.model_id]:
             self._settle([sender])
 
-    def _settle(self, senders: Iterable[Any]) -> None:
-        """Waits until the workers have the weights that were handed over, and notices meanwhile that one has ended."""
-        for sender in senders:
-            deadline = time.monotonic() + sender.scheme.timeout
-            try:
-                self._pool.wait(lambda: _has_settled(sender, deadline), "take weights")  # noqa: B023
-            except (DeadlineError, WorkerError):
-                with self._pool.failing():
-                    raise
+    def _wait_for(self, sender: Any) -> None:
+        """Notices meanwhile that a worker has ended."""
+        deadline = time.monotonic() + sender.scheme.timeout
+        self._pool.wait(lambda: _has_settled(sender, deadline), "take weights")
 
 
 def _has_settled(sender: Any, deadline: float) -> bool:
@@ -280,7 +336,7 @@ class DistributedDataCollector(_RemoteDataCollector):
     The group is the collector's own: one that the trainer has is left alone.
     """
 
-    framework = "distributed"
+    framework, scheme_class = "distributed", GroupLink.scheme
     own_arguments = (*_RemoteDataCollector.own_arguments, "backend")
 
     def __init__(
@@ -296,11 +352,8 @@ class DistributedDataCollector(_RemoteDataCollector):
         self.backend = backend
         super().__init__(create_env_fn, policy, policy_factory, options)
 
-    def _scheme_class(self) -> type:
-        return GroupLink.scheme
-
     def _default_scheme(self) -> Any:
-        return GroupLink.scheme(self.backend, sync=False)
+        return self.scheme_class(self.backend, sync=False)
 
     def _link(self, host: str) -> Link:
         who, devices = type(self).__name__, torch.cuda.device_count()
@@ -342,7 +395,7 @@ class RPCDataCollector(_RemoteDataCollector):
     tensorpipe_options  arguments of ``TensorPipeRpcBackendOptions``
     """
 
-    framework = "rpc"
+    framework, scheme_class = "rpc", RPCLink.scheme
     own_arguments = (*_RemoteDataCollector.own_arguments, "visible_devices", "tensorpipe_options")
 
     def __init__(
@@ -358,11 +411,8 @@ class RPCDataCollector(_RemoteDataCollector):
         self._visible_devices, self._tensorpipe_options = visible_devices, tensorpipe_options or {}
         super().__init__(create_env_fn, policy, policy_factory, options)
 
-    def _scheme_class(self) -> type:
-        return RPCLink.scheme
-
     def _default_scheme(self) -> Any:
-        return RPCLink.scheme()
+        return self.scheme_class()
 
     def _link(self, host: str) -> Link:
         options, devices = self._tensorpipe_options, self._visible_devices

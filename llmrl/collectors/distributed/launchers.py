@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import time
 import uuid
@@ -16,7 +15,8 @@ from typing import Any
 
 from llmrl.collectors.distributed.rendezvous import Address
 from llmrl.collectors.distributed.worker import serve
-from llmrl.collectors.worker_pool import CLOSE_S, START_S, main_module_hidden
+from llmrl.collectors.worker_pool import CLOSE_S, START_S, start_worker
+from llmrl.concurrency.process_monitor import end_process
 from llmrl.errors import ConfigError, DeadlineError
 from llmrl.optional import require
 
@@ -60,13 +60,6 @@ class Job:
             with contextlib.suppress(Exception):  # it has ended meanwhile, or the queue does not answer
                 self._job.cancel()
 
-    def end(self) -> None:
-        """Waits for its end, and cancels it where it does not come."""
-        self.join(CLOSE_S)
-        if self.exitcode is None:
-            self.kill()
-            self.join(CLOSE_S)
-
     def describe(self) -> str:
         """Its state and the end of its log, for messages."""
         if self._job is None:
@@ -82,7 +75,7 @@ def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> 
     if name != "submitit" and slurm_kwargs:
         raise ConfigError(f"{who}: slurm_kwargs are settings of launcher='submitit': got them with {name!r}.")
     if name == "mp":
-        return _start_process, START_S, True
+        return lambda address, index: start_worker(serve, [address, index], index), START_S, True
     if name == "submitit":
         executor = _executor(slurm_kwargs, who)
         return lambda address, index: Job(executor.submit(serve, address, index)), QUEUE_S, _is_local(executor)
@@ -93,15 +86,6 @@ def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> 
             )
         return lambda address, index: Job(), QUEUE_S, _delayed.is_local
     raise ConfigError(f"{who}: launcher must be 'mp', 'submitit' or 'submitit_delayed': got {name!r}.")
-
-
-def _start_process(address: Address, index: int) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["llmrl.collectors.distributed.worker"])  # then a worker starts in milliseconds
-    process = context.Process(target=serve, args=[address, index], name=f"llmrl-collector-{index}")
-    with main_module_hidden():
-        process.start()
-    return process
 
 
 def _executor(settings: Mapping[str, Any] | None, who: str) -> Any:
@@ -146,7 +130,7 @@ def delayed_jobs(address: Address, num_workers: int, framework: str, backend: st
     wanted = (given.num_jobs, given.framework, given.backend if backend else None)
     if wanted != (num_workers, framework, backend):
         raise ConfigError(
-            f"{who}: must be as submitit_delayed_launcher was told: it has num_jobs={given.num_jobs}, framework="
+            f"{who}: must match submitit_delayed_launcher, which has num_jobs={given.num_jobs}, framework="
             f"{given.framework!r}, backend={given.backend!r}; got {num_workers} workers, {framework!r}, {backend!r}."
         )
     unfinished = given.path.with_suffix(".part")
@@ -186,14 +170,14 @@ def submitit_delayed_launcher(
             trainers, collectors = (_executor(conf, who) for conf in (submitit_main_conf, submitit_collection_conf))
             path = Path(trainers.folder).absolute() / f"address-{uuid.uuid4().hex}.json"
             is_local = _is_local(trainers) and _is_local(collectors)
-            told = _Delayed(path, num_jobs, framework, backend, tcpport, is_local)
-            job = trainers.submit(_run_main, told, main, arguments, keywords)
+            settings = _Delayed(path, num_jobs, framework, backend, tcpport, is_local)
+            job = trainers.submit(_run_main, settings, main, arguments, keywords)
             jobs = [Job(collectors.submit(_wait_and_serve, path)) for _ in range(num_jobs)]
             try:
                 return job.result()
             finally:
                 for one in (Job(job), *jobs):
-                    one.end()
+                    end_process(one, CLOSE_S)
                 path.unlink(missing_ok=True)
 
         return launch
@@ -201,9 +185,9 @@ def submitit_delayed_launcher(
     return decorate
 
 
-def _run_main(told: _Delayed, main: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+def _run_main(settings: _Delayed, main: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
     global _delayed
-    _delayed = told
+    _delayed = settings
     return main(*arguments, **keywords)
 
 

@@ -33,6 +33,8 @@ class NestedCollector:
         self.options, self.policy = collector.options, collector.policy
         self.frames_taken = 0  # of the batch that was collected last
         self._pool, self._senders = collector._pool, collector._senders
+        self.set_seed, self.shutdown = collector.set_seed, collector.shutdown
+        self.state_dict, self.load_state_dict = collector.state_dict, collector.load_state_dict
 
     @property
     def counters(self) -> dict[str, int]:
@@ -79,15 +81,3 @@ class NestedCollector:
             collector._settle([sender])
             collector._tell_version(sender.version + 1, None)
             sender.update_weights()
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        return self._collector.set_seed(seed, static_seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._collector.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._collector.load_state_dict(state)
-
-    def shutdown(self) -> None:
-        self._collector.shutdown()

@@ -18,7 +18,8 @@ from llmrl.collectors.distributed.launchers import Job, Launch
 from llmrl.collectors.distributed.links import Link, Posted, unpacked
 from llmrl.collectors.distributed.rendezvous import Rendezvous
 from llmrl.collectors.worker import PRODUCED, Recipe
-from llmrl.collectors.worker_pool import CLOSE_S, START_S, Worker, WorkerPool
+from llmrl.collectors.worker_pool import START_S, Worker, WorkerPool
+from llmrl.concurrency.process_monitor import end_process
 from llmrl.errors import DeadlineError, WorkerError
 
 __all__ = ["RemotePool"]
@@ -30,15 +31,11 @@ class _RemoteWorker(Worker):
     def __init__(self, index: int, process: Any, counters: Tensor):
         super().__init__(index, process, None)
         self._counters = counters
-        self._where = "not connected yet"
+        self.where = "not connected yet"
         self.fetch: Callable[[Posted], Tensor] | None = None
 
     def connect(self, connection: Connection, where: str) -> None:
-        self.connection, self._where, self.since = connection, where, time.monotonic()
-
-    @property
-    def where(self) -> str:
-        return self._where
+        self.connection, self.where, self.since = connection, where, time.monotonic()
 
     @property
     def descriptors(self) -> list[int]:
@@ -67,10 +64,7 @@ class _RemoteWorker(Worker):
         if self.connection is not None:
             self.connection.close()  # which ends a worker that hangs
         if not (isinstance(self.process, Job) and self.process.is_foreign):
-            self.process.join(max(0.5, deadline - time.monotonic()))
-            if self.process.exitcode is None:
-                self.process.kill()
-                self.process.join(CLOSE_S)
+            end_process(self.process, max(0.5, deadline - time.monotonic()))
 
 
 class RemotePool(WorkerPool):

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from tensordict import TensorDictBase
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.ray_actors import AHEAD, ActorPool, check_buffer
+from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
+from llmrl.collectors.ray_actors import ActorPool
 from llmrl.envs.parallel import ParallelEnv
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
-from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, RayWeightSyncScheme
+from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
 __all__ = ["RayCollector"]
 
@@ -26,7 +26,7 @@ _OWN = ("collector_class", "collector_kwargs", "num_workers_per_collector", "num
 _OWN += ("remote_configs", "update_after_each_batch", "max_weight_update_interval", "use_env_creator")
 
 
-class RayCollector(DataCollectorBase):
+class RayCollector(PooledCollector):
     """Collectors in Ray actors, each with envs and a copy of the policy.
 
     Reads   ``create_env_fn``, functions that make the envs (or one, and ``num_collectors``); ``policy`` or
@@ -69,32 +69,24 @@ class RayCollector(DataCollectorBase):
         use_env_creator: bool = False,  # functions are pickled whatever they are
         **options: Any,
     ):
-        super().__init__()
-        who = type(self).__name__
-        if policy is not None and policy_factory is not None:
-            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
-        self.options = CollectorOptions.of(who, options, _OWN)
-        self.policy, self.replay_buffer, self.sync = policy, self.options.replay_buffer, sync
+        super().__init__(policy, policy_factory, options, _OWN)
+        who, self.sync = type(self).__name__, sync
         count = _count(who, create_env_fn, num_collectors, remote_configs)
         if num_workers_per_collector < 1:
             raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {num_workers_per_collector}.")
         self._check(who)
-        self.frames_per_batch, self.total_frames = self.options.frames_per_batch, self.options.total_frames
+        self.frames_per_batch = self.options.frames_per_batch
         self._check_division(count if sync else 1, "collectors")
         self._update_after_each_batch, self._max_interval = update_after_each_batch, max_weight_update_interval
-        self._delivered = 0
-        self._updater = registered(self.options.weight_updater, self)
-        schemes = self.options.weight_sync_schemes
-        if schemes is None:
-            has_weights = policy_factory is not None or isinstance(policy, nn.Module)
-            schemes = {"policy": RayWeightSyncScheme(timeout=self.options.timeout_s)} if has_weights else {}
+        self._frames_of = [math.ceil(self.frames_per_batch / (count if sync else 1))] * count
+        self._schemes_of = schemes = self._schemes(policy_factory)
         makers = [
             _Maker(
                 cls=collector_class,
-                env=_env(_of(create_env_fn, index), num_workers_per_collector, collector_class),
+                env=_env(at(create_env_fn, index), num_workers_per_collector, collector_class),
                 policy=policy,
                 factory=policy_factory,
-                options=self._options_of(count, schemes) | dict(_of(collector_kwargs or {}, index)),
+                options=self._options_of(index) | dict(at(collector_kwargs or {}, index)),
                 index=index,
                 count=count,
             )
@@ -103,16 +95,16 @@ class RayCollector(DataCollectorBase):
         self._pool = ActorPool(
             who,
             makers,
-            [_of(remote_configs or {}, index) for index in range(count)],
+            [at(remote_configs or {}, index) for index in range(count)],
             model_ids=["policy", *(name for name in schemes if name != "policy")],
             init=ray_init_config,
             timeout_s=self.options.timeout_s,
+            replay_buffer=self.replay_buffer,
         )
         self._senders = self._connect(schemes)
 
     def _check(self, who: str) -> None:
         options = self.options
-        check_buffer(options.replay_buffer, who)
         if not isinstance(options.frames_per_batch, int):
             raise ConfigError(f"{who}: frames_per_batch is one number: got {options.frames_per_batch}.")
         if options.interruptor is not None:
@@ -120,36 +112,29 @@ class RayCollector(DataCollectorBase):
         if options.track_policy_version == "uuid":
             raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
 
-    def _options_of(self, count: int, schemes: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of an actor's collector; without a buffer its batches are finished here."""
-        given = self.options
-        same = ("device", "policy_device", "env_device", "create_env_kwargs", "max_frames_per_traj")
-        same += ("reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated", "track_traj_ids")
-        same += ("compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version", "extend_buffer")
-        same += ("timeout_s", "replay_buffer")
-        finishes = given.replay_buffer is not None
-        mine = {name: getattr(given, name) for name in (*same, *(("split_trajs", "postproc") if finishes else ()))}
-        if given.init_random_frames:  # a buffer counts those of all actors
-            mine["init_random_frames"] = math.ceil(given.init_random_frames / (1 if finishes else count))
-        if others := [model_id for model_id in schemes if model_id != "policy"]:
+    def _options_of(self, index: int) -> dict[str, Any]:
+        mine = super()._options_of(index) | {"replay_buffer": self.replay_buffer}
+        if others := [model_id for model_id in self._schemes_of if model_id != "policy"]:
             mine["weight_sync_schemes"] = {name: MultiProcessWeightSyncScheme() for name in ("policy", *others)}
-        return mine | {"frames_per_batch": math.ceil(self.frames_per_batch / (count if self.sync else 1))}
+        return mine
+
+    def _default_scheme(self) -> Any:
+        return RayWeightSyncScheme(timeout=self.options.timeout_s)
 
     def _connect(self, schemes: Mapping[str, Any]) -> dict[str, Any]:
-        senders = {}
-        for model_id, scheme in schemes.items():
-            sender = senders[model_id] = scheme.create_sender()
-            sender.set_context(self, model_id)
-            if model_id == "policy" and isinstance(self.policy, nn.Module):
-                sender.register_model(self.policy)
-            for member in self._pool.members if scheme.per_worker else ():
+        senders = {model_id: self._sender(model_id, scheme) for model_id, scheme in schemes.items()}
+        for sender in senders.values():
+            for member in self._pool.workers if sender.scheme.per_worker else ():
                 sender.register_worker(member.index, member.handle)
         return senders
+
+    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._pool.ask("call", [(method, *given) for given in arguments])
 
     @property
     def remote_collectors(self) -> list[Any]:
         """The handles of the actors."""
-        return [member.handle for member in self._pool.members]
+        return [member.handle for member in self._pool.workers]
 
     @property
     def local_policy(self) -> Any:
@@ -161,9 +146,7 @@ class RayCollector(DataCollectorBase):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         take = self._shares if self.sync else self._first_batch
         while not self._ended():
-            if self._pool.is_started:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
-            self._pool.check_open("collect")
+            self._check_iterates()
             self._update_stale()
             if not (parts := take()):
                 return
@@ -171,7 +154,7 @@ class RayCollector(DataCollectorBase):
             if self.replay_buffer is not None:
                 yield None
                 continue
-            batch = _joined(parts)
+            batch = parts[0] if len(parts) == 1 else joined(parts, 0)
             if self.options.storing_device is not None:
                 batch = batch.to(self.options.storing_device)
             yield self.options.finished(batch)
@@ -179,10 +162,10 @@ class RayCollector(DataCollectorBase):
     def _shares(self) -> list[TensorDictBase | None]:
         """A batch of each actor, by the weights that were sent last."""
         self._settle()
-        for member in self._pool.members:
+        for member in self._pool.workers:
             self._pool.grant(member)
         parts = {}
-        for _ in self._pool.members:
+        for _ in self._pool.workers:
             member, frames, batch = self._pool.take()
             self._delivered += frames
             parts[member.index] = batch
@@ -190,67 +173,39 @@ class RayCollector(DataCollectorBase):
 
     def _first_batch(self) -> list[TensorDictBase | None]:
         """The batch that comes first, while each actor collects ahead; none at the end."""
-        members = self._pool.members
-        under_way = sum(len(member.due) for member in members)
-        for _ in range(AHEAD):
-            for member in members:
-                ahead = self._delivered + under_way * self.frames_per_batch
-                if len(member.due) < AHEAD and not 0 <= self.total_frames <= ahead:
-                    self._pool.grant(member)
-                    under_way += 1
-        if not under_way:
+        if not self._grant_ahead():
             return []
         self._last, frames, batch = self._pool.take()
         self._delivered += frames
         return [batch]
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
+    def _counted(self) -> tuple[int, int]:
         found = self._pool.counters
-        delivered = found["delivered"] if self._pool.is_started else self._delivered
-        dropped = 0 if self._pool.is_open else found["produced"] - delivered
-        return {"produced": found["produced"], "delivered": delivered, "dropped": dropped}
+        return found["produced"], found["delivered"]
 
-    @counters.setter
-    def counters(self, value: Mapping[str, int]) -> None:
-        self._delivered = value["delivered"]
+    @property
+    def _is_started(self) -> bool:
+        return self._pool.is_started
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        if self.replay_buffer is None:
-            raise ConfigError(
-                f"{type(self).__name__}.start: actors write into a replay_buffer: give a RayReplayBuffer."
-            )
-        total, count = self.total_frames, len(self._pool.members)
+        total, count = self.total_frames, len(self._pool.workers)
         self._pool.start({"total_frames": -1 if total < 0 else math.ceil(total / count)})
 
     def pause(self) -> AbstractContextManager[None]:
         return self._pool.pause()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        try:
-            if self._pool.is_open or self._pool.failure is not None:
-                self._pool.ask("counters")  # raises what an actor failed with
-        finally:
-            self.shutdown(timeout, close_env)
+        self._pool.finish(timeout)
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends the collection and its actors; Ray goes on."""
-        self._pool.close(timeout)
-
-    stop_remote_collectors = shutdown
+    stop_remote_collectors = PooledCollector.shutdown
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_updater(self) -> Any:
-        return self._updater
-
     def _update_stale(self) -> None:
         """Sends weights to the actors that are to have new ones before they are asked for a batch."""
-        members = self._pool.members
+        members = self._pool.workers
         due = [m.index for m in members if 0 < self._max_interval <= m.batches]
         if self._update_after_each_batch and self._batches_out:
             due = [m.index for m in members] if self.sync else sorted({self._last.index, *due})
@@ -258,60 +213,15 @@ class RayCollector(DataCollectorBase):
             self.update_policy_weights_(worker_ids=due)
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
-        self._pool.check_open("take weights")
-        for model_id, weights in updates.items():
-            sender = self._senders.get(model_id)
-            if self._updater is not None and model_id == "policy":
-                self._updater.push_weights(weights, worker_ids)
-            elif sender is not None:
-                self._settle()
-                sender.update_weights(weights, worker_ids=worker_ids)
-                if model_id == "policy" and not isinstance(sender.scheme, NoWeightSyncScheme):
-                    self._version = sender.version
-            elif model_id == "policy" and weights is None:
-                self.increment_version()
-            else:
-                raise ConfigError(
-                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
-                    f"for {list(self._senders)}."
-                )
-            for member in self._pool.members:
-                if worker_ids is None or member.index in worker_ids:
-                    member.batches = 0
+        super()._update_weights(updates, worker_ids)
+        for member in self._pool.workers:
+            if worker_ids is None or member.index in worker_ids:
+                member.batches = 0
 
-    def _settle(self) -> None:
-        """Waits until the actors have the weights that were handed over."""
-        for sender in self._senders.values():
-            try:
-                sender.wait()
-            except (DeadlineError, WorkerError):  # an actor that refused weights goes on with those it has
-                with self._pool.failing():
-                    raise
-
-    def increment_version(self) -> None:
-        """Called by a weight updater, when its actors have the weights."""
-        self._version += 1
-
-    # -- seeds and state -----------------------------------------------------------------------------------------------
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seeds the actors' envs and generators, each from the one before."""
-        for member in self._pool.members:
-            [seed] = self._pool.ask("set_seed", seed, static_seed, of=[member])
-        return seed
-
-    def state_dict(self) -> dict[str, Any]:
-        self._settle()
-        states = self._pool.ask("call", "state_dict")
-        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
-        return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for member in self._pool.members:
-            if (name := f"worker{member.index}") not in state:
-                raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
-            self._pool.ask("call", "load_state_dict", state[name], of=[member])
-        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
+    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        sender.update_weights(weights, worker_ids=worker_ids)
+        if moves_version(sender):
+            self._version = sender.version
 
 
 @dataclass
@@ -335,15 +245,6 @@ class _Maker:
         if single:
             collector.next_id, collector.id_stride = self.index, self.count
         return collector
-
-
-def _joined(parts: Sequence[TensorDictBase]) -> TensorDictBase:
-    if len(parts) == 1:
-        return parts[0]
-    batch = torch.cat(list(parts), 0)
-    if type(batch) is TensorDict:
-        batch.names = [*[None] * (batch.batch_dims - 1), "time"]
-    return batch
 
 
 def _unique(batch: TensorDictBase, *, index: int, count: int, then: Callable[..., Any] | None) -> TensorDictBase:
@@ -370,8 +271,3 @@ def _count(who: str, create_env_fn: Any, num_collectors: int | None, configs: An
     if len(set(counts.values())) > 1 or 0 in counts.values():
         raise ConfigError(f"{who}: there must be one number of collectors, at least 1: got {counts}.")
     return next(iter(counts.values()), 1)
-
-
-def _of(value: Any, index: int) -> Any:
-    """An actor's part of an argument that may be a list with one for each."""
-    return value[index] if isinstance(value, (list, tuple)) else value

@@ -7,7 +7,6 @@ import errno
 import multiprocessing
 import os
 import secrets
-import select
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from queue import SimpleQueue
 
 from llmrl.errors import ConfigError
 
-__all__ = ["Address", "Rendezvous", "connect", "exit_with"]
+__all__ = ["Address", "Rendezvous", "connect"]
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Rendezvous:
         with contextlib.suppress(OSError):  # closed
             while True:
                 client, _ = self._socket.accept()
-                # in a thread: one that connects and says nothing keeps no worker waiting
+                # in a thread: a client that connects and sends nothing does not hold up the workers
                 threading.Thread(target=self._greet, args=[Connection(client.detach())], daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
@@ -80,15 +79,3 @@ def connect(address: Address, index: int | None) -> Connection:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.send((index, f"process {os.getpid()} on {socket.gethostname()}"))
     return connection
-
-
-def exit_with(connection: Connection) -> None:
-    """Ends this process when the other side of a socket has closed it, also while the process hangs elsewhere."""
-
-    def wait() -> None:
-        poller = select.poll()
-        poller.register(connection.fileno(), select.POLLRDHUP)
-        poller.poll()
-        os._exit(1)  # there is no process left to report to
-
-    threading.Thread(target=wait, name="llmrl-owner-watchdog", daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import select
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors.distributed.links import Link, packed
-from llmrl.collectors.distributed.rendezvous import Address, connect, exit_with
+from llmrl.collectors.distributed.rendezvous import Address, connect
 from llmrl.collectors.worker import Recipe, WorkerLoop, direct, report, shape_of
+from llmrl.concurrency import parent_watchdog
 
 __all__ = ["RemoteLoop", "serve"]
 
@@ -67,7 +69,7 @@ def serve(address: Address, index: int | None = None) -> None:
     """Works for the owner at ``address``, until it closes or ends; ``index`` None: as any of its workers."""
     connection = connect(address, index)
     data = connection.recv_bytes()
-    exit_with(connection)
+    parent_watchdog.exit_after(connection.fileno(), select.POLLRDHUP)  # when the owner has closed or ended
     try:
         recipe, link = pickle.loads(data)
     except Exception as error:  # what the recipe is made of is not there on this machine

@@ -98,13 +98,8 @@ class LLMCollector:
         check_arguments(locals())
         self.env, self.policy_version_tracker = with_tracker(env, track_policy_version)
         self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
-        num_envs = env.batch_size[0]
-        self.dialog_turns_per_batch = dialog_turns_per_batch or num_envs
-        self.total_dialog_turns = total_dialog_turns
-        if not self.yield_completed_trajectories:
-            self.dialog_turns_per_batch = math.ceil(self.dialog_turns_per_batch / num_envs) * num_envs
-            if total_dialog_turns > 0:
-                self.total_dialog_turns = math.ceil(total_dialog_turns / num_envs) * num_envs
+        self.dialog_turns_per_batch = self._whole_steps(dialog_turns_per_batch or env.batch_size[0])
+        self.total_dialog_turns = self._whole_steps(total_dialog_turns) if total_dialog_turns > 0 else -1
         self.max_dialog_turns, self.reset_at_each_iter = max_dialog_turns, reset_at_each_iter
         self.postproc, self.replay_buffer = postproc, replay_buffer
         self.flatten_data = replay_buffer is not None if flatten_data is None else flatten_data
@@ -134,6 +129,11 @@ class LLMCollector:
         self._set_tracker()
         if callable(register := getattr(self.policy, "register_collector", None)):
             register(self)
+
+    def _whole_steps(self, turns: int) -> int:
+        """``turns``, in the default form rounded up: there all conversations take each step."""
+        num_envs = 1 if self.yield_completed_trajectories else self.env.batch_size[0]
+        return math.ceil(turns / num_envs) * num_envs
 
     # -- data ----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
-from llmrl.collectors.ray_actors import ActorPool, Member, check_buffer
+from llmrl.collectors.ray_actors import ActorPool, Member
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.errors import ConfigError, did_you_mean
@@ -76,7 +76,6 @@ class RayLLMCollector:
         if 0 <= total_dialog_turns < count:
             raise ConfigError(f"{who}: total_dialog_turns must be one for each of {count}: got {total_dialog_turns}.")
         self.replay_buffer = options.get("replay_buffer")
-        check_buffer(self.replay_buffer, who)
         self.sync_iter, self.dialog_turns_per_batch = sync_iter, dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
         self._delivered, self._version = 0, 0
@@ -91,11 +90,10 @@ class RayLLMCollector:
         ]
         resources = {name: n for name, n in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if n is not None}
         config = {**(remote_config or {}), **resources}
-        self._pool = ActorPool(
-            who, makers, [config] * count, model_ids=["policy"], init=ray_init_config, timeout_s=timeout_s
-        )
+        given = {"init": ray_init_config, "timeout_s": timeout_s, "replay_buffer": self.replay_buffer}
+        self._pool = ActorPool(who, makers, [config] * count, model_ids=["policy"], **given)
         self._sender = RayWeightSyncScheme(timeout=timeout_s).create_sender()
-        for member in self._pool.members:
+        for member in self._pool.workers:
             self._sender.register_worker(member.index, member.handle)
         self.weight_updater = weight_updater
         if weight_updater is not None:
@@ -104,7 +102,7 @@ class RayLLMCollector:
     @property
     def remote_collectors(self) -> list[Any]:
         """The handles of the actors."""
-        return [member.handle for member in self._pool.members]
+        return [member.handle for member in self._pool.workers]
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class RayLLMCollector:
         if self._pool.is_started:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
         found: dict[int, TensorDictBase | None] = {}
-        while members := [member for member in self._pool.members if not member.has_ended]:
+        while members := [member for member in self._pool.workers if not member.has_ended]:
             for member in members:
                 if not member.due and (member.index not in found or not self.sync_iter):
                     self._pool.grant(member)
@@ -148,10 +146,6 @@ class RayLLMCollector:
 
     def start(self) -> None:
         """The actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
-        if self.replay_buffer is None:
-            raise ConfigError(
-                f"{type(self).__name__}.start: actors write into a replay_buffer: give a RayReplayBuffer."
-            )
         self._pool.start({})
 
     def pause(self) -> AbstractContextManager[None]:
@@ -160,11 +154,7 @@ class RayLLMCollector:
 
     def async_shutdown(self, timeout: float | None = None) -> None:
         """Ends a collection that was started. Raises what an actor failed with."""
-        try:
-            if self._pool.is_open or self._pool.failure is not None:
-                self._pool.ask("counters")
-        finally:
-            self.shutdown(timeout)
+        self._pool.finish(timeout)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the collection and its actors, with their engines; Ray goes on."""
@@ -204,20 +194,20 @@ class RayLLMCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the actors' collectors; conversations on their way are not part of it."""
-        states = self._pool.ask("call", "state_dict")
+        states = self._pool.ask("call", [("state_dict",)] * len(self._pool.workers))
         own = {"turns": self._delivered, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``; loading the weights is the caller's part."""
-        for member in self._pool.members:
+        for member in self._pool.workers:
             if (name := f"worker{member.index}") not in state:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
             self._load(member, state[name])
         self._delivered, self._version = state["turns"], state["version"]
 
     def _load(self, member: Member, state: Mapping[str, Any]) -> None:
-        self._pool.ask("call", "load_state_dict", state, of=[member])
+        self._pool.ask("call", [("load_state_dict", state)], [member])
         member.has_ended = False
 
 

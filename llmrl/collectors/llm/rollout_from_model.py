@@ -123,7 +123,7 @@ class RolloutFromModel:
         answer_BT = attention_BT & ~_before(starts_B, generated_BT)
         ratio_BT = 0.0
         for model, sign in ((self.model, 1.0), (self.ref_model, -1.0)):
-            with evaluating(model):  # scored alike, so that equal models have a ratio of exactly 1
+            with evaluating(model):  # scored in the same mode, so that equal models have a ratio of exactly 1
                 scores = token_logprobs(
                     model, generated_BT, attention_BT, answer_BT, temperature=params.scoring_temperature
                 )

@@ -166,7 +166,9 @@ def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
                 raise DataError(f"{where}, step {number}: every step must have the same entries: {', '.join(odd)}.")
         values = [step[key] for step in flat]
         with reading(f"{where}, {'.'.join(key)}"):
-            columns[key] = values if isinstance(values[0], str) else _stacked(values)
+            if not isinstance(values[0], str):
+                values = torch.stack([torch.as_tensor(np.array(value)) for value in values])
+        columns[key] = values
     flags = {name: column(where, columns, (name,)) for name in _FLAGS}
     now = {key: values for key, values in columns.items() if key[0] not in _FLAGS}
     now[("is_init",)] = flags["is_first"].to(torch.bool)
@@ -176,10 +178,6 @@ def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
     last, terminal = flags["is_last"].to(torch.bool), flags["is_terminal"].to(torch.bool)
     last[-1] = True
     return ted_rows(where, now, then, reward=flags["reward"], terminated=terminal, truncated=last & ~terminal)
-
-
-def _stacked(values: list[Any]) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(np.array(value)) for value in values])
 
 
 def _flat(who: str, value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:

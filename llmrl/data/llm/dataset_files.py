@@ -42,16 +42,14 @@ IMAGE_COLUMNS = ("image", "images")
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
-def load_rows(
-    source: str | Path, *, split: str = "train", name: str | None = None, columns: Sequence[str] | None = None
-) -> Sequence[Row]:
+def load_rows(source: str | Path, *, split: str = "train", name: str | None = None) -> Sequence[Row]:
     """The rows of a dataset: something with a length that gives one dict per index.
 
     Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the
              Hugging Face hub (``split`` and the configuration ``name`` apply to that one only)
     Returns  a list of dicts, or a ``datasets.Dataset``
-    Raises   DataError for a missing file, one that is not UTF-8 (a byte order mark is left out), an unreadable row, a
-             missing one of ``columns``, or no rows at all
+    Raises   DataError for a missing file, one that is not UTF-8 (a byte order mark is left out), an unreadable row, or
+             no rows at all
     """
     path = Path(source).expanduser()
     if path.suffix.lower() in FILE_FORMATS or path.exists():
@@ -60,13 +58,6 @@ def load_rows(
         rows = _load_hub(str(source), split=split, name=name)
     if len(rows) == 0:
         raise DataError(f"load_rows: a dataset must have at least one row: {source} has none.")
-    known = list(rows[0])
-    for column in columns or ():
-        if column not in known:
-            raise DataError(
-                f"load_rows: {source} must have the column {column!r}: its columns are {', '.join(known)}."
-                f"{did_you_mean(column, known)}"
-            )
     return rows
 
 

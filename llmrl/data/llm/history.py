@@ -50,7 +50,7 @@ class History(TensorClass["nocast"]):
 
     ``History(role="user", content="Hi")`` is one message (batch size []), lists make a conversation [M], lists of lists
     a batch [B, M] whose conversations may differ in length ([B, -1]). Messages are shared between histories and never
-    changed; appending costs as much as copying a list. There are no tensors, so a History has no device.
+    changed; appending costs as much as copying a list. A History holds no tensors, so it has no device.
 
     >>> history = History.from_chats([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Hello"}]])
     >>> answer = History(role=["assistant", "assistant"], content=["Hi!", "Hello!"])

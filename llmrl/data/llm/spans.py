@@ -8,7 +8,7 @@ control token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -220,15 +220,11 @@ class _Skeleton:
 
     def spans(self, contents: list[str], text: str) -> list[Span] | None:
         """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
-        parts = [self._pieces[0]]
-        for content, piece in zip(contents, self._pieces[1:], strict=True):
-            parts += (content, piece)
+        parts = [""] * (2 * len(contents) + 1)
+        parts[::2], parts[1::2] = self._pieces, contents
         if "".join(parts) != text:
             return None
-        place, places = 0, []
-        for part in parts:
-            places.append(place)
-            place += len(part)
+        places = [0, *accumulate(map(len, parts))]
         return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self._margins]
 
 

@@ -1,7 +1,7 @@
 """Static analysis of chat templates: whether one reads message contents, and the shape of a conversation.
 
-A template that only writes contents treats all conversations of one shape alike: what was found for stand-ins holds for
-each of them. An expression that the analysis does not know counts as reading.
+A template that only writes contents treats all conversations of one shape the same way: what was found for stand-ins
+holds for each of them. An expression that the analysis does not know counts as reading.
 """
 
 from __future__ import annotations

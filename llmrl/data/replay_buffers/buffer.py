@@ -18,10 +18,11 @@ from torch import Tensor
 
 from llmrl.data.ragged.layout import tree_map
 from llmrl.data.ragged.stack import set_entry
-from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells, select_cells, shape_cells, time_first
 from llmrl.data.replay_buffers.prefetch import Prefetcher
-from llmrl.data.replay_buffers.samplers import SLICE_END, RandomSampler, Sampler
+from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry

@@ -45,7 +45,8 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
             return index % length if index.numel() else index
     if isinstance(index, Tensor) and index.dtype is torch.bool and len(shape) == 1 and index.shape != (length,):
         raise IndexError(f"{who}: a mask must have one entry per row: got {list(index.shape)}, {length} rows.")
-    if len(shape) > 1 and _are_coordinates(index, len(shape)):
+    is_integers = isinstance(index, Tensor) and index.dtype is torch.int64
+    if len(shape) > 1 and is_integers and index.ndim == 2 and index.shape[1] == len(shape):  # coordinates
         if not bool(((index >= 0) & (index < torch.tensor(shape))).all()):
             raise IndexError(f"{who}: coordinates must lie on the grid {list(shape)}: got {index}.")
         return flat_cells(index, shape[1:])
@@ -55,10 +56,6 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
     except IndexError as error:
         raise IndexError(f"{who}: positions must lie in the {length} rows: got {index} ({error}).") from error
     return where if where.ndim else int(where)
-
-
-def _are_coordinates(index: Any, ndim: int) -> bool:
-    return isinstance(index, Tensor) and index.dtype is torch.int64 and index.ndim == 2 and index.shape[1] == ndim
 
 
 def coordinates(cells: Tensor, trailing: Sequence[int]) -> Tensor:

@@ -345,7 +345,7 @@ class StackedComposite(_Stack, Composite):
             member[key] = part
 
     def _drop(self, path: Sequence[str]) -> bool:
-        # From every member that has it: an entry of some of them is none of the stack's, but it can be deleted.
+        # From every member that has it: an entry of some of them is not the stack's, but it can be deleted.
         for spec in (self, *self.members):
             spec._assert_unlocked()
         return any([spec._drop(path) for spec in self.members])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.ragged.tensordicts import bare_tensordict, entry, new_tensordict
 from llmrl.data.specs import (
@@ -23,7 +24,7 @@ from llmrl.data.specs import (
 )
 from llmrl.envs.base import EnvBase
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import ConfigError, ShapeError, UnsupportedError
 from llmrl.optional import require
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -103,18 +104,57 @@ class GymWrapper(EnvBase):
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         action = _decode(entry(td, "action"), self._action_space, self._leaf_specs()[0])
-        reward = 0.0
-        for _ in range(self.frame_skip):
-            observation, one_reward, terminated, truncated, _ = self.gym_env.step(action)
-            reward += float(one_reward)
-            if terminated or truncated:
-                break
+        observation, reward, terminated, truncated = self._act(action)
         entries = self._observed(observation)
         device = self.device
         entries["reward"] = _tensor([reward], np.float32, device)
         for key, flag in zip(DONE_KEYS, (terminated or truncated, terminated, truncated), strict=True):
             entries[key] = _tensor([flag], np.bool_, device)
         return bare_tensordict(entries, self.batch_size, device)
+
+    def _act(self, action: Any) -> tuple[Any, float, bool, bool]:
+        reward = 0.0
+        for _ in range(self.frame_skip):
+            observation, one_reward, terminated, truncated, _ = self.gym_env.step(action)
+            reward += float(one_reward)
+            if terminated or truncated:
+                break
+        return observation, reward, terminated, truncated
+
+    def _array_step(
+        self, inputs: Mapping[NestedKey, np.ndarray], outputs: Mapping[NestedKey, np.ndarray]
+    ) -> Callable[[], bool] | None:
+        space, name = self._action_space, self._name
+        is_one_hot = isinstance(self._leaf_specs()[0], OneHot)
+        is_discrete = type(space).__name__ == "Discrete"
+        if (
+            type(self)._step is not GymWrapper._step  # which a subclass may have changed
+            or {*outputs} != {name, "reward", *DONE_KEYS}
+            or type(self._observation_space).__name__ != "Box"
+            or not (is_discrete or type(space).__name__ == "Box")
+        ):
+            return None
+        given, observed, rewarded = inputs["action"], outputs[name], outputs["reward"]
+        flags = [outputs[key] for key in DONE_KEYS]
+
+        def step() -> bool:
+            if is_discrete:
+                action = int(given.argmax() if is_one_hot else given) + int(space.start)
+            else:
+                action = np.array(given, dtype=space.dtype)
+            observation, rewarded[0], terminated, truncated = self._act(action)
+            if np.shape(observation) != observed.shape:
+                raise ShapeError(
+                    f"{type(self).__name__}: an observation must have the shape of its space, {observed.shape}: got "
+                    f"{np.shape(observation)}."
+                )
+            observed[...] = observation
+            is_done = terminated or truncated
+            for flag, value in zip(flags, (is_done, terminated, truncated), strict=True):
+                flag[0] = value
+            return bool(is_done)
+
+        return step
 
     def _observed(self, observation: Any) -> dict[str, Any]:
         space, specs = self._observation_space, self._leaf_specs()[1]

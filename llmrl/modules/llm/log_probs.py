@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from llmrl.modules.llm.packing import (
     padded_inputs,
     reduction_dtype,
 )
+from llmrl.modules.llm.routers import replaying
 from llmrl.modules.llm.sequence_split import SequenceSplit, active_split
-from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
+from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, reach_vision_tower
 
 __all__ = ["TokenScorer", "TokenScores", "hidden_before", "token_logprobs", "with_predecessor"]
 
@@ -65,6 +66,7 @@ def token_logprobs(
     position_ids: Tensor | None = None,
     packing: Packing = "off",
     media: Sequence[Media] | None = None,
+    routes: Tensor | None = None,
 ) -> TokenScores:
     """Scores the selected tokens of a padded batch, left- or right-padded.
 
@@ -80,6 +82,8 @@ def token_logprobs(
              (`why_not_packed`) and at least a fifth of the tokens is saved
     media    of each row (``llmrl.modules.llm.vision``); a batch with images is not packed, and the model counts its
              positions by itself
+    routes   int16[B, T, layers, K]: experts that a mixture sends each token to, -1 for those that its own routers
+             choose; without images (``llmrl.modules.llm.routers``)
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -102,12 +106,17 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
-    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing, media)
-    # Body and head are called apart, not through the model's forward: one that is sharded has to be told.
+    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing, media, routes)
+    # Body and head are called separately, not through the model's forward, so a sharded model is made whole first.
     return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
 
 
-def _score(
+def _score(model: nn.Module, *arguments: Any) -> TokenScores:
+    scores = _score_batch(model, *arguments)
+    return scores._replace(log_probs=reach_vision_tower(model, scores.log_probs))
+
+
+def _score_batch(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -118,6 +127,7 @@ def _score(
     position_ids: Tensor | None,
     packing: Packing,
     media: Sequence[Media] | None = None,
+    routes: Tensor | None = None,
 ) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
@@ -132,18 +142,21 @@ def _score(
         return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
     if (split := active_split()) is not None:
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
-        return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
+        with replaying(model, routes, attention_mask):
+            return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
     packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
     if path is None:
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
         return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
     if packed is None:
         _tell_routers(model, attention_mask.bool())
-        hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
+        with replaying(model, routes, attention_mask):
+            hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
     else:
         _tell_routers(model, packed.segment_ids >= 0)
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-        hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
+        with replaying(model, routes, attention_mask, packed):
+            hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
         before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
         hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
     return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
@@ -258,6 +271,7 @@ class TokenScorer(nn.Module):
         position_ids: Tensor | None = None,
         packing: Packing | None = None,
         media: Sequence[Media] | None = None,
+        routes: Tensor | None = None,
     ) -> TokenScores:
         return token_logprobs(
             self.model,
@@ -270,6 +284,7 @@ class TokenScorer(nn.Module):
             position_ids=position_ids,
             packing=packing or (self.packing if position_ids is None else "off"),
             media=media,
+            routes=routes,
         )
 
     def token_scores(
@@ -280,8 +295,9 @@ class TokenScorer(nn.Module):
         *,
         entropy: bool = False,
         media: Sequence[Media] | None = None,
+        routes: Tensor | None = None,
     ) -> TokenScores:
-        return self(input_ids, attention_mask, select, entropy=entropy, media=media)
+        return self(input_ids, attention_mask, select, entropy=entropy, media=media, routes=routes)
 
 
 # ------------------------------------------------------------------------------------------------- scores from hidden

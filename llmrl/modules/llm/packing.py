@@ -171,7 +171,7 @@ def pack_batch(
 def can_pack(model: nn.Module, packing: Packing) -> bool:
     """True where this model keeps packed rows apart and ``packing`` is not "off".
 
-    Raises  ConfigError for "on" if the model cannot be packed, and for a ``packing`` that is none
+    Raises  ConfigError for "on" if the model cannot be packed, and for an unknown ``packing``
     """
     if packing not in get_args(Packing):
         raise ConfigError(f"packing: must be one of {', '.join(get_args(Packing))}: got {packing!r}.")

@@ -401,7 +401,9 @@ def _shortened(chat: Chat, covered: int) -> Chat:
 
 
 def _chat_key(chat: Chat) -> Any:
-    """Equal for conversations that render alike; messages with more than role and content are compared by identity."""
+    """Equal for conversations that render to the same text. Messages with more than role and content are compared by
+    identity.
+    """
     return tuple(
         (message["role"], message["content"], id(message.get("tools")))
         if len(message) == 2 + ("tools" in message) and isinstance(message.get("content"), str)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from llmrl.modules.llm.packing import accepted
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -33,5 +35,7 @@ class RewardScorer(nn.Module):
 
 
 def _token_rewards(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    hidden_BTH = model.base_model(input_ids=input_ids, attention_mask=attention_mask.long()).last_hidden_state
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps the model inside
+    given = accepted(model.base_model, {"input_ids": input_ids, "attention_mask": attention_mask.long()})
+    hidden_BTH = model.base_model(**given).last_hidden_state
     return model.score(hidden_BTH)[..., 0].float()

@@ -1,13 +1,18 @@
-"""Routers of a mixture of experts: records what they decide, for the loss that balances the load of the experts.
+"""Routers of a mixture of experts: records what they decide, for the loss that balances the load of the experts, and
+replays what an engine's routers decided.
 
 A router scores all experts for each token and sends the token to a few of them. Which positions of a forward pass are
 tokens, and not padding, is known where the pass is laid out: `token_logprobs` writes it to the model's `Routers`.
 
-Shapes: R routers, N positions of a forward pass, E experts, K experts per token.
+Routing replay (R3, arXiv:2510.11370; first for several updates in GSPO, arXiv:2507.18071): the experts of a token are
+those that computed it when it was sampled; their gates are the model's own, so that its routers are trained.
+
+Shapes: R routers, N positions of a forward pass, E experts, K experts per token, L layers, B rows of T tokens.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,24 +20,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from llmrl.errors import ConfigError
-from llmrl.modules.llm.packing import find_head_path
+from llmrl.errors import ConfigError, ShapeError
+from llmrl.modules.llm.packing import Packed, find_head_path
+from llmrl.modules.llm.sequence_split import active_split
 
-__all__ = ["RouterLoad", "Routers", "router_modules"]
+__all__ = ["RouterLoad", "Routers", "active_routes", "replaying", "router_modules", "same_routes", "why_not_replayed"]
+
+_active: Tensor | None = None  # int16[N, L, K], -1 where the model's own routers choose
 
 
 class RouterLoad(NamedTuple):
     """The routers' choices for the tokens of a batch; sums, so that those of parts add up.
 
-    ``chosen_RE``  float32  tokens that each router sent to each expert
+    ``chosen_RE``  float32  tokens that each router would send to each expert, by itself
     ``probs_RE``   float32  probabilities that it gave, added up over the tokens, with grad
     ``tokens``     float32  their number
+    ``replayed``   float32  choices that were replayed, over all routers
+    ``differing``  float32  those of them that are not the router's own
     """
 
     chosen_RE: Tensor
     probs_RE: Tensor
     tokens: Tensor
+    replayed: Tensor
+    differing: Tensor
 
 
 def router_modules(model: nn.Module) -> list[nn.Module]:
@@ -64,8 +77,9 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         modules = router_modules(model)  # not kept: they have hooks that know this object
         self.count = len(modules)
+        self.layers = _layers(model, modules)
         self.is_real: Tensor | None = None
-        self._seen: dict[int, tuple[Tensor, Tensor]] | None = None
+        self._seen: dict[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
         if not modules:
             return
         if find_head_path(model) is None:
@@ -74,23 +88,44 @@ class Routers:
                 "otherwise; use model_options.router_aux_loss=0."
             )
         for number, module in enumerate(modules):
-            module.register_forward_hook(partial(self._see, number))
+            module.register_forward_hook(partial(self._see, number))  # first: it sees what the router chose by itself
+            module.register_forward_hook(partial(self._replay, number))
         model.routers = self
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers:
+        """Those that the model has, or else gets."""
+        return getattr(model, "routers", None) or cls(model)
 
     def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
         if self._seen is None:  # also where checkpointing computes a layer again: it saves the same tensors then
             return
-        parts = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+        parts = _tensors(output)
         indices = next((part for part in parts if not part.is_floating_point()), None)
         count = getattr(module, "num_experts", None) or parts[0].shape[-1]
         logits = next(part for part in parts if part.is_floating_point() and part.shape[-1] == count).flatten(0, -2)
         if indices is None:
             indices = logits.topk(module.top_k, dim=-1).indices
-        self._seen[number] = (logits, indices.reshape(len(logits), -1))
+        self._seen[number] = (logits, indices.reshape(len(logits), -1), self._routes(number))
+
+    def _routes(self, number: int) -> Tensor | None:
+        return None if _active is None else _active[:, self.layers[number]].long()
+
+    def _replay(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        routes_NK = self._routes(number)
+        return None if routes_NK is None else _route(module, arguments, routes_NK)
+
+    def choices(self) -> Tensor:
+        """int16[N, L, K]: the experts of the last forward pass that was recorded; -1 in layers without a router."""
+        seen, self._seen = self._seen, {}
+        rows = [indices_NK.to(torch.int16) for _, (_, indices_NK, _) in sorted(seen.items())]
+        routes_NLK = rows[0].new_full((len(rows[0]), max(self.layers) + 1, rows[0].shape[1]), -1)
+        routes_NLK[:, self.layers] = torch.stack(rows, dim=1)
+        return routes_NLK
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward passes inside; `load` is that of the last one."""
+        """Records the forward passes inside; `load` is that of the last one, and `choices`, inside."""
         self._seen = {}
         try:
             yield
@@ -101,9 +136,143 @@ class Routers:
         """Of the last forward pass that was recorded, over its tokens alone."""
         chosen, probs = [], []
         real = self.is_real.float()
-        for _, (logits_NE, indices_NK) in sorted(self._last.items()):
+        replayed, differing = real.new_zeros(()), real.new_zeros(())
+        for _, (logits_NE, indices_NK, routes_NK) in sorted(self._last.items()):
             weight_NE = real[:, None].expand_as(logits_NE)
             chosen.append(torch.zeros_like(weight_NE).scatter_(1, indices_NK, 1.0).mul_(weight_NE).sum(0))
             probs.append((logits_NE.float().softmax(-1) * weight_NE).sum(0))
+            if routes_NK is not None:
+                given_N = real * (routes_NK[:, 0] >= 0)
+                replayed += given_N.sum()
+                differing += (given_N * (routes_NK.sort(-1).values != indices_NK.sort(-1).values).any(-1)).sum()
         self._last = {}
-        return RouterLoad(torch.stack(chosen), torch.stack(probs), real.sum())
+        return RouterLoad(torch.stack(chosen), torch.stack(probs), real.sum(), replayed, differing)
+
+
+def _layers(model: nn.Module, modules: list[nn.Module]) -> list[int]:
+    """The number of the decoder layer that each of the modules is in."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [next((int(part) for part in names[id(module)].split(".") if part.isdigit()), 0) for module in modules]
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+def active_routes() -> Tensor | None:
+    """The routes that are replayed in this pass; for `same_routes`, around what computes a part of it again."""
+    return _active
+
+
+@contextmanager
+def same_routes(routes_NLK: Tensor | None) -> Iterator[None]:
+    """Forward passes inside replay these routes of their positions."""
+    global _active
+    before, _active = _active, routes_NLK
+    try:
+        yield
+    finally:
+        _active = before
+
+
+@contextmanager
+def replaying(
+    model: nn.Module, routes_BTLK: Tensor | None, attention_BT: Tensor, packed: Packed | None = None
+) -> Iterator[None]:
+    """The pass inside, over a padded batch or its ``packed`` tokens, replays the routes of its tokens.
+
+    routes_BTLK  integers, -1 where the model's own router chooses; None: it always does
+    Raises       ShapeError for routes of another model
+    """
+    if routes_BTLK is None:
+        yield
+        return
+    routers = Routers.of(model)
+    last = max(routers.layers, default=routes_BTLK.shape[2])
+    if routes_BTLK.shape[:2] != attention_BT.shape or routes_BTLK.shape[2] <= last:
+        raise ShapeError(
+            f"routing replay: routes must be [B, T, layers, experts per token] of the tokens {list(attention_BT.shape)}"
+            f" and of {type(model).__name__}, whose last router is in layer {last if routers.count else 'none'}: got "
+            f"{list(routes_BTLK.shape)}; they are those of another model, or of other tokens."
+        )
+    routes_BTLK = routes_BTLK.masked_fill(~attention_BT.bool()[..., None, None], -1)
+    if (split := active_split()) is not None:
+        filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # of padding: not read
+        routes_BTLK = split.cut(torch.cat([routes_BTLK, filler], dim=1))
+    routes_NLK = routes_BTLK.flatten(0, 1)
+    if packed is not None:
+        routes_NLK = routes_NLK.new_full((packed.input_ids.numel(), *routes_NLK.shape[1:]), -1)
+        routes_NLK[packed.index] = routes_BTLK[attention_BT.bool()]
+    with same_routes(routes_NLK):
+        yield
+
+
+class _ChosenExperts(TorchFunctionMode):
+    """Inside, the ``topk`` by which a router chooses K of its experts for N positions returns these; -1: its own.
+
+    So the gates are computed by the router's own code, whatever it does before and after. ``count``: such calls.
+    """
+
+    def __init__(self, routes_NK: Tensor) -> None:
+        super().__init__()
+        self.routes_NK, self.count = routes_NK, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk) or found.indices.shape != self.routes_NK.shape:
+            return found
+        self.count += 1
+        indices_NK = torch.where(self.routes_NK < 0, found.indices, self.routes_NK)
+        return torch.return_types.topk((args[0].gather(-1, indices_NK), indices_NK))
+
+
+def _route(module: nn.Module, arguments: Any, routes_NK: Tensor) -> Any:
+    """The output of a router that sends its tokens to these experts. Raises ShapeError where it does not."""
+    with _ChosenExperts(routes_NK) as chosen:
+        output = module.forward(*arguments)
+    if chosen.count != 1:
+        raise ShapeError(
+            f"routing replay: {type(module).__name__} must choose its experts by one topk over [positions, experts], "
+            f"here of {list(routes_NK.shape)}: it called {chosen.count} such; use rollout.routing_replay=off."
+        )
+    return output
+
+
+def why_not_replayed(model: nn.Module) -> str | None:
+    """The reason that routes cannot be replayed in ``model``, which needs no weights; None where they can.
+
+    Calls  a router of its kind with random weights on a few tokens: it must return the experts that it is told to
+           choose, with gates that are neither 0 nor infinite, and with its own choices what it returns by itself
+
+    >>> from llmrl.testing import tiny_model
+    >>> why_not_replayed(tiny_model(architecture="qwen3_moe")), why_not_replayed(tiny_model())
+    (None, 'it is not a mixture of experts')
+    """
+    if not (modules := router_modules(model)):
+        return "it is not a mixture of experts"
+    router = copy.deepcopy(modules[0]).to_empty(device="cpu").float()
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.data.normal_(std=0.02, generator=generator)  # as models are begun: no gate underflows
+    width = next((tensor.shape[-1] for tensor in router.parameters() if tensor.ndim == 2), 1)
+    hidden = torch.randn(32, width, generator=generator)
+    try:
+        with torch.no_grad():
+            own = _tensors(router(hidden))
+            chosen = next((part for part in own if not part.is_floating_point()), None)
+            if chosen is None:
+                return f"its router ({type(router).__name__}) does not return the experts that it chooses"
+            same = _tensors(_route(router, (hidden,), chosen))
+            asked = getattr(router, "num_experts", None) or max(part.shape[-1] for part in own)
+            asked = asked - 1 - chosen
+            other = _tensors(_route(router, (hidden,), asked))
+    except Exception as error:  # third-party code: any error means that it cannot be told
+        return f"its router ({type(router).__name__}) fails: {type(error).__name__}: {error}"
+    gates = [part for part in other if part.is_floating_point() and part.shape == asked.shape]
+    right = all(torch.equal(*pair) for pair in zip(own, same, strict=True))
+    right &= any(torch.equal(part, asked) for part in other if not part.is_floating_point())
+    right &= bool(gates) and all(bool(gate.isfinite().all() and (gate != 0).all()) for gate in gates)
+    return None if right else f"its router ({type(router).__name__}) has no gates for experts that it does not choose"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-__all__ = ["SequenceSplit", "active_split", "why_not_split"]
+__all__ = ["SequenceSplit", "active_split", "can_share_heads", "why_not_split"]
 
 _NAME = "sdpa_of_split_sequences"  # of the attention implementation
 _active: SequenceSplit | None = None  # also for the threads in which autograd computes layers again
@@ -87,9 +87,14 @@ def why_not_split(model: nn.Module, size: int) -> str | None:
         return f"it has layers that mix tokens in another way ({', '.join(sorted(kinds)) or type(model).__name__})"
     if attention not in ("sdpa", _NAME):
         return f"its attention is {attention}, not sdpa"
-    if heads % size or (key_heads % size and size % key_heads):
+    if not can_share_heads(heads, key_heads, size):
         return f"its {heads} attention heads and {key_heads} key/value heads cannot be shared by {size} ranks"
     return None
+
+
+def can_share_heads(heads: int, key_heads: int, size: int) -> bool:
+    """True if each of ``size`` ranks can have as many attention heads as the others, beside their keys and values."""
+    return not heads % size and not (key_heads % size and size % key_heads)
 
 
 class _Join(torch.autograd.Function):

@@ -30,6 +30,7 @@ _FIELDS = {
     "log_probs": ("log_probs", "prompt", "full"),
     "plain": ("log_probs", "plain", "plain"),
     "versions": ("log_probs", "versions", "versions"),
+    "routes": ("log_probs", "routes", "routes"),
 }
 _PADDING_MASKS = ("prompt_attention_mask", "all_attention_mask")
 _DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
@@ -37,7 +38,7 @@ _DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
 
 @dataclass
 class TokenStream:
-    """One stream per row; a row without ids starts afresh.
+    """One stream per row; a row without ids begins a new one.
 
     ids             int64[S]
     covered         how much of the mode's view the ids cover: messages or characters; None where they are the view
@@ -45,6 +46,7 @@ class TokenStream:
     log_probs       float32[S]  0 where it did not
     plain           float32[S]  as log_probs, before truncation; None where no turn was truncated
     versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None where each turn has one version
+    routes          int16[N, layers, K]  experts of the first N <= S ids; None where the engine does not report them
     answered        True where the ids are a prompt that was answered before and is asked again
     """
 
@@ -54,6 +56,7 @@ class TokenStream:
     log_probs: list[Tensor] | None = None
     plain: list[Tensor] | None = None
     versions: list[Tensor] | None = None
+    routes: list[Tensor] | None = None
     answered: bool = False
 
     @classmethod
@@ -151,11 +154,12 @@ def turn_columns(
     stream: TokenStream | None,
     covered: list[int] | None,
     versions: list[Tensor] | None = None,
+    routes: list[Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
 
     Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated,
-            ``versions`` int64[R] where the weights changed meanwhile
+            ``versions`` int64[R] where the weights changed meanwhile; ``routes`` int16[P + R, layers, K]
             stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
     Raises  ShapeError where the stream is longer than the prompt that it begins
     """
@@ -188,7 +192,16 @@ def turn_columns(
         if versions is not None:
             earlier = None if stream is None else _zeros_behind(stream.versions, prompt_lengths, "versions")
             columns["log_probs"]["versions"] = _joined(earlier or [row.long() for row in before], versions)
+        if routes is not None:
+            earlier = [row[:0] for row in routes] if stream is None or stream.routes is None else stream.routes
+            columns["log_probs"]["routes"] = [_first_known(*pair) for pair in zip(earlier, routes, strict=True)]
     return columns
+
+
+def _first_known(earlier: Tensor, routes: Tensor) -> Tensor:
+    """The routes of a token are those of the turn that read it first: its log-prob, and the next one's, are of that."""
+    unknown = (earlier < 0).flatten(1).all(1)
+    return torch.cat([torch.where(unknown[:, None, None], routes[: len(earlier)], earlier), routes[len(earlier) :]])
 
 
 def _response_masks(prompt_lengths: list[int], lengths: list[int]) -> list[Tensor]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Media", "Vision", "load_processor", "model_class", "read_media", "write_media"]
+__all__ = ["Media", "Vision", "load_processor", "model_class", "read_media", "vision_tower", "write_media"]
 
 Media = dict[str, Tensor]  # of one row
 
@@ -229,7 +229,7 @@ def has_images(media: Sequence[Media] | None) -> bool:
 def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
     """A model's inputs for the images of a padded batch bool[B, T]: the tensors, and the tokens that they are for.
 
-    There are no position ids among them: the model derives them from these.
+    Position ids are not among them: the model derives them from these.
     """
     device = attention_mask.device
     is_image_BT = torch.zeros(attention_mask.shape, dtype=torch.bool, device=device)
@@ -258,3 +258,24 @@ def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict
         yield {**inputs, "input_ids": ids_BT.masked_fill(stray_BT, 0)}
     finally:
         handle.remove()
+
+
+# --- the part of a model that reads images ----------------------------------------------------------------------------
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """The part of a model that reads images; None where it has none."""
+    if getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return None
+    names = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens")
+    found = (module for name, module in model.named_modules() if name.rpartition(".")[2] in names)
+    return next(found, None)
+
+
+def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
+    """The log-probs, with a gradient of 0 for that part where it is trained: ranks average the gradients of the same
+    parameters, also where a batch has no image.
+    """
+    tower = vision_tower(model) if torch.is_grad_enabled() else None
+    trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]
+    return log_probs_BT + sum(0.0 * parameter.sum() for parameter in trained) if trained else log_probs_BT

@@ -32,6 +32,7 @@ RESPONSE = ("tokens", "response")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 SAMPLED = ("log_probs", "full")
+ROUTES = ("log_probs", "routes")
 GROUP_ID = "group_id"
 
 _get = partial(required, as_list=True)  # ragged rows come as a list
@@ -109,7 +110,7 @@ class PaddedBatch:
 
     def align(self, column: Tensor | list[Tensor], key: NestedKey) -> Tensor:
         if isinstance(column, Tensor) and self.lengths is None:
-            if column.shape != self.input_ids.shape:
+            if column.shape[:2] != self.input_ids.shape:
                 raise ShapeError(
                     f"{self.reader}: {key} must have one value per token: got {list(column.shape)}, the tokens are "
                     f"{list(self.input_ids.shape)}."
@@ -201,11 +202,14 @@ def actor_scores(
     """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
     Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), with
-           media= where the batch has "media"; else actor(copy of td), reading ``log_probs_key`` from what it returns
+           media= where the batch has "media" and routes= where it has ("log_probs", "routes"); else actor(copy of td),
+           reading ``log_probs_key`` from what it returns
     """
     if hasattr(actor, "token_scores"):
         media = read_media(td)
         given = {"entropy": entropy} | ({} if media is None else {"media": media})
+        if td.get(ROUTES, None, as_list=True) is not None:
+            given["routes"] = batch.column(td, ROUTES)
         scores = actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import required
@@ -110,7 +110,7 @@ def _scaled(
 
 
 @torch.no_grad()
-def whitened(values_N: Tensor, weights_N: Tensor, *, min_variance: float = 1e-8) -> Tensor:
+def whitened(values_N: Tensor, weights_N: Tensor) -> Tensor:
     """(value - mean) / std, float64[N], where value i counts ``weights_N[i]`` times; 0 for all if they are equal.
 
     With the number of trained tokens as weight these are the moments over the tokens of a batch, which is what
@@ -125,7 +125,7 @@ def whitened(values_N: Tensor, weights_N: Tensor, *, min_variance: float = 1e-8)
         return torch.zeros_like(values_N)
     share_N = weights_N / weights_N.sum()
     centred_N = values_N - (share_N * values_N).sum()
-    return centred_N / (share_N * centred_N.square()).sum().clamp(min=min_variance).sqrt()
+    return centred_N / (share_N * centred_N.square()).sum().clamp(min=1e-8).sqrt()
 
 
 # --------------------------------------------------------------------------------------------------------- waiting
@@ -325,12 +325,11 @@ class GroupQuota(Transform):
     ([4, 4], 1)
     """
 
-    def __init__(self, num_groups: int, group_key: NestedKey = "group_id"):
+    def __init__(self, num_groups: int):
         super().__init__()
         if num_groups < 1:
             raise ValueError(f"GroupQuota: num_groups must be at least 1: got {num_groups}.")
         self.num_groups = num_groups
-        self.group_key = group_key
         self.reset()
 
     def reset(self) -> None:
@@ -346,7 +345,7 @@ class GroupQuota(Transform):
         return td
 
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
-        groups = required(td, self.group_key, "GroupQuota").flatten()
+        groups = required(td, "group_id", "GroupQuota").flatten()
         order = list(dict.fromkeys(groups.tolist()))
         taken = order[: self.missing]
         self.written += len(taken)

@@ -70,6 +70,7 @@ class GRPOLoss(LossModule):
             ("masks", "trained_from")         int64[B]           only from here on, where the batch has it
             ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
             ("log_probs", "plain")            float32 ragged[T]  where the batch has it: before top-p, top-k and min-p
+            ("log_probs", "routes")           int16 ragged[T, layers, K]  where the batch has it: experts to replay
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
@@ -165,13 +166,7 @@ class GRPOLoss(LossModule):
         batch, mask_BT = self._read(td)
         group_id_B = reading.group_ids(td, keys.group_id)
         counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # of the whole step: micro-batches add up
-        behaviour_BT = batch.finite(
-            td,
-            _untruncated(td, keys.sample_log_prob),
-            mask_BT,
-            missing="Couldn't find the log-prob of the sampled tokens",
-            remedy="the engine gave none",
-        )
+        behaviour_BT = self._behaviour(td, batch, mask_BT)
         advantage_BT = batch.advantage(td, keys.advantage, mask_BT)
         scores = self._score(td, batch, mask_BT, entropy=settings.entropy_bonus)
         log_prob_BT = scores.log_probs
@@ -249,6 +244,10 @@ class GRPOLoss(LossModule):
                 f"{type(self.actor_network).__name__}, which gives log-probs only."
             )
         return scores
+
+    def _behaviour(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> Tensor:
+        key, missing = self.tensor_keys.sample_log_prob, "Couldn't find the log-prob of the sampled tokens"
+        return batch.finite(td, _untruncated(td, key), mask_BT, missing=missing, remedy="the engine gave none")
 
     def _proximal(
         self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor

@@ -210,11 +210,11 @@ def _row(columns: Sequence[Column], step: int, metrics: Mapping[str, float | Non
     return "  ".join([*cells, *(f"{word:>8}" for word in more)])
 
 
-def _sparkline(values: Sequence[float], width: int = 24) -> str:
+def _sparkline(values: Sequence[float]) -> str:
     """The course of a value in blocks, the mean of a bucket each."""
     if len(values) < 2:
         return ""
-    size = max(1, math.ceil(len(values) / width))
+    size = max(1, math.ceil(len(values) / 24))
     buckets = [values[start : start + size] for start in range(0, len(values), size)]
     means = [sum(bucket) / len(bucket) for bucket in buckets]
     low, high = min(means), max(means)

@@ -24,9 +24,9 @@ from llmrl.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
-    default_for,
 )
 from llmrl.data.replay_buffers.checkpointers.containers import H5Container
+from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.directory import current_directory, replace_directory
 from llmrl.data.replay_buffers.storages import LazyMemmapStorage
 from llmrl.data.ted import Flat2TED, TED2Flat

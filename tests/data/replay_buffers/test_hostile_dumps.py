@@ -26,7 +26,7 @@ from llmrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     StorageEnsemble,
 )
-from llmrl.data.replay_buffers.checkpointers import default_for
+from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_directory, write_manifest
 from llmrl.errors import CheckpointError
 

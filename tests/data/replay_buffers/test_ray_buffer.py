@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -28,16 +27,6 @@ from llmrl.errors import DataError, DeadlineError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 DEADLINE_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Ray's start, which is not ours
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture

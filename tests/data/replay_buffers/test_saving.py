@@ -26,7 +26,8 @@ from llmrl.data.replay_buffers import (
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
-from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer, default_for
+from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer
+from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError
 

@@ -184,11 +184,11 @@ def test_closing_the_env_ends_the_workers_and_a_later_pull_goes_on_where_it_was(
     assert env.reset().get("query").tolist() == ["q0", "q1"]
     assert len(worker_processes() - before) == 2
     env.close()
-    assert worker_processes() == before
+    assert worker_processes() <= before
     [primer] = env.transform
     assert queries(primer, 2) == ["q2", "q3"]
     primer.close()
-    assert worker_processes() == before
+    assert worker_processes() <= before
 
 
 def test_a_factory_is_called_once_and_primers_choose_the_columns():
@@ -257,4 +257,4 @@ def test_a_loader_with_workers_ends_and_leaves_no_process():
     ]
     with pytest.raises(EndOfData):
         primer.pull(8)
-    assert worker_processes() == before
+    assert worker_processes() <= before

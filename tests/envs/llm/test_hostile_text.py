@@ -46,8 +46,8 @@ from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import calculator
 from llmrl.tools.schema import Signature
 
-LENGTH = 100_000
-CPU_S = 10  # of processor time, for all strings of one reader; linear ones take a few hundredths of it
+LENGTH = 50_000
+CPU_S = 5  # of processor time, for all strings of one reader; linear ones take a few hundredths of it
 
 UNITS = [*"a 9.*`\"'\\{}[]()<>$-_é?!@/\n\t\ud800", "[{", '{"a":', '{"a":[', "{\n", ';{"a', ';{"', "1,", "1 ", "1/2 "]
 UNITS += ["\r\n", "a ", " \n", "a\n", "- \n", "* ", "** ", "[a", "<<", "x@", "A. ", "N'T ", "::", "\\u", '\\"', "1."]

@@ -244,11 +244,12 @@ def test_a_server_that_drips_is_given_up_at_the_deadline(monkeypatch):
 
 
 def test_a_server_that_is_not_there_is_an_error_with_its_address():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    reward = JudgeReward(f"http://127.0.0.1:{port}/v1", "m", retries=1, backoff_s=0.01)
-    with pytest.raises(RolloutError, match=f"http://127.0.0.1:{port}/v1/chat/completions must answer: .*refused"):
-        reward("a", query="q")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        reward = JudgeReward(f"http://127.0.0.1:{port}/v1", "m", retries=1, backoff_s=0.01)
+        with pytest.raises(RolloutError, match=f"http://127.0.0.1:{port}/v1/chat/completions must answer: .*refused"):
+            reward("a", query="q")
 
 
 @pytest.mark.parametrize(

@@ -85,3 +85,31 @@ def test_an_engine_without_adapters_takes_merged_weights_and_the_trainer_keeps_i
         assert engine.version == 2
     finally:
         engine.close()
+
+
+ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_beside_its_trainer_an_engine_in_bfloat16_sleeps_and_wakes_between_adapters(base, device):
+    model, plain = adapted().bfloat16().to(device).eval(), tiny_model(tiny_tokenizer(), heads=2).bfloat16().to(device)
+    options = {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True} if device == "cuda" else {}
+    options |= {"eos_token_ids": (), "max_model_len": 128, "skip_tokenizer_init": True, "enable_lora": True}
+    engine = VLLMEngine(base, dtype="bfloat16", **options)
+    try:
+        for seed in (1, 2):
+            engine.sleep(keep_weights=True)
+            stepped(model, seed, size=0.1)
+            engine.wake()
+            with adapter_folder(model) as folder:
+                engine.update_adapter(folder, version=seed)
+            SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
+        ids = PROMPTS[1][None].to(device)
+        with torch.no_grad():
+            changed = model(ids).logits
+            with model.disable_adapter():
+                assert torch.equal(model(ids).logits, plain(ids).logits), "the reference, to the last bit"
+        assert not torch.equal(changed, plain(ids).logits)
+    finally:
+        engine.close()

@@ -156,8 +156,8 @@ def test_what_is_not_a_vllm_server_is_named():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RolloutError, match=f"{url}/v1/models must be reachable"):
-        VLLMEngine(url)
+        with pytest.raises(RolloutError, match=f"{url}/v1/models must be reachable"):
+            VLLMEngine(url)
     refused = pytest.raises(ConfigError, match="must be a server started by vllm serve: its answers lack 'data'")
     with answering(lambda send: send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")) as url, refused:
         VLLMEngine(url)

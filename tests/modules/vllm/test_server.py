@@ -51,6 +51,12 @@ def test_the_url_is_all_that_a_wrapper_needs(vllm_server):
         vLLMWrapper(vllm_server.url, generate_kwargs={"top_k": 3, "temperature": 0.5})
 
 
+def test_a_server_cannot_sleep_and_goes_on_serving(engine):
+    with pytest.raises(UnsupportedError, match="a server has its own GPU"):
+        engine.sleep()
+    assert engine.score(PROMPTS)
+
+
 def test_calls_of_an_engine_that_is_closed_end_and_the_server_drops_them(vllm_server):
     engine = VLLMEngine(vllm_server.url, eos_token_ids=(), seed=0)
     calls = [BackgroundCall(lambda: engine.generate(PROMPTS, LONG)) for _ in range(3)]

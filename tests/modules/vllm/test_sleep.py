@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmrl.errors import RolloutError, UnsupportedError, WeightSyncError
+from llmrl.errors import RolloutError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish
@@ -75,16 +75,6 @@ def recording(calls, name, function):
         return function(*arguments, **options)
 
     return recorded
-
-
-def test_an_engine_that_cannot_sleep_says_so(vllm_server):
-    engine = VLLMEngine(vllm_server.url)
-    try:
-        with pytest.raises(UnsupportedError, match="a server has its own GPU"):
-            engine.sleep()
-        assert engine.score(PROMPTS), "it goes on serving"
-    finally:
-        engine.close()
 
 
 @pytest.mark.gpu

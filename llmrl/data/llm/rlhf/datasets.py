@@ -8,8 +8,9 @@ has white space at the seam, a line break joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from tensordict import TensorClass, TensorDict
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PairwiseDataset", "PromptData", "RewardData"]
 
-PAIRS, PROMPTS = "CarperAI/openai_summarize_comparisons", "CarperAI/openai_summarize_tldr"
 IGNORED = -100  # a label that no loss counts
 Chat = list[dict[str, Any]]
 Row = Mapping[str, Any]
@@ -48,11 +48,8 @@ class RewardData(TensorClass["nocast"]):
     end_scores: Tensor | None = None
 
 
-class PairwiseDataset(TensorClass["nocast"]):
-    """Pairs of conversations that differ in their last answer: row i of one belongs to row i of the other."""
-
-    chosen_data: RewardData
-    rejected_data: RewardData
+class _FromDataset:
+    """`from_dataset`, for rows of which ``_chats`` reads the conversations and ``_columns`` names the columns."""
 
     @classmethod
     def from_dataset(
@@ -68,34 +65,59 @@ class PairwiseDataset(TensorClass["nocast"]):
         valid_size: int | None = None,
         unusable: Unusable = "error",
         **columns: str | None,
-    ) -> PairwiseDataset:
-        """The pairs of one split, tokenised at the first call and opened at the next ones.
+    ) -> Self:
+        """The rows of one split, tokenised at the first call and opened at the next ones.
 
-        Arguments are those of `TokenizedDatasetLoader`; ``columns`` those of `to_pair`, such as ``prompt_column``.
+        Arguments are those of `TokenizedDatasetLoader`; ``columns`` those of `to_pair` for pairs and of `to_messages`
+        for prompts, such as ``prompt_column``.
 
-        unusable  "drop" leaves out, and counts in a warning, pairs that are longer than ``max_length`` or that cannot
-                  be compared
+        unusable  "drop" leaves out, and counts in a warning, rows that are longer than ``max_length``, and pairs that
+                  cannot be compared
         Raises    DataError naming row and column for a missing column, an empty answer, equal answers, or a
                   conversation that is too long
         """
-        source = Source(str(dataset_name or PAIRS), split, root_dir, from_disk, valid_size)
-
-        def chats_of(row: Row, number: int) -> list[Chat]:
-            return list(to_pair(row, number=number, **columns))
-
+        source = Source(str(dataset_name or cls._default_dataset), split, root_dir, from_disk, valid_size)
         check_workers(num_workers)
         rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
-        td = rows.load(source, cls.__name__, dict(columns), chats_of, rows.pair_columns)
+        td = rows.load(source, cls.__name__, columns, partial(cls._chats, columns=columns), cls._columns)
+        return cls._of_columns(td)
+
+
+class PairwiseDataset(_FromDataset, TensorClass["nocast"]):
+    """Pairs of conversations that differ in their last answer: row i of one belongs to row i of the other."""
+
+    chosen_data: RewardData
+    rejected_data: RewardData
+
+    _default_dataset = "CarperAI/openai_summarize_comparisons"
+
+    @staticmethod
+    def _chats(row: Row, number: int, *, columns: Mapping[str, str | None]) -> list[Chat]:
+        return list(to_pair(row, number=number, **columns))
+
+    @staticmethod
+    def _columns(rows: _Rows, groups: list[list[_Ids]]) -> Mapping[str, Any]:
+        sides = {
+            name: rows.same_width([group[side].ids for group in groups])
+            for side, name in enumerate(("chosen_data", "rejected_data"))
+        }
+        return TensorDict(sides, batch_size=[len(groups)])
+
+    @classmethod
+    def _of_columns(cls, td: TensorDict) -> PairwiseDataset:
         sides = {name: RewardData(**td[name], batch_size=td.batch_size) for name in ("chosen_data", "rejected_data")}
         return cls(**sides, batch_size=td.batch_size)
 
 
-class PromptData(TensorClass["nocast"]):
+class PromptData(_FromDataset, TensorClass["nocast"]):
     """Prompts with an answer each.
 
     ``input_ids``, ``attention_mask`` int64[B, T] of both, padded on the right; ``prompt_rindex`` int64[B], the position
     of the prompt's last id; ``labels`` int64[B, T], the ids of the answer, -100 elsewhere. ``logits`` and ``loss`` are
     for what a model makes of them.
+
+    Rows of `from_dataset` have as answer the last turn of "messages", or one of the columns "completion", "answer",
+    "label" and their like; of a pair the chosen one.
     """
 
     input_ids: Tensor
@@ -104,6 +126,8 @@ class PromptData(TensorClass["nocast"]):
     labels: Tensor | None = None
     logits: Tensor | None = None
     loss: Tensor | None = None
+
+    _default_dataset = "CarperAI/openai_summarize_tldr"
 
     def mask_label(self, pad_token_id: int = 50256) -> PromptData:
         """The prompts alone: ``pad_token_id`` in the place of the answers, without labels.
@@ -123,34 +147,21 @@ class PromptData(TensorClass["nocast"]):
             device=self.device,
         )
 
+    @staticmethod
+    def _chats(row: Row, number: int, *, columns: Mapping[str, str | None]) -> list[Chat]:
+        return [_answered(row, number, columns)]
+
+    @staticmethod
+    def _columns(rows: _Rows, groups: list[list[_Ids]]) -> Mapping[str, Any]:
+        columns = rows.same_width([own.ids for (own,) in groups])
+        start_B1, end_B1 = torch.tensor([[own.start, own.end] for (own,) in groups]).view(-1, 2).split(1, -1)
+        place_T = torch.arange(rows.max_length)
+        answer_BT = (place_T >= start_B1) & (place_T < end_B1)
+        labels_BT = columns["input_ids"].masked_fill(~answer_BT, IGNORED)
+        return {**columns, "prompt_rindex": start_B1.squeeze(-1) - 1, "labels": labels_BT}
+
     @classmethod
-    def from_dataset(
-        cls,
-        split: str,
-        dataset_name: str | Path | None = None,
-        max_length: int = 550,
-        root_dir: str | Path | None = None,
-        from_disk: bool = False,
-        num_workers: int | None = None,
-        *,
-        tokenizer: PreTrainedTokenizerBase | str | None = None,
-        valid_size: int | None = None,
-        unusable: Unusable = "error",
-        **columns: str | None,
-    ) -> PromptData:
-        """The prompts of one split; arguments as of `PairwiseDataset.from_dataset`, ``columns`` those of `to_messages`.
-
-        The answer is the last turn of "messages", or one of the columns "completion", "answer", "label" and their like;
-        of a pair the chosen one.
-        """
-        source = Source(str(dataset_name or PROMPTS), split, root_dir, from_disk, valid_size)
-
-        def chats_of(row: Row, number: int) -> list[Chat]:
-            return [_answered(row, number, columns)]
-
-        check_workers(num_workers)
-        rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
-        td = rows.load(source, cls.__name__, dict(columns), chats_of, rows.prompt_columns)
+    def _of_columns(cls, td: TensorDict) -> PromptData:
         return cls(**td, batch_size=td.batch_size)
 
 
@@ -192,7 +203,7 @@ class _Rows:
         kind: str,
         columns: dict[str, Any],
         chats_of: Callable[[Row, int], list[Chat]],
-        columns_of: Callable[[list[list[_Ids]]], Mapping[str, Any]],
+        columns_of: Callable[[_Rows, list[list[_Ids]]], Mapping[str, Any]],
     ) -> TensorDict:
         """``chats_of`` gives the conversations of a row, ``columns_of`` the columns of rows of their ids."""
         recipe = {
@@ -226,7 +237,7 @@ class _Rows:
             found = [usable(self._checked, [next(ids) for _ in chats], number) for number, chats in rows]
             found = [group for group in found if group]
             kept += len(found)
-            yield len(block), columns_of(found)
+            yield len(block), columns_of(self, found)
         if not kept:
             raise DataError(f"{source.name}: no row is left. The first that was left out: {refused[0]}")
 
@@ -234,7 +245,7 @@ class _Rows:
         """Of all conversations of these rows, in one call of the tokenizer."""
         numbered = [(number, chat) for number, chats in rows for chat in chats]
         for number, chat in numbered:
-            if any(isinstance(message["content"], (list, tuple)) for message in chat) and any(take_images(chat)[1]):
+            if [0 for message in chat if isinstance(message["content"], (list, tuple))] and any(take_images(chat)[1]):
                 raise DataError(f"dataset: tokenised rows hold no images: row {number} of {name} has some.")
         chats = [chat for _, chat in numbered]
         if self.codec is None:
@@ -266,24 +277,9 @@ class _Rows:
             raise DataError(f"dataset: the answers of a pair must differ in their tokens: row {number}'s do not.")
         return group
 
-    def _same_width(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
+    def same_width(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
         ids, mask = same_width(rows, self.max_length, padding_id(self.tokenizer))
         return {"input_ids": ids, "attention_mask": mask}
-
-    def pair_columns(self, groups: list[list[_Ids]]) -> Mapping[str, Any]:
-        sides = {
-            name: self._same_width([group[side].ids for group in groups])
-            for side, name in enumerate(("chosen_data", "rejected_data"))
-        }
-        return TensorDict(sides, batch_size=[len(groups)])
-
-    def prompt_columns(self, groups: list[list[_Ids]]) -> Mapping[str, Any]:
-        columns = self._same_width([own.ids for (own,) in groups])
-        start_B1, end_B1 = torch.tensor([[own.start, own.end] for (own,) in groups]).view(-1, 2).split(1, -1)
-        place_T = torch.arange(self.max_length)
-        answer_BT = (place_T >= start_B1) & (place_T < end_B1)
-        labels_BT = columns["input_ids"].masked_fill(~answer_BT, IGNORED)
-        return {**columns, "prompt_rindex": start_B1.squeeze(-1) - 1, "labels": labels_BT}
 
 
 def _plain_texts(numbered: list[tuple[int, Chat]], name: str) -> tuple[list[str], list[str]]:

@@ -133,16 +133,9 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        key: str = "prompt",
-        padding: str | bool = "max_length",
-        truncation: bool = True,
-        return_tensordict: bool = True,
-        device: torch.device | str | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, key: str = "prompt", *others: Any, **options: Any
     ) -> None:
-        super().__init__(tokenizer, max_length, key, padding, truncation, return_tensordict, device)
+        super().__init__(tokenizer, max_length, key, *others, **options)
 
     def __call__(self, sample: Mapping[str, str | Sequence[str]]) -> TensorDict | dict[str, Any]:
         prompts, labels = self._texts(sample, self.key), self._texts(sample, "label")

@@ -8,7 +8,7 @@ from llmrl.data.replay_buffers.checkpointers.base import (
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
-from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer, default_for
+from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
 
 __all__ = [
     "FlatStorageCheckpointer",
@@ -18,5 +18,4 @@ __all__ = [
     "StorageCheckpointerBase",
     "StorageEnsembleCheckpointer",
     "TensorStorageCheckpointer",
-    "default_for",
 ]

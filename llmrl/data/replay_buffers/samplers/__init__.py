@@ -4,14 +4,12 @@ from llmrl.data.replay_buffers.samplers.base import RandomSampler, Sampler, Samp
 from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slice_samplers import (
-    SLICE_END,
     PrioritizedSliceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
 
 __all__ = [
-    "SLICE_END",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",

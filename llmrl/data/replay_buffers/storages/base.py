@@ -140,7 +140,7 @@ class Storage(ABC):
 
     max_size: int  # a property where another process may fix it
     ndim: int = 1
-    trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; likewise
+    trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; as above
 
     def __init__(self) -> None:
         self.counters = Counters()

@@ -124,7 +124,7 @@ def same_schema(storages: Sequence[Storage]) -> bool:
 def join(parts: Sequence[Any], dense: bool) -> Any:
     """The members' parts along a new first dimension.
 
-    Stacked if ``dense`` and of one size; else a lazy stack of tensordicts, or the list of parts where they are none.
+    Stacked if ``dense`` and of one size; else a lazy stack of tensordicts, or a list of parts that are something else.
     """
     if dense:
         layouts, columns = zip(*[take_apart(part, stacked=False) for part in parts], strict=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from llmrl.errors import ConfigError
+from llmrl.optional import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,12 +79,23 @@ class RewardModelScorer:
 
     @classmethod
     def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
-        """From a folder or a hub name; ``options`` are the other arguments of `RewardModelScorer`."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        """From a hub name or a folder, also one with adapters alone (peft), beside the ``config.json`` of their model.
+        ``options`` are the other arguments of `RewardModelScorer`.
+        """
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).to(device)
-        return cls(loaded, AutoTokenizer.from_pretrained(model), **options)
+        adapters = [path.parent for path in Path(model).glob("**/adapter_config.json")]
+        if adapters and not any(Path(model).glob("model*.safetensors")):
+            peft = require("peft", extra="lora", used_by="RewardModelScorer")
+            base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                base, config=AutoConfig.from_pretrained(model), dtype=dtype
+            )
+            loaded = peft.PeftModel.from_pretrained(loaded, adapters[0]).merge_and_unload()
+        else:
+            loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)
+        return cls(loaded.to(device), AutoTokenizer.from_pretrained(model), **options)
 
     def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
         if not completions:

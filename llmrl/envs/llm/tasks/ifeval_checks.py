@@ -209,7 +209,7 @@ def case_english_lowercase(response: str) -> bool:
 
 
 def punctuation_no_comma(response: str) -> bool:
-    """There is no comma."""
+    """The response has no comma."""
     return "," not in response
 
 

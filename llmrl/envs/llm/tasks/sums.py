@@ -94,7 +94,9 @@ def sums_mistakes(split: str = "train") -> Rows:
     """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one mistake of any size.
 
     A sum, the carry, a copied digit, a digit of the answer or the form is wrong, and what follows is worked out from
-    it; or a few characters are, as in answers of a model that is trained badly. Each problem comes twice.
+    it, half of the wrong sums by 2 at most, as those of a model; or a few characters are, as in answers of a model that
+    is trained badly. Each problem comes 12 times, each time with another mistake: the judge learns more from new ones
+    than from the same again.
 
     >>> {name: text.splitlines()[0] for name, text in sums_mistakes("test")[0].items() if name != "prompt"}
     {'chosen': '5+0=5, 2+6=8', 'rejected': '5+0=5, 2+6+1=9'}
@@ -102,7 +104,7 @@ def sums_mistakes(split: str = "train") -> Rows:
     draw = random.Random(split)
     return [
         {"prompt": _problem(a, b)["question"], "chosen": work_out(a, b), "rejected": _mistaken(a, b, draw)}
-        for _ in range(2)
+        for _ in range(12)
         for a, b in _split_of(_sums(), split, "sums")
     ]
 
@@ -155,11 +157,11 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
         digits = [digit % 10 for digit in digits]
     ones = digits[0] + digits[1]
     if kind == "ones":
-        ones = draw.choice([other for other in range(19) if other != ones])
+        ones = _other(ones, range(19), draw)
     carry = ones // 10 if kind != "carry" else 1 - ones // 10
     tens = digits[2] + digits[3] + carry
     if kind == "tens":
-        tens = draw.choice([other for other in range(1, 20) if other != tens])
+        tens = _other(tens, range(1, 20), draw)
     answer = str(10 * tens + ones % 10)
     if kind == "answer":
         place = draw.randrange(len(answer))
@@ -170,6 +172,13 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
     if kind == "form":
         block = draw.choice((answer, f"{block}, {terms}={tens}", f"<answer>{answer}", ""))
     return f"{digits[0]}+{digits[1]}={ones}, {terms}={tens}\n{block}"
+
+
+def _other(right: int, numbers: range, draw: random.Random) -> int:
+    """Another of the ``numbers``: half the time any, half the time one that is at most 2 from the ``right`` one."""
+    others = [number for number in numbers if number != right]
+    near = [number for number in others if abs(number - right) <= 2]
+    return draw.choice(near if draw.random() < 0.5 else others)
 
 
 def _damaged(text: str, answer: str, draw: random.Random) -> str:

@@ -234,7 +234,7 @@ def _beside(old: Any, new: LogProbs) -> LogProbs:
     """``new`` with the other fields of ``old``: what an env carries to the next turn stays."""
     if not isinstance(old, LogProbs):
         return new
-    names = ("prompt", "response", "plain", "versions")
+    names = ("prompt", "response", "plain", "versions", "routes")
     fields = [name for name in names if old.get(name, None, as_list=True) is not None]
     if new.padded:
         return LogProbs.from_padded({**{name: old.get(name) for name in fields}, "full": new.full}, new.batch_size)

@@ -123,6 +123,9 @@ class Generation:
     stop_reasons    list of StopReason
     version         the version of the weights that drew all of it; the oldest, where there are several
     versions        list of int64[R_i], of each id; None where one version drew all
+    routes          list of int16[P_i + R_i, layers, K]: the experts of a mixture that each id of prompt and answer was
+                    sent to; -1 for the last id, which was drawn and not read, and in layers without experts. None where
+                    the engine does not report them
     """
 
     ids: list[Tensor]
@@ -131,6 +134,7 @@ class Generation:
     stop_reasons: list[StopReason]
     version: int
     versions: list[Tensor] | None = None
+    routes: list[Tensor] | None = None
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_un
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.packing import evaluating
+from llmrl.modules.llm.routers import Routers
 from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TransformersEngine"]
 
-_Row = tuple[Tensor, Tensor, Tensor, StopReason]  # ids, log-probs, plain log-probs
+_Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs; routes
 
 
 class TransformersEngine:
@@ -49,7 +50,8 @@ class TransformersEngine:
     tokenizer         only for ``SamplingParams.stop_strings``
     seed              of the generator that hands out row seeds where a call brings none
 
-    Attribute ``on_tokens``, None unless set: called after each draw with int64[N] tokens and float32[N] log-probs.
+    Attributes  ``on_tokens``, None unless set: called after each draw with int64[N] tokens and float32[N] log-probs
+                ``reports_routes``, False unless set: `Generation.routes` of a mixture of experts
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.version = 0
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
+        self.reports_routes = False
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
@@ -120,8 +123,9 @@ class TransformersEngine:
                 )
                 for row, result in zip(batch, decoding.run(), strict=True):
                     rows[row] = result
-        ids, log_probs, plain, reasons = ([row[part] for row in rows] for part in range(4))
-        return Generation(ids, log_probs, plain if params.truncates else None, reasons, self.version)
+        ids, log_probs, plain, reasons, routes = ([row[part] for row in rows] for part in range(5))
+        given = {"routes": routes if self.reports_routes else None}
+        return Generation(ids, log_probs, plain if params.truncates else None, reasons, self.version, **given)
 
     def forward(
         self,
@@ -225,7 +229,8 @@ class _Decoding:
         params: SamplingParams,
         media: list[Media] | None = None,
     ):
-        self.forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
+        self._forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
+        self.routers = Routers.of(engine.model) if engine.reports_routes else None
         self.model, self.config = engine.model, engine.model.config
         self.on_tokens = engine.on_tokens
         self.params, self.media = params, media
@@ -282,8 +287,18 @@ class _Decoding:
             if seen_NV is not None:
                 seen_NV.scatter_(1, token_N[:, None], True)
             logits_NV = self._step(token_N)
+            if self.routers is not None:
+                self.drawn_routes[rows_N, step] = self.read_routes
         segments.append((rows_N, tokens, drawn_lp, plain_lp))
         yield from self._collect(segments, string_end_B)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        if self.routers is None:
+            return self._forward(*inputs)
+        with self.routers.recording():
+            logits_NV = self._forward(*inputs)
+            self.read_routes = self.routers.choices()  # of the tokens that this pass has read
+        return logits_NV
 
     def _prefill(self) -> Tensor:
         """float32[N, V]: the logits after each prompt. Leaves the cache, mask and positions of all rows behind."""
@@ -320,6 +335,11 @@ class _Decoding:
             self.position_N1 = self.position_N1 + self._steps_behind(len(unique))
         else:
             logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
+        if self.routers is not None:
+            of_prompts = self.read_routes.unflatten(0, (len(unique), self.width))
+            self.prompt_routes = [of_prompts[u, self.width - lengths[u] :] for u in which_B]
+            steps = (len(self.prompts), self.params.max_new_tokens)
+            self.drawn_routes = self.read_routes.new_full((*steps, *self.read_routes.shape[1:]), -1)
         if len(unique) != len(self.prompts):
             repeat_B = torch.tensor(which_B, device=self.device)
             self._keep(repeat_B)
@@ -420,7 +440,11 @@ class _Decoding:
                 reason = StopReason.STOP_STRING if string_end <= num_steps else StopReason.LENGTH
             # Cloned, because a view would keep every row alive.
             ids, drawn, plain = (column[row, :length].clone() for column in columns)
-            yield ids, drawn, plain, reason
+            routes = None
+            if self.routers is not None:
+                self.drawn_routes[row, length - 1] = -1  # read only where other rows went on
+                routes = torch.cat([self.prompt_routes[row], self.drawn_routes[row, :length]]).to(self.home)
+            yield ids, drawn, plain, reason, routes
 
 
 def vocabulary_size(model: nn.Module | None) -> int | None:

@@ -47,13 +47,11 @@ class WeightSet:
     @cached_property
     def sent(self) -> Metadata:
         """``metadata`` of what `pairs` yields."""
-        return {
-            name: (self.dtype if self.dtype and own.is_floating_point and not self._is_kept(name) else own, shape)
-            for name, (own, shape) in self.metadata.items()
-        }
-
-    def _is_kept(self, name: str) -> bool:
-        return any(part in name for part in self.kept)
+        sent = dict(self.metadata)
+        for name, (own, shape) in self.metadata.items():
+            if self.dtype and own.is_floating_point and not any(part in name for part in self.kept):
+                sent[name] = self.dtype, shape
+        return sent
 
     @property
     def num_bytes(self) -> int:

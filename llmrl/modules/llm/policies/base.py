@@ -23,7 +23,7 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
+from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, batching_state, drain, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
 from llmrl.modules.llm.policies.modes import Turn, make_mode
 from llmrl.modules.llm.policies.options import (
@@ -35,7 +35,7 @@ from llmrl.modules.llm.policies.options import (
     standard_names,
     with_stop_ids,
 )
-from llmrl.modules.llm.policies.rows import Key, Padding
+from llmrl.modules.llm.policies.rows import Key, Padding, row_seeds
 from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
@@ -135,22 +135,32 @@ class LLMWrapperBase(nn.Module):
             setattr(self, f"{name}_key", key)
         self.input_key: Key = input_key or (self.keys[input_mode], "prompt" if generate else "full")
         self.attention_mask_key = attention_mask_key
-        self.num_samples = num_samples if num_samples is not None else self.options.num_return_sequences
-        wanted = self.options.logprobs if return_log_probs is None else return_log_probs
-        self.return_log_probs = True if wanted is None else wanted
-        self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self.pad_output = pad_output
+        self._set_outputs()
         self.prefer_tokens = prefer_tokens
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
         backend = self._build(model)
         self.engine = join_requests(backend.engine, self.settings)
         self.scorer, self.pad_token_id = backend.scorer, backend.pad_token_id
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        own = () if eos is None else (eos,)
-        self.stop_token_ids: tuple[int, ...] = own if self.renderer is None else tuple(self.renderer.stop_token_ids)
+        self.stop_token_ids = self._stop_token_ids()
         self.seed = self.options.seed
         self._collector: weakref.ref[Any] | None = None
+
+    def _set_outputs(self) -> None:
+        """Sets the arguments of the output, of which ``generate_kwargs`` may hold two."""
+        given, options = self.settings, self.options
+        self.num_samples = options.num_return_sequences if given.num_samples is None else given.num_samples
+        wanted = options.logprobs if given.return_log_probs is None else given.return_log_probs
+        self.return_log_probs = True if wanted is None else wanted
+        self.inplace = (self.num_samples is None) if given.inplace is None else given.inplace
+        self.pad_output = given.pad_output
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """The template's, or without one the tokenizer's."""
+        if self.renderer is not None:
+            return tuple(self.renderer.stop_token_ids)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        return () if eos is None else (eos,)
 
     # --- overridden by backends ---------------------------------------------------------------------------------------
 
@@ -161,13 +171,14 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; a Hugging Face model "
                 "goes into TransformersWrapper."
             )
-        for name in ("device", "pad_model_input"):
-            if getattr(self.settings, name) is not None:
-                raise ConfigError(
-                    f"{type(self).__name__}: {name} is decided by the engine that it was given: leave it out."
-                )
+        self._leave_to_engine("the engine that it was given")
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return Backend(model, None, 0 if pad is None else pad)
+
+    def _leave_to_engine(self, decider: str) -> None:
+        for name in ("device", "pad_model_input"):
+            if getattr(self.settings, name) is not None:
+                raise ConfigError(f"{type(self).__name__}: {name} is decided by {decider}: leave it out.")
 
     def _load_tokenizer(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None
@@ -237,10 +248,12 @@ class LLMWrapperBase(nn.Module):
         *,
         entropy: bool = False,
         media: Sequence[Media] | None = None,
+        routes: Tensor | None = None,
     ) -> TokenScores:
         """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
 
-        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row; see ``token_logprobs``
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row, routes
+        int16[B, T, layers, K]; see ``token_logprobs``
         Raises  ConfigError where the backend has no model in this process
         """
         if self.scorer is None:
@@ -248,7 +261,7 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
                 " with a TransformersWrapper of the trainer's model."
             )
-        given = {"temperature": self.temperature, "entropy": entropy, **_named(media)}
+        given = {"temperature": self.temperature, "entropy": entropy, **_given(media=media, routes=routes)}
         return self.scorer(input_ids, attention_mask, select, **given)
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
@@ -317,18 +330,14 @@ class LLMWrapperBase(nn.Module):
 
     def get_batching_state(self) -> dict[str, Any]:
         """The state of request joining; see ``BatchingEngine.state``."""
-        if isinstance(self.engine, BatchingEngine):
-            return self.engine.state()
-        none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
-        return {**none, "min_batch_size": None, "max_batch_size": None}
+        return batching_state(self.engine)
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
         """Ends the joining of requests: what waits goes at once, later calls go one by one.
 
         Returns when everything was answered. Raises DeadlineError where that takes longer than ``timeout`` seconds.
         """
-        if isinstance(self.engine, BatchingEngine):
-            self.engine.drain(timeout)
+        drain(self.engine, timeout)
 
     # --- generating ---------------------------------------------------------------------------------------------------
 
@@ -347,18 +356,18 @@ class LLMWrapperBase(nn.Module):
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_named(prompts.media))
+        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
         log_probs, stream = generation.log_probs if self.return_log_probs else None, prompts.stream
         plain, versions = generation.plain_log_probs, generation.versions
-        columns = turn_columns(prompts.ids, generation.ids, log_probs, plain, stream, covered, versions)
-        padding = None
-        if self.pad_output:
-            padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id)
-            if "prompt_assistant_mask" in columns["masks"]:
-                attention = [torch.ones(len(ids), dtype=torch.bool) for ids in prompts.ids]
-                columns["masks"]["prompt_attention_mask"] = attention
+        given = (stream, covered, versions, generation.routes)
+        columns = turn_columns(prompts.ids, generation.ids, log_probs, plain, *given)
+        ids = (prompts.ids, generation.ids)
+        padding = Padding.around_turns(*ids, self.pad_token_id) if self.pad_output else None
+        if padding is not None and "prompt_assistant_mask" in columns["masks"]:
+            attention = [torch.ones(len(row), dtype=torch.bool) for row in prompts.ids]
+            columns["masks"]["prompt_attention_mask"] = attention
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         if prompts.media is not None:
             out.set(MEDIA, write_media(prompts.media, batch_size))
@@ -395,14 +404,8 @@ class LLMWrapperBase(nn.Module):
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
         num_samples = self.num_samples or 1
-        given = td.get("seed", None)
-        if isinstance(given, Tensor):
-            if given.numel() != num_rows or given.is_floating_point():
-                raise ShapeError(
-                    f"{type(self).__name__}: 'seed' must be one integer per row: got {given.dtype} {list(given.shape)} "
-                    f"for {num_rows} rows."
-                )
-            return [seed + sample * _SEED_STRIDE for seed in given.flatten().tolist() for sample in range(num_samples)]
+        if (given := row_seeds(td, num_rows, who=type(self).__name__)) is not None:
+            return [seed + sample * _SEED_STRIDE for seed in given for sample in range(num_samples)]
         if self._generator is None:
             return None
         return torch.randint(1 << 62, (num_rows * num_samples,), generator=self._generator).tolist()
@@ -446,14 +449,14 @@ class LLMWrapperBase(nn.Module):
         """
         temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
-            return self.engine.score(ids, temperature=temperature, masks=masks, **_named(media))
+            return self.engine.score(ids, temperature=temperature, masks=masks, **_given(media=media))
         lengths = [len(row) for row in ids]
         device = model_device(self.scorer)
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
-        scores_BT = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **_named(media)).log_probs
-        return [row[:length] for row, length in zip(scores_BT, lengths, strict=True)]
+        scores = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **_given(media=media))
+        return [row[:length] for row, length in zip(scores.log_probs, lengths, strict=True)]
 
     # --- construction helpers -----------------------------------------------------------------------------------------
 
@@ -492,6 +495,6 @@ class LLMWrapperBase(nn.Module):
         return out
 
 
-def _named(media: Sequence[Media] | None) -> dict[str, Sequence[Media]]:
-    """The keyword, where there are media: engines and models of text alone need not know it."""
-    return {} if media is None else {"media": media}
+def _given(**keywords: Any) -> dict[str, Any]:
+    """Those that are not None: engines and models of text alone need not know the others."""
+    return {name: value for name, value in keywords.items() if value is not None}

@@ -19,7 +19,15 @@ from torch import Tensor
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
 
-__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
+__all__ = [
+    "BATCHING_SETTINGS",
+    "BatchingEngine",
+    "batching_state",
+    "check_batching",
+    "drain",
+    "join_requests",
+    "own_engine",
+]
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
@@ -100,7 +108,7 @@ class BatchingEngine:
             joined_seeds = None if seeds is None else _chained(parts, 1)
             whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds, **_media(parts))
             lengths = [len(part[0]) for part in parts]
-            plain, versions = whole.plain_log_probs, whole.versions
+            plain, versions, routes = whole.plain_log_probs, whole.versions, whole.routes
             columns = (
                 _split(whole.ids, lengths),
                 _split(whole.log_probs, lengths),
@@ -108,6 +116,7 @@ class BatchingEngine:
                 _split(whole.stop_reasons, lengths),
                 [whole.version] * len(parts),
                 [None] * len(parts) if versions is None else _split(versions, lengths),
+                [None] * len(parts) if routes is None else _split(routes, lengths),
             )
             return [Generation(*row) for row in zip(*columns, strict=True)]
 
@@ -300,6 +309,20 @@ def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
 def own_engine(engine: Engine) -> Engine:
     """The engine itself, without what joins requests before it."""
     return engine.engine if isinstance(engine, BatchingEngine) else engine
+
+
+def batching_state(engine: Engine) -> dict[str, Any]:
+    """`BatchingEngine.state`, also of an engine that does not join requests."""
+    if isinstance(engine, BatchingEngine):
+        return engine.state()
+    none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
+    return {**none, "min_batch_size": None, "max_batch_size": None}
+
+
+def drain(engine: Engine, timeout: float) -> None:
+    """Ends the joining of requests, where they are joined; see `BatchingEngine.drain`."""
+    if isinstance(engine, BatchingEngine):
+        engine.drain(timeout)
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ class _Rows:
         if td.ndim:
             return
         fields = {name: td.get(name) for name in td.keys() if name != "padded"}
-        shapes = {name: _batch_of(value, name == "covered") for name, value in fields.items()}
+        shapes = {name: _batch_of(value, _DIMENSIONS.get(name, 1)) for name, value in fields.items()}
         batch_size = max(shapes.values(), key=len, default=())
         if not batch_size:
             return
@@ -125,7 +125,9 @@ class _Rows:
         if name in ("covered", "trained_from"):
             return Unbounded(shape=shape, dtype=torch.int64)
         dtype = {Tokens: torch.int64, LogProbs: torch.float32, Masks: torch.bool}[cls]
-        dtype = torch.int64 if name == "versions" else dtype
+        dtype = {"versions": torch.int64, "routes": torch.int16}.get(name, dtype)
+        if name == "routes":
+            return Unbounded(shape=(*shape, -1, -1, -1), dtype=dtype)
         length = (*shape, -1)
         return Categorical(2, shape=length, dtype=dtype) if cls is Masks else Unbounded(shape=length, dtype=dtype)
 
@@ -133,12 +135,15 @@ class _Rows:
 _DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
-def _batch_of(value: Any, is_number: bool) -> tuple[int, ...]:
-    """The batch size of a field's value: without its last dimension (tokens, messages), unless a row is one number."""
+_DIMENSIONS = {"covered": 0, "routes": 3}  # of a row, where they are others than tokens or messages
+
+
+def _batch_of(value: Any, num_dims: int) -> tuple[int, ...]:
+    """The batch size of a field's value: its shape without the last dimensions, those of a row."""
     if isinstance(value, list):
-        return (len(value), *_batch_of(value[0], is_number)) if value else (0,)
+        return (len(value), *_batch_of(value[0], num_dims)) if value else (0,)
     if isinstance(value, Tensor | History):
-        return tuple(value.shape) if is_number else tuple(value.shape[:-1])
+        return tuple(value.shape[: value.ndim - num_dims])
     return tuple(value.batch_size) if isinstance(value, NonTensorStack) else ()
 
 
@@ -288,6 +293,8 @@ class LogProbs(_Rows, TensorClass["nocast"]):
                             where top-k, top-p, min-p or a repetition penalty made the two differ
     versions                int64, aligned with ``full``: of the weights that sampled each token; set only where weights
                             may change within an answer
+    routes                  int16[T, layers, K], aligned with ``full``: the experts that each token was sent to, -1
+                            where that is not known; set only where the engine reports them
     """
 
     prompt: Tensor | None = None
@@ -295,6 +302,7 @@ class LogProbs(_Rows, TensorClass["nocast"]):
     full: Tensor | None = None
     plain: Tensor | None = None
     versions: Tensor | None = None
+    routes: Tensor | None = None
     padded: bool | None = None
 
 

@@ -115,7 +115,7 @@ class Mode(ABC):
         return stream
 
     def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
-        """The text of the stream, where an environment carried it; a row that starts afresh has none yet."""
+        """The text of the stream, where an environment carried it; a new conversation has none yet."""
         return None
 
     def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
@@ -161,7 +161,7 @@ class Mode(ABC):
 
     @abstractmethod
     def encode(self, rows: Sequence[Any]) -> list[Tensor]:
-        """Ids of prompts that start afresh."""
+        """Ids of the prompts of new conversations."""
 
     @abstractmethod
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> Sequence[Tensor | RewriteError]:
@@ -187,10 +187,9 @@ class HistoryMode(Mode):
     expected = "History object"
     written = ("text", "history")
 
-    def __init__(self, renderer: Renderer, role: str = "assistant") -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
         self.tokenizer = renderer.tokenizer
-        self.role = role
 
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts:
         holder, field = find_holder(td, key, self.expected)
@@ -242,7 +241,7 @@ class HistoryMode(Mode):
         answer = self.renderer.template.answer
         content = self.renderer.codec.content_of(content, begins=not is_open(chat), ends=reason is StopReason.EOS)
         fields = {"content": content} if answer is None or is_open(chat) else answer(content)
-        return {"role": self.role, **fields} | ({} if reason.natural else {"is_complete": False})
+        return {"role": "assistant", **fields} | ({} if reason.natural else {"is_complete": False})
 
 
 class TextMode(Mode):

@@ -24,6 +24,7 @@ __all__ = [
     "is_ragged",
     "kept_parts",
     "num_real_ids",
+    "row_seeds",
     "unpadded_rows",
 ]
 
@@ -63,7 +64,7 @@ def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any
     if kept is None:
         return list(values)
     pairs = zip(values, kept, strict=True)
-    return [value[mask.to(value.device)] if value.shape == mask.shape else value for value, mask in pairs]
+    return [value[mask.to(value.device)] if value.shape[:1] == mask.shape else value for value, mask in pairs]
 
 
 def num_real_ids(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
@@ -165,6 +166,19 @@ class Padding:
             values = torch.cat(list(rows))
             fill = self.pad_token_id if container == "tokens" else 0
             mask = mask.to(values.device)
-            dense = values.new_full(mask.shape, fill).masked_scatter(mask, values)
-            out[field] = dense.reshape((*batch_size, mask.shape[1]))
+            dense = values.new_full((*mask.shape, *values.shape[1:]), fill)
+            dense[mask] = values
+            out[field] = dense.reshape((*batch_size, *dense.shape[1:]))
         return out
+
+
+def row_seeds(td: TensorDictBase, num_rows: int, *, who: str) -> list[int] | None:
+    """The batch's own "seed" of each row; None where it has none."""
+    seeds = td.get("seed", None)
+    if not isinstance(seeds, Tensor):
+        return None
+    if seeds.numel() != num_rows or seeds.is_floating_point():
+        raise ShapeError(
+            f"{who}: 'seed' must be one integer per row: got {seeds.dtype} {list(seeds.shape)} for {num_rows} rows."
+        )
+    return seeds.flatten().tolist()

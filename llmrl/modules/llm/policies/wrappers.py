@@ -100,8 +100,8 @@ class vLLMWrapper(LLMWrapperBase):
     allowed_token_ids, bad_words. Log-probs are those of the distribution sampled from, with the plain ones beside
     them. What would make ids or log-probs untrue (best_of, say) is refused with the reason.
 
-    Without ``tokenizer``, that of the engine or of the folder is taken. There are no logits here: ``get_dist`` and
-    gradients are a `TransformersWrapper`'s, and ``device`` and ``pad_model_input`` are decided by vLLM.
+    Without ``tokenizer``, that of the engine or of the folder is taken. vLLM gives no logits: for ``get_dist`` and
+    gradients use a `TransformersWrapper`. ``device`` and ``pad_model_input`` are decided by vLLM.
 
     ::
 
@@ -113,9 +113,7 @@ class vLLMWrapper(LLMWrapperBase):
     takes_vllm_options = True
 
     def _build(self, model: Any) -> Backend:
-        for name in ("device", "pad_model_input"):
-            if getattr(self.settings, name) is not None:
-                raise ConfigError(f"{type(self).__name__}: {name} is decided by vLLM: leave it out.")
+        self._leave_to_engine("vLLM")
         given = isinstance(model, (VLLMEngine, RayEngine))
         engine = model if given else VLLMEngine(model, tokenizer=self.tokenizer)
         try:

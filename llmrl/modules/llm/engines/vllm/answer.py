@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class Answer:
     log_probs: list[Tensor] = field(default_factory=list)  # of each piece
     plain: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of each id
+    routes: Tensor | None = None  # of the first so many ids of prompt and answer
     reason: StopReason = StopReason.ABORT
 
     @property
@@ -37,8 +39,10 @@ class Answer:
 
     @property
     def seed(self) -> int:
-        """Of the next piece."""
-        return self.row_seed + len(self.ids) * _STRIDE
+        """Of the next piece. torch's CPU generator reads only 32 bits of it, so all bits are hashed into those."""
+        seed = (self.row_seed + len(self.ids) * _STRIDE) % (1 << 64)
+        digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
     def add(self, piece: Completion, version: int) -> None:
         """Appends a piece that ``version`` drew."""
@@ -46,6 +50,9 @@ class Answer:
         self.ids += ids
         self.log_probs.append(piece.log_probs)
         self.versions += [version] * len(ids)
+        if piece.routes is not None:  # it has read again what came before, by newer weights: those are the old ones'
+            known = self.routes if self.routes is not None else piece.routes[:0]
+            self.routes = torch.cat([known, piece.routes[len(known) :]])
         self.reason = piece.reason
 
     def can_continue(self, version: int, max_age: int | None) -> bool:
@@ -63,4 +70,17 @@ def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, m
         [answer.reason for answer in answers],
         min((answer.versions[0] for answer in answers if answer.versions), default=version),
         versions if mixed else None,
+        _routes(answers),
     )
+
+
+def _routes(answers: Sequence[Answer]) -> list[Tensor] | None:
+    """Of each id of prompt and answer; None where no answer has any."""
+    shape = next((answer.routes.shape[1:] for answer in answers if answer.routes is not None), None)
+    if shape is None:
+        return None
+    rows = []
+    for answer in answers:
+        known = torch.zeros(0, *shape, dtype=torch.int16) if answer.routes is None else answer.routes
+        rows.append(torch.cat([known, known.new_full((len(answer.so_far) - len(known), *shape), -1)]))
+    return rows

@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +39,7 @@ __all__ = [
     "copy_pending",
     "destroy_sockets",
     "environment",
+    "let_a_cpu_report_routes",
     "load_vllm",
     "lora_request",
     "missing_capabilities",
@@ -166,7 +167,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     else:
         _check_process()
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with environment(**variables), _quiet(), _process_state():
+    with environment(**variables), _quiet(), _process_state(), ExitStack() as undo:
+        undo.callback(let_a_cpu_report_routes())
         if _on_cpu():
             known = inspect.signature(vllm.EngineArgs).parameters
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
@@ -213,7 +215,31 @@ def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             settings["distributed_executor_backend"] = "uni"
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys():
             settings["kv_cache_memory_bytes"] = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * 2**30)
+        if options.get("enable_return_routed_experts"):
+            settings["async_scheduling"] = False  # see `WorkerExtension.llmrl_prepare`
     return settings
+
+
+def let_a_cpu_report_routes() -> Callable[[], None]:
+    """Lets an engine on a CPU be built with ``enable_return_routed_experts``; returns a function that ends it.
+
+    vLLM (0.32) asks for its newer model runner, which needs Triton; but of platforms that bring a runner of their own,
+    as `WorkerExtension` does here.
+    """
+    kind, platform = vllm_module("vllm.config.vllm").VllmConfig, vllm_module("vllm.platforms").current_platform
+    verify = getattr(kind, "_verify_aux_output_compatibility", None)
+    if verify is None or not _on_cpu():
+        return lambda: None
+
+    def verify_others(config: Any) -> None:
+        platform.is_out_of_tree = lambda: True
+        try:
+            verify(config)
+        finally:
+            del platform.is_out_of_tree
+
+    kind._verify_aux_output_compatibility = verify_others
+    return lambda: setattr(kind, "_verify_aux_output_compatibility", verify)
 
 
 def _on_cpu() -> bool:

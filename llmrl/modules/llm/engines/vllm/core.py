@@ -25,6 +25,7 @@ from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 __all__ = [
     "ABORTED",
     "SCORING",
+    "ClosedCore",
     "Completion",
     "Core",
     "CoreInfo",
@@ -47,12 +48,16 @@ class NothingLoadedError(WeightSyncError):
 
 
 class Completion(NamedTuple):
-    """One answer: int64[R], float32[R], its end; with `SCORING` float32[P] of the prompt, 0 for the first token."""
+    """One answer: int64[R], float32[R], its end; with `SCORING` float32[P] of the prompt, 0 for the first token.
+
+    ``routes``  int16[tokens of prompt and answer that were read, layers, K], where vLLM reports them
+    """
 
     ids: Tensor
     log_probs: Tensor
     reason: StopReason
     prompt_log_probs: Tensor | None = None
+    routes: Tensor | None = None
 
 
 ABORTED = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), StopReason.ABORT)
@@ -145,11 +150,24 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
+class ClosedCore:
+    """The core of a closed engine: everything but its properties and closing is an error."""
+
+    def __init__(self, core: Core) -> None:
+        self.info = core.info
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise RolloutError("VLLMEngine: the engine must be open: close() was called.")
+
+
 # --- requests and answers ---------------------------------------------------------------------------------------------
 
 
 def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The options of a request, named alike in ``vllm.SamplingParams`` and in the server's completions.
+    """The options of a request, with the same names in ``vllm.SamplingParams`` and in the server's completions.
 
     The model's own end-of-sequence ids are ignored and given as stop ids instead, so that which ids end a response is
     decided in one place.
@@ -191,7 +209,9 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
     ids = list(answer.token_ids)
     log_probs = torch.tensor(_of_tokens(answer.logprobs, ids), dtype=torch.float32)
     reason = stop_reason(answer.finish_reason, answer.stop_reason, ids, options["stop_token_ids"])
-    return Completion(torch.tensor(ids, dtype=torch.int64), log_probs, reason)
+    routed = getattr(answer, "routed_experts", None)
+    routes = None if routed is None else torch.from_numpy(routed.astype("int16"))
+    return Completion(torch.tensor(ids, dtype=torch.int64), log_probs, reason, routes=routes)
 
 
 def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:

@@ -5,7 +5,6 @@ Seeds, checks, plain log-probs, weights and versions are here, the same wherever
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,14 @@ from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
-from llmrl.modules.llm.engines.vllm.core import SCORING, Core, NothingLoadedError, Requests, request_options
+from llmrl.modules.llm.engines.vllm.core import (
+    SCORING,
+    ClosedCore,
+    Core,
+    NothingLoadedError,
+    Requests,
+    request_options,
+)
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
 from llmrl.modules.llm.engines.vllm.transfer import (
@@ -197,7 +203,7 @@ class VLLMEngine:
         home = prompts[0].device if answers else torch.device("cpu")
         mixed = self.in_flight == "continue"
         drawn = as_generation(answers, version, truncated=params.truncates, mixed=mixed)
-        for rows in (drawn.ids, drawn.log_probs, drawn.plain_log_probs or []):
+        for rows in (drawn.ids, drawn.log_probs, drawn.plain_log_probs or [], drawn.routes or []):
             rows[:] = [row.to(home) for row in rows]
         return drawn
 
@@ -208,7 +214,7 @@ class VLLMEngine:
         options = [
             {
                 **shared,
-                "seed": _mixed(answer.seed),
+                "seed": answer.seed,
                 "max_tokens": min(params.max_new_tokens - len(answer.ids), self.max_length - len(row)),
             }
             for answer, row in zip(answers, rows, strict=True)
@@ -441,7 +447,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
-        core, self.core = self.core, _ClosedCore(self.core)
+        core, self.core = self.core, ClosedCore(self.core)
         self._transfers.close()
         core.close()
 
@@ -488,22 +494,3 @@ class AsyncVLLMEngine(VLLMEngine):
         if self.in_flight != "finish":
             self._interruptions += 1  # first: a call that has not reached the core yet must see it there
             self.abort()
-
-
-class _ClosedCore:
-    """The core of a closed engine: everything but its properties and closing is an error."""
-
-    def __init__(self, core: Core) -> None:
-        self.info = core.info
-
-    def close(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        raise RolloutError("VLLMEngine: the engine must be open: close() was called.")
-
-
-def _mixed(seed: int) -> int:
-    """The seed for vLLM. torch's CPU generator reads only 32 bits of it, so all bits are hashed into those."""
-    digest = hashlib.blake2b((seed % (1 << 64)).to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -114,7 +114,7 @@ class InProcessCore:
                 engine.step = patched
 
     def _abort_requests(self) -> None:
-        """Removes what a failed call left in the engine, lest the next call receive its answers."""
+        """Removes what a failed call left in the engine, so that the next call does not get its answers."""
         engine = self.llm.llm_engine
         with contextlib.suppress(Exception):  # the engine may be what failed
             engine.abort_request(list(engine.output_processor.request_states), internal=True)

@@ -53,8 +53,7 @@ class Buffer(ABC):
     """``bytes``, uint8[size], of a trainer and the workers that it sends tensors through them to.
 
     ``connect(open_workers)``  opens the workers' ends by calling it with what they need
-    ``pass_on(start, end)``    called after the workers were told to read these bytes; where they share memory there is
-                               nothing to do
+    ``pass_on(start, end)``    called once the workers are to read these bytes; does nothing where they share memory
     """
 
     def __init__(self, memory: Tensor) -> None:

@@ -6,11 +6,15 @@ are called with the worker as ``self`` instead, so an ``LLM`` that was built els
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +22,7 @@ from llmrl.concurrency import parent_watchdog
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import (
     copy_pending,
+    let_a_cpu_report_routes,
     repack_tied,
     skip_compiled_rank_count,
     vllm_module,
@@ -31,6 +36,8 @@ __all__ = ["WorkerExtension"]
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
+if parent_watchdog.OWNER in os.environ and "vllm.config.vllm" in sys.modules:
+    let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
 
 
 class WorkerExtension:
@@ -39,6 +46,9 @@ class WorkerExtension:
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
         skip_compiled_rank_count()
+        reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
+        if reports and not self.vllm_config.use_v2_model_runner:
+            _report_routes(self.model_runner, self.vllm_config)
 
     def llmrl_describe(self: Any) -> dict[str, Any]:
         """`place_of_process`; the "dtype" that weights are to come in; "refuses", why none can be loaded, or ""."""
@@ -123,6 +133,42 @@ class WorkerExtension:
             own = vars(head).setdefault("_llmrl_own_scale", head.scale)  # some models scale their logits by themselves
             head.scale = own / temperature
         return len(heads)
+
+
+def _report_routes(runner: Any, vllm_config: Any) -> None:
+    """Makes vLLM's older model runner, that of a CPU, report the experts of every token.
+
+    What vLLM has for it (capturing, blocks of the prefix cache, the way to the answer) is used as its newer runner uses
+    it: told of each step before it, and of the positions that it has computed.
+    """
+    make = vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
+    connector = make(runner.get_model(), vllm_config, runner.kv_cache_config)
+    execute_model, sample_tokens, shutdown = runner.execute_model, runner.sample_tokens, runner.shutdown
+
+    def execute(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute_model(scheduler_output, *arguments, **options)
+
+    def sample(*arguments: Any, **options: Any) -> Any:
+        batch, count = runner.input_batch, runner.input_batch.num_reqs
+        step = SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),
+            query_start_loc_np=runner.query_start_loc.np[: count + 1].copy(),
+        )
+        pending = connector.prepare_output(step)
+        output = sample_tokens(*arguments, **options)
+        if pending is not None:
+            num_sampled = numpy.array([len(ids) for ids in output.sampled_token_ids])
+            pending.enqueue_cpu_copy(num_sampled, numpy.zeros_like(num_sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    def close() -> None:
+        connector.close()
+        shutdown()
+
+    runner.execute_model, runner.sample_tokens, runner.shutdown = execute, sample, close
 
 
 class _Reload:

@@ -1,0 +1,202 @@
+"""`PooledCollector`: the common part of collectors whose workers are elsewhere, in processes or in Ray actors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.worker import AHEAD
+from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from llmrl.weight_update import NoWeightSyncScheme
+
+__all__ = ["PooledCollector", "at", "joined", "moves_version"]
+
+_OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # these may be lists with one for each worker
+_SAME = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
+_SAME += ("track_traj_ids", "compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version")
+_SAME += ("extend_buffer", "timeout_s")
+
+
+class PooledCollector(DataCollectorBase):
+    """Arguments, weights, counters and states of a collector that has workers.
+
+    A subclass makes ``_pool``, ``_senders`` by model id, and ``_frames_of``, the frames of a batch of each worker.
+    """
+
+    _pool: Any
+    _senders: dict[str, Any]
+    _frames_of: list[int]
+    _is_started = False
+
+    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any], known: Sequence[str]):
+        super().__init__()
+        who = type(self).__name__
+        if policy is not None and policy_factory is not None:
+            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
+        self.options = CollectorOptions.of(who, options, known)
+        self.policy, self.replay_buffer = policy, self.options.replay_buffer
+        self.total_frames, self._delivered = self.options.total_frames, 0
+        self._updater = registered(self.options.weight_updater, self)
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _buffer_of_workers(self) -> Any:
+        """The replay buffer that workers write into."""
+        return self.replay_buffer
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """The arguments of a worker's collector; without a buffer its batches are finished here."""
+        given, count = self.options, len(self._frames_of)
+        mine = {name: at(getattr(given, name), index) for name in _OF_EACH}
+        mine |= {name: getattr(given, name) for name in _SAME}
+        mine["frames_per_batch"] = self._frames_of[index]
+        if self._buffer_of_workers() is not None:
+            mine |= {name: getattr(given, name) for name in ("split_trajs", "postproc", "init_random_frames")}
+        elif given.init_random_frames:
+            mine["init_random_frames"] = -(-given.init_random_frames // count)
+        return mine
+
+    def _schemes(self, policy_factory: Any) -> Mapping[str, Any]:
+        """By model id."""
+        if self.options.weight_sync_schemes is not None:
+            return self.options.weight_sync_schemes
+        has_weights = policy_factory is not None or isinstance(self.policy, nn.Module)
+        return {"policy": self._default_scheme()} if has_weights else {}
+
+    @abstractmethod
+    def _default_scheme(self) -> Any:
+        """That of the policy, unless others are given."""
+
+    def _sender(self, model_id: str, scheme: Any) -> Any:
+        sender = scheme.create_sender()
+        sender.set_context(self, model_id)
+        if model_id == "policy" and isinstance(self.policy, nn.Module):
+            sender.register_model(self.policy)
+        return sender
+
+    @abstractmethod
+    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers of the workers' collectors."""
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        self._pool.close(timeout)
+
+    def _check_iterates(self) -> None:
+        if self._is_started:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        self._pool.check_open("collect")
+
+    # -- counters and state --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _counted(self) -> tuple[int, int]:
+        """Frames that the workers have produced, and delivered."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
+        produced, delivered = self._counted()
+        delivered = delivered if self._is_started else self._delivered
+        dropped = 0 if self._pool.is_open else produced - delivered
+        return {"produced": produced, "delivered": delivered, "dropped": dropped}
+
+    @counters.setter
+    def counters(self, value: Mapping[str, int]) -> None:
+        self._delivered = value["delivered"]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        states = self._ask_each("state_dict", [()] * len(self._frames_of))
+        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
+        return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names = [f"worker{index}" for index in range(len(self._frames_of))]
+        if missing := [name for name in names if name not in state]:
+            raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
+        self._ask_each("load_state_dict", [(state[name],) for name in names])
+        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_updater(self) -> Any:
+        return self._updater
+
+    def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
+        self._pool.check_open("take weights")
+        for model_id, weights in updates.items():
+            sender = self._senders.get(model_id)
+            if self._updater is not None and model_id == "policy":
+                self._updater.push_weights(weights, worker_ids)
+            elif sender is not None:
+                self._settle([sender])
+                self._send(sender, weights, worker_ids)
+            elif model_id == "policy" and weights is None:
+                self.increment_version()
+            else:
+                raise ConfigError(
+                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
+                    f"for {list(self._senders)}."
+                )
+
+    @abstractmethod
+    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        """Hands weights over, and moves the version where they are the policy's."""
+
+    def increment_version(self) -> None:
+        """Called by a weight updater, when its workers have the weights."""
+        self._version += 1
+
+    def _settle(self, senders: Iterable[Any] | None = None) -> None:
+        """Waits until the workers have the weights that were handed over."""
+        for sender in self._senders.values() if senders is None else senders:
+            try:
+                self._wait_for(sender)
+            except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
+                with self._pool.failing():
+                    raise
+
+    def _wait_for(self, sender: Any) -> None:
+        sender.wait()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the workers' envs and generators, each from the one before."""
+        for worker in self._pool.workers:
+            [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
+        return seed
+
+    def _grant_ahead(self) -> bool:
+        """Asks the workers for batches, each for `AHEAD` at most. Returns False where none is on its way: the end."""
+        workers = self._pool.workers
+        under_way = sum(worker.ahead for worker in workers)
+        for _ in range(AHEAD):
+            for worker in workers:
+                asked = self._delivered + under_way * self.frames_per_batch
+                if worker.ahead < AHEAD and not 0 <= self.total_frames <= asked:
+                    self._pool.grant(worker)
+                    under_way += 1
+        return under_way > 0
+
+
+def moves_version(sender: Any) -> bool:
+    return sender.model_id == "policy" and not isinstance(sender.scheme, NoWeightSyncScheme)
+
+
+def at(value: Any, index: int) -> Any:
+    """A worker's part of an argument that may be a list with one for each."""
+    return value[index] if isinstance(value, (list, tuple)) else value
+
+
+def joined(batches: Sequence[TensorDictBase], how: Literal["stack"] | int) -> TensorDictBase:
+    """The batches of several workers, stacked or along a dimension, with their time named."""
+    out = TensorDict.maybe_dense_stack(list(batches), 0) if how == "stack" else torch.cat(list(batches), how)
+    if type(out) is TensorDict:
+        out.names = [*[None] * (out.batch_dims - 1), "time"]
+    return out
