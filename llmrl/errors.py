@@ -109,7 +109,7 @@ class CheckpointError(LLMRLError, RuntimeError):
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was most likely meant to be, or None where nothing is close.
+    """The known name that ``name`` was most likely meant to be, or None if nothing is close.
 
     >>> closest("learning_rat", ["lr", "learning_rate", "warmup"])
     'learning_rate'
@@ -119,7 +119,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: a suggestion, or nothing where no known name is close.
+    """The end of an error message about an unknown name: a suggestion, or nothing if no known name is close.
 
     >>> did_you_mean("rewrad", ["reward", "done"])
     " Did you mean 'reward'?"

@@ -22,7 +22,7 @@ def load_object(name: str, *, what: str) -> Any:
     """The object that ``"package.module:name"`` names, also of a module in the working directory.
 
     ``what`` names the object in messages.
-    Raises  ConfigError where the name has another form, the module cannot be found or imported, or has no such object
+    Raises  ConfigError if the name has another form, the module cannot be found or imported, or has no such object
 
     >>> load_object("math:pi", what="number")
     3.141592653589793

@@ -19,7 +19,7 @@ _BEGINNINGS = {
 
 
 def why_not_text(path: Path, *, by_line: bool = False) -> str | None:
-    """The fault and the remedy; None where the first bytes of the file, or with ``by_line`` all lines, are UTF-8."""
+    """The fault and the remedy; None if the first bytes of the file, or with ``by_line`` all lines, are UTF-8."""
     with path.open("rb") as file:
         head = file.read(4)
         for beginning, (kind, remedy) in _BEGINNINGS.items():

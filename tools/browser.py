@@ -262,7 +262,7 @@ class BrowserTool(Tool):
         raise ToolError(f"browser: no page could be opened: {reason}")
 
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
-        """The conversation's page, opened where it has none."""
+        """The conversation's page, opened if it has none."""
         page = self._pages.get(conversation)
         if page is None:
             context = await browser.new_context(accept_downloads=False, service_workers="block")
@@ -326,7 +326,7 @@ class BrowserTool(Tool):
 
 
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by their types. Raises ToolError where they are not those of the action."""
+    """The arguments by their types. Raises ToolError if they are not those of the action."""
     _, given = _SIGNATURE.bind(arguments)
     action = given["action"]
     required, optional = _ARGUMENTS[action]

@@ -73,7 +73,7 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; raises ToolError with the reason where there is none."""
+    """The value of an arithmetic expression; raises ToolError with the reason if there is none."""
     text = expression.strip().removesuffix("=").strip()
     if not text:
         raise ToolError("calculator: the expression is empty.")

@@ -23,7 +23,7 @@ class FunctionTool(Tool):
     """A tool from a typed function, from an object with ``__call__``, or from a class of such objects.
 
     An object serves all conversations, and its calls may run at the same time. Of a class, each conversation has an
-    instance of its own, made at its first call and closed at its end. ``close`` is called where there is one. The
+    instance of its own, made at its first call and closed at its end. ``close`` is called if there is one. The
     function may be ``async``; all its calls run in one event loop. A plain function cannot be stopped: after its
     deadline it goes on in its thread.
 
@@ -169,7 +169,7 @@ def to_text(value: Any) -> str:
 def check_constructor(
     cls: type, settings: Mapping[str, Any] | None = None, who: str = "as_tool: a class is called without arguments"
 ) -> None:
-    """Raises ConfigError, with the nearest name, where the class cannot be called with ``settings``."""
+    """Raises ConfigError, with the nearest name, if the class cannot be called with ``settings``."""
     try:
         signature = inspect.signature(cls)
         signature.bind(**(settings or {}))

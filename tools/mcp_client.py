@@ -107,7 +107,7 @@ class MCPServers(contextlib.AbstractContextManager):
 class MCPTool(Tool):
     """One tool of one server: ``MCPTool({"command": "my-server"}, "lookup")`` starts the server for itself.
 
-    Raises  ConfigError where the server has no such tool; as `MCPServers` otherwise
+    Raises  ConfigError if the server has no such tool; as `MCPServers` otherwise
     """
 
     def __init__(self, server: Mapping[str, Any] | str, tool: str, *, start_timeout_s: float = 30.0):

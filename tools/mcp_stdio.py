@@ -89,7 +89,7 @@ class StdioServer:
             try:
                 await _end(process)
             finally:
-                signal_group(process.pid, signal.SIGKILL)  # also where this task is cancelled once more
+                signal_group(process.pid, signal.SIGKILL)  # even if this task is cancelled once more
                 await _has_ended(process)
                 await asyncio.wait(tasks, timeout=_GRACE_S / 2)
                 for task in tasks:

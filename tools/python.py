@@ -35,7 +35,7 @@ class PythonTool(Tool):
 
     ``limits`` may be a mapping of some of the limits by name, as a recipe writes them.
 
-    Raises   at construction, ConfigError for a limit that cannot be; MissingDependencyError or UnsupportedError where
+    Raises   at construction, ConfigError for a limit that cannot be; MissingDependencyError or UnsupportedError if
              the sandbox cannot run
 
     >>> import time

@@ -167,7 +167,7 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until ``total_frames``; None for each where a replay buffer gets them."""
+        """Batches until ``total_frames``; None for each if a replay buffer gets them."""
 
     def next(self) -> TensorDictBase | None:
         """The next batch. Raises StopIteration at the end."""
@@ -185,7 +185,7 @@ class DataCollectorBase(abc.ABC):
         return 0 <= self.total_frames <= self.counters["delivered"]
 
     def _check_division(self, parts: int, what: str) -> None:
-        """Warns where frames_per_batch and total_frames have to be rounded up."""
+        """Warns if frames_per_batch and total_frames have to be rounded up."""
         who, frames = type(self).__name__, self.frames_per_batch
         if frames % parts:
             self.frames_per_batch = math.ceil(frames / parts) * parts
@@ -234,7 +234,7 @@ class DataCollectorBase(abc.ABC):
 
         Reads   a module, a state dict or a TensorDict, all or nothing; None: those of the policy that the collector was
                 given. ``model_id`` names another model of ``weight_sync_schemes``, ``weights_dict`` several
-        Raises  WeightSyncError where they do not fit; ConfigError for a model that has no scheme
+        Raises  WeightSyncError if they do not fit; ConfigError for a model that has no scheme
         """
         if policy_weights is not None:
             warnings.warn("update_policy_weights_: policy_weights is now policy_or_weights.", stacklevel=2)

@@ -101,7 +101,7 @@ class SyncDataCollector(DataCollectorBase):
             yield self.deliver(batch)
 
     def deliver(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """Hands a batch out: to the replay buffer, where there is one, else to the caller."""
+        """Hands a batch out: to the replay buffer, if there is one, else to the caller."""
         options = self.options
         out = options.finished(batch)
         if options.return_same_td and not options.split_trajs and options.postproc is None:
@@ -114,7 +114,7 @@ class SyncDataCollector(DataCollectorBase):
 
     @torch.no_grad()
     def collect(self) -> TensorDictBase | None:
-        """One batch of steps, as it is before ``split_trajs`` and ``postproc``; None where `shutdown` came first."""
+        """One batch of steps, as it is before ``split_trajs`` and ``postproc``; None if `shutdown` came first."""
         options = self.options
         steps = self._steps = []
         ids: list[Tensor] = []

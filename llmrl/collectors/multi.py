@@ -32,7 +32,7 @@ class _MultiDataCollector(PooledCollector):
 
     Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, of which
             each process has a copy, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
-    Raises  WorkerError where a worker raised, with its traceback, or its process ended; DeadlineError where it took no
+    Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
             step for ``timeout_s``. Both name the worker, and all processes have ended by then
 
     num_threads           of torch in this process; num_sub_threads: in each worker

@@ -22,7 +22,7 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
-    """The policy itself where all its tensors are on ``device`` already, or it has none; else a copy on the device.
+    """The policy itself if all its tensors are on ``device`` already, or it has none; else a copy on the device.
 
     The tensors are copied once, straight to the device; ones that are shared stay shared.
     Raises  ConfigError for a policy that cannot be copied

@@ -173,7 +173,7 @@ class PooledCollector(DataCollectorBase):
         return seed
 
     def _grant_ahead(self) -> bool:
-        """Asks the workers for batches, each for `AHEAD` at most. Returns False where none is on its way: the end."""
+        """Asks the workers for batches, each for `AHEAD` at most. Returns False if none is on its way: the end."""
         workers = self._pool.workers
         under_way = sum(worker.ahead for worker in workers)
         for _ in range(AHEAD):

@@ -377,7 +377,7 @@ def wanted_of(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_room(wanted: Mapping[str, float], who: str) -> None:
-    """Raises ConfigError where no node of the cluster has such resources, busy or not."""
+    """Raises ConfigError if no node of the cluster has such resources, busy or not."""
     nodes = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
         shown = [{name: node.get(name, 0) for name in wanted} for node in nodes]

@@ -116,7 +116,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
     Reads   ``weight_getter()`` where no weights are given
     Writes  ``policy_weights``: the module, or the tensors to write into by name
-    Raises  WeightSyncError, with nothing written, where they do not fit
+    Raises  WeightSyncError, with nothing written, if they do not fit
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     """Copies weights into tensors that workers share, one set for each device. A worker may read while they change:
     `SharedMemWeightSyncScheme` has each version whole.
 
-    get_server_weights  returns the weights where none are given
+    get_server_weights  returns the weights if none are given
     policy_weights      {device: TensorDict in shared memory}; the devices are the worker ids
     """
 

@@ -221,7 +221,7 @@ class WorkerLoop:
 
 
 def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
-    """Shape and dtype of every entry by key; None where one is not a tensor of fixed shape."""
+    """Shape and dtype of every entry by key; None if one is not a tensor of fixed shape."""
     if type(batch) is not TensorDict:
         return None
     found = {}

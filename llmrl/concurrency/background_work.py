@@ -57,11 +57,11 @@ class BackgroundWork:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True where the work was started, and this is another thread."""
+        """True if the work was started, and this is another thread."""
         return self._thread is not None and threading.current_thread() is not self._thread
 
     def allow_pauses(self) -> None:
-        """From here on steps hold the lock, also where `start` is not called: several threads use the owner."""
+        """From here on steps hold the lock, even if `start` is not called: several threads use the owner."""
         self._lock = self._lock or SharedExclusiveLock(self._who)
 
     def start(self, work: Iterable[object]) -> None:
@@ -90,7 +90,7 @@ class BackgroundWork:
     def pause(self) -> Iterator[None]:
         """A block during which no step is taken. Pauses may overlap: steps go on when all have ended.
 
-        Raises  DeadlineError where the step under way does not end in time; WorkerError where the work failed
+        Raises  DeadlineError if the step under way does not end in time; WorkerError if the work failed
         """
         self.check()
         if self._lock is None:
@@ -110,7 +110,7 @@ class BackgroundWork:
                     self._held.close()
 
     def stop(self, timeout: float | None = None) -> None:
-        """Ends the work after the step under way. Raises DeadlineError where that takes longer than ``timeout``."""
+        """Ends the work after the step under way. Raises DeadlineError if that takes longer than ``timeout``."""
         self.stopped.set()
         thread, self._thread = self._thread, None
         limit_s = self._limit_s if timeout is None else timeout
@@ -123,7 +123,7 @@ class BackgroundWork:
                 )
 
     def check(self) -> None:
-        """Raises WorkerError where the work failed."""
+        """Raises WorkerError if the work failed."""
         if self._failure is not None:
             raise WorkerError(
                 f"{self._who}: the collection in the background failed: {self._failure}"

@@ -135,7 +135,7 @@ class _Attempt:
 
 
 class ThreadRunner:
-    """Makes calls in ``concurrency`` threads, or in the calling one where neither deadline nor concurrency is asked.
+    """Makes calls in ``concurrency`` threads, or in the calling one if neither deadline nor concurrency is asked.
 
     >>> runner = ThreadRunner("example", concurrency=2)
     >>> [outcome.value for outcome in runner.run(Calls([lambda: 1, lambda: 2]), timeout_s=10)]

@@ -21,7 +21,7 @@ def wait_for_gloo_threads(timeout_s: float = 10.0) -> None:
     without an active exception"). That happens where a group outlives its session: torch's caches hold those of a
     DeviceMesh until the process ends.
 
-    Gives up at the deadline; returns at once where there is no /proc.
+    Gives up at the deadline; returns at once if there is no /proc.
     """
     deadline = time.monotonic() + timeout_s
     before, times_equal = None, 0

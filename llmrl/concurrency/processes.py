@@ -20,7 +20,7 @@ def signal_group(leader: int, number: signal.Signals) -> None:
 def write_all(descriptor: int, data: bytes, deadline: float) -> None:
     """Writes to a non-blocking pipe.
 
-    Raises  TimeoutError at the deadline (of `time.monotonic`), OSError where the reading end is closed
+    Raises  TimeoutError at the deadline (of `time.monotonic`), OSError if the reading end is closed
     """
     left = memoryview(data)
     poller = select.poll()

@@ -69,7 +69,7 @@ class ServerProcess:
         return "\n".join([heading, *(f"  {line}" for line in written.decode(errors="replace").splitlines()[-_SHOWN:])])
 
     def signal(self, number: int) -> bool:
-        """Signals what is left of the group; False where nothing is."""
+        """Signals what is left of the group; False if nothing is."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
             return True

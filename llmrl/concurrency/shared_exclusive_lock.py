@@ -43,7 +43,7 @@ class SharedExclusiveLock:
         """Holds the lock inside the block. ``when_waiting`` is called if there are holders to wait for, after later
         arrivals have begun to queue.
 
-        Raises  DeadlineError, naming ``phase``, where the lock is not granted by ``end`` (of `time.monotonic`)
+        Raises  DeadlineError, naming ``phase``, if the lock is not granted by ``end`` (of `time.monotonic`)
         """
         ticket = [key]
         with self._changed:

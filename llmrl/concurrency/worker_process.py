@@ -53,7 +53,7 @@ class WorkerPool:
     def worker(self, wait_s: float = WAIT_S) -> Iterator[WorkerProcess]:
         """A process for this caller alone, as soon as one is free; it is stopped if the block raises.
 
-        Raises  DeadlineError where none is free within ``wait_s`` seconds; DeadlineError, WorkerError where it does not
+        Raises  DeadlineError if none is free within ``wait_s`` seconds; DeadlineError, WorkerError if it does not
                 start
         """
         if not self._free.acquire(timeout=min(wait_s, threading.TIMEOUT_MAX)):
@@ -127,7 +127,7 @@ class WorkerProcess:
     def ask(self, request: Any, timeout_s: float | None) -> Iterator[Any]:
         """The replies as they come, until the request is done.
 
-        Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError where the process ended:
+        Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError if the process ended:
                 it cannot be used again; TypeError, AttributeError or pickle.PicklingError for a request that cannot be
                 sent
         """

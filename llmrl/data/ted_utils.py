@@ -110,7 +110,7 @@ def reduce_right(flags: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 def as_key(key: NestedKey) -> tuple[str, ...]:
-    """The key as a tuple, also where it is one name."""
+    """The key as a tuple, even if it is one name."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 

@@ -24,10 +24,10 @@ def split_trajectories(
 
     Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, where they
              are there; else the flags ``("next", done_key)``. The last row of time is always an end
-    Writes   the mask, bool[N, T_max], True on steps of the trajectory; where there were no ids, ids from 0 on
+    Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, ids from 0 on
     Returns  a new batch [N, T_max]; tensors are 0 behind the end of a trajectory, other entries repeat the last one.
              With ``as_nested`` a batch [N] of jagged tensors, without a mask
-    Raises   MissingKeyError without ids and flags; ShapeError where they, or entries, change their shape
+    Raises   MissingKeyError without ids and flags; ShapeError if they, or entries, change their shape
 
     prefix          where ids and mask are: default "collector", or the root of a batch with "traj_ids" there
     trajectory_key  default ``(prefix, "traj_ids")``; the mask is beside it unless a prefix is given; done_key: "done"

@@ -111,7 +111,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows are reset, the others keep their values
                 all other entries are handed to the env and its transforms (a query, say)
         Returns a new tensordict: the given one without ``"_reset"`` and ``"next"``, overwritten by the reset
-        Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError where rows that are to
+        Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError if rows that are to
                 keep their values do not have one of the entries that the reset writes
         """
         if tensordict is None:

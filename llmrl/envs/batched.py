@@ -203,7 +203,7 @@ class Declared(NamedTuple):
         return value.shape == self.shape and value.dtype == self.dtype
 
     def of(self, td: TensorDictBase, key: NestedKey) -> Tensor:
-        """The entry. Raises MissingKeyError, ShapeError where an env did not write what its specs declare."""
+        """The entry. Raises MissingKeyError, ShapeError if an env did not write what its specs declare."""
         value = entry(td, key) if type(key) is str else td.get(key, None)
         if value is None:
             raise MissingKeyError(f"an env must write what its specs declare: {key!r} is not in {present_keys(td)}.")

@@ -38,7 +38,7 @@ class ParallelEnv(BatchedEnv):
     Entries go through shared memory that is made from the specs. Where `BatchedEnv` cannot stack entries, and for an
     action of another dtype or shape than declared, they go as messages.
 
-    Raises  WorkerError where an env raised, with its traceback, or its process ended; DeadlineError where it did not
+    Raises  WorkerError if an env raised, with its traceback, or its process ended; DeadlineError if it did not
             answer in time. Both name the worker, and all processes have ended by then: make a new ParallelEnv
 
     timeout_s        seconds for one step, or one reset, of all environments

@@ -80,7 +80,7 @@ def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
 def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: str) -> TensorDictBase:
     """``old`` with the rows where ``rows`` (bool[*B]) is True replaced by those of ``new``, in a new tensordict.
 
-    Raises  MissingKeyError for an entry of ``new`` that ``old`` lacks; ShapeError where the rows do not fit
+    Raises  MissingKeyError for an entry of ``new`` that ``old`` lacks; ShapeError if the rows do not fit
     """
     count = int(rows.sum())
     if new.batch_size.numel() != count:
@@ -105,7 +105,7 @@ def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reade
     True, else only completed by them. Where one of the two is ragged, a row is overwritten as a whole.
 
     Returns a new tensordict
-    Raises  ShapeError where the rows do not fit
+    Raises  ShapeError if the rows do not fit
     """
     if not isinstance(old, LazyStackedTensorDict) and not isinstance(new, LazyStackedTensorDict):
         return _update_entries(old, rows, new, reader)

@@ -128,7 +128,7 @@ class GRUModule(_RecurrentModule):
             them; ShapeError, ConfigError for shapes and keys that do not fit
 
     After ``set_recurrent_mode(True)`` the batch is [*B, T], time last: trajectories may start within it, the others go
-    on from the state at time 0 (zero where there is none), and only ``out_key`` float[*B, T, H] is written.
+    on from the state at time 0 (zero if there is none), and only ``out_key`` float[*B, T, H] is written.
 
     in_keys, out_keys  the input, or output, and the state, for other names than these
 

@@ -177,7 +177,7 @@ def _with_lines(chart: Chart, lines: Mapping[str, dict[str, Any]]) -> dict[str, 
 def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any] | None:
     """Quantiles, or of a run that did not log them the standard deviation around the mean.
 
-    None where all rewards are 0 or 1: the mean then says all, and quantiles jump between both.
+    None if all rewards are 0 or 1: the mean then says all, and quantiles jump between both.
     """
     spread = [(row["step"], row.get("reward/mean"), row.get("reward/std")) for row in rows]
     spread = [(step, mean, std) for step, mean, std in spread if mean is not None and std is not None]

@@ -182,7 +182,7 @@ def _train(command: str, arguments: list[str]) -> int:
 
 
 def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespace, Path | None, Loaded | None]:
-    """The options of a training command, its recipe and its settings; None for both where ``--defaults`` is asked."""
+    """The options of a training command, its recipe and its settings; None for both if ``--defaults`` is asked."""
     parser = Parser(
         f"{command} [RECIPE] [section.key=value ...] [options]",
         option("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe"),
@@ -241,7 +241,7 @@ def _launch_all(arguments: list[str]) -> int:
 
 
 def _check_launched(config: Any) -> None:
-    """Raises ConfigError where engines are to be on GPUs of their own, and nothing has started them."""
+    """Raises ConfigError if engines are to be on GPUs of their own, and nothing has started them."""
     rollout = getattr(config, "rollout", None)
     if rollout is not None and rollout.gpus and not rollout.servers:
         raise ConfigError(
@@ -291,7 +291,7 @@ def _new_run(
 def _run_of_name(
     command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str
 ) -> RunDir | None:
-    """The run to go on with, which may have been killed before it had its first file; None where there is none.
+    """The run to go on with, which may have been killed before it had its first file; None if there is none.
 
     Raises  ConfigError if it is of another command, or of settings that a resumed run cannot change
     """

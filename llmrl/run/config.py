@@ -51,7 +51,7 @@ class Setting:
 
     name: str  # dotted
     meaning: str
-    default: str  # as YAML; "required" where there is none
+    default: str  # as YAML; "required" if there is none
     also: tuple[str, ...] = ()
     inside: str = ""  # of an optional section: the names in it
 
@@ -241,7 +241,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _only_models(annotation: Any) -> bool:
-    """False where a field can also be something else than a section, as in ``str | TinyModel``."""
+    """False if a field can also be something else than a section, as in ``str | TinyModel``."""
     members = get_args(annotation) or (annotation,)
     return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 

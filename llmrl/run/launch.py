@@ -1,7 +1,7 @@
 """``llmrl launch``: vLLM servers on GPUs of their own, and torchrun's ranks on the others, as one command.
 
 A server that ends during the run is started again; the run gives it the weights. All servers end with the command, also
-where that is killed.
+if that is killed.
 """
 
 from __future__ import annotations

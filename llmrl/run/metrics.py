@@ -103,7 +103,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 
-# Of an evaluation: the mean, the std and the count of its scores, and call_rate where there are tools.
+# Of an evaluation: the mean, the std and the count of its scores, and call_rate if there are tools.
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 

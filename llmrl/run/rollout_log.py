@@ -36,7 +36,7 @@ _SHOWN, _SHOWN_TOKENS = 20, 2000  # in a notebook: rollouts, and tokens of each
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """The tokens of a conversation: in each list an entry per token, None where there is no value.
+    """The tokens of a conversation: in each list an entry per token, None if there is no value.
 
     A conversation in several training records has here the tokens of the last one.
     """
@@ -132,7 +132,7 @@ class RolloutLog:
                         path.unlink()
 
     def write(self, step: int, rollouts: Iterable[Rollout]) -> Path | None:
-        """Returns the file, or None where the log is disabled.
+        """Returns the file, or None if the log is disabled.
 
         Raises  RunFolderError if it cannot be written
         """

@@ -113,7 +113,7 @@ class RunDir:
 
     @property
     def holder(self) -> str | None:
-        """The process that trains here now; None where none does, or the file system knows no locks."""
+        """The process that trains here now; None if none does, or the file system knows no locks."""
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
         try:
             with open(self.path / ".lock", encoding="utf-8") as file:
@@ -189,7 +189,7 @@ def _make(path: Path) -> bool:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.mkdir()  # fails where the folder exists: of two racing runs, one gets it
+            path.mkdir()  # fails if the folder exists: of two racing runs, one gets it
         except FileExistsError:
             return False
     return True

@@ -105,7 +105,7 @@ class RolloutSource:
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Of a step: the shares that trainer and engine waited for each other, and what became of all groups so far;
-        nothing where they take turns.
+        nothing if they take turns.
         """
         if self._queue is None:
             return {}

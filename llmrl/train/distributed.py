@@ -335,7 +335,7 @@ def _versions() -> dict[str, str]:
 def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:
     """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
 
-    Returns  the store with those keys; None for one process, or where there is a group already
+    Returns  the store with those keys; None for one process, or if there is a group already
     Raises   DeadlineError that names ranks that do not come
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():

@@ -122,7 +122,7 @@ def plan_engine(
 
     Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
     """
-    replays_routes(config, model)  # raises where it is on and cannot be
+    replays_routes(config, model)  # raises if it is on and cannot be
     if config.rollout.engine != "vllm":
         return None
     if config.rollout.options:

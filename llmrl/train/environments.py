@@ -33,7 +33,7 @@ _FROM_RECIPE += ("rank", "world_size")
 def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
     """The class of an environment, or a function of the user's that returns one.
 
-    Raises  ConfigError where the name of the user's own cannot be loaded, or is neither of both
+    Raises  ConfigError if the name of the user's own cannot be loaded, or is neither of both
     """
     if ":" not in name:
         return _PUBLIC.get(name, DatasetChatEnv)

@@ -118,7 +118,7 @@ class Evaluator:
 
 
 def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
-    """The metrics of an evaluation, beside ``name`` = ".../mean"; without ``call_rate`` where there are no tools.
+    """The metrics of an evaluation, beside ``name`` = ".../mean"; without ``call_rate`` if there are no tools.
 
     >>> eval_metrics("eval/sums/mean", 0.75, 0.433, 500)
     {'eval/sums/mean': 0.75, 'eval/sums/std': 0.433, 'eval/sums/count': 500}

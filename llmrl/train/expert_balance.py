@@ -22,7 +22,7 @@ __all__ = ["ExpertBalance"]
 class ExpertBalance:
     """``coefficient`` times `expert_balance` of all tokens of a step; nothing for a dense model.
 
-    coefficient  None: that of the model's configuration, 0 where it has none
+    coefficient  None: that of the model's configuration, 0 if it has none
 
     The loss is a product of two means over the step: how often an expert was chosen, which has no gradient, and the
     probability that it was given. So the gradient of a micro-batch needs the choices of all of them. Where a step is
@@ -48,7 +48,7 @@ class ExpertBalance:
             yield
 
     def begin_step(self, forwards: Sequence[tuple[Callable[[], Any], bool]]) -> None:
-        """Counts the choices of a step by its forward passes, where that is necessary; and whether each has rows."""
+        """Counts the choices of a step by its forward passes, if that is necessary; and whether each has rows."""
         self._parts, self._chosen, self._tokens = [], None, None
         if not self.coefficient or not self._session.any(len(forwards) > 1):
             return

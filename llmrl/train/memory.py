@@ -69,7 +69,7 @@ _ENGINE_GIB = 1.5  # what vLLM computes in, beside weights and cache
 
 @dataclass(frozen=True)
 class GPU:
-    """``count`` GPUs of ``bytes`` each; ``flops`` a second at their best, None where unknown."""
+    """``count`` GPUs of ``bytes`` each; ``flops`` a second at their best, None if unknown."""
 
     name: str
     bytes: float
@@ -281,7 +281,7 @@ def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool)
 def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
     """Those of the machine's GPUs that train: all but the last ``rollout.gpus``.
 
-    Raises  ConfigError where none is left
+    Raises  ConfigError if none is left
     """
     taken = config.rollout.gpus if isinstance(config, GRPOConfig) else 0
     if taken >= gpu.count:

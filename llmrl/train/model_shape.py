@@ -31,7 +31,7 @@ Arithmetic = Literal["float32", "autocast", "bfloat16"]
 class ModelShape:
     """Counts of parameters and values; ``kept`` to ``kept_after`` in bytes per token.
 
-    ``parameters``     each once, also where input and output embeddings are one tensor
+    ``parameters``     each once, even if input and output embeddings are one tensor
     ``multiplied``     parameters of the layers that each token is multiplied with; of a mixture, its chosen experts'
     ``largest_block``  parameters of the largest decoder layer
     ``outer``          parameters that are in no decoder layer

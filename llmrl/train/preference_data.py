@@ -171,7 +171,7 @@ class ReferenceLogProbs:
         self.values: Tensor | None = None
 
     def compute(self, session: Session, updater: Updater, loss: DPOLoss, rows: TensorDict, share: float) -> None:
-        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; nothing where a checkpoint had them."""
+        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; nothing if a checkpoint had them."""
         if self.values is not None:
             return
         self.values = torch.empty(len(rows), 2)

@@ -40,7 +40,7 @@ def connect(address: str, starting: AbstractContextManager[Any] | None = None) -
     """The module ``ray``, connected to the cluster at ``address``: "auto" finds one on this machine or in RAY_ADDRESS,
     "local" starts one, inside ``starting``. A process that is connected already stays so.
 
-    Raises  ConfigError, within seconds, where no cluster is there
+    Raises  ConfigError, within seconds, if no cluster is there
     """
     ray = require("ray", extra="ray", used_by="rollout.ray")
     if ray.is_initialized():
@@ -71,7 +71,7 @@ def connect(address: str, starting: AbstractContextManager[Any] | None = None) -
 
 
 def check_room(nodes: Sequence[Mapping[str, Any]], plan: RayPlan) -> None:
-    """Raises ConfigError where the nodes of the cluster, as of ``ray.nodes()``, could not hold all servers if idle."""
+    """Raises ConfigError if the nodes of the cluster, as of ``ray.nodes()``, cannot hold all servers even when idle."""
     nodes = [node["Resources"] for node in nodes if node["Alive"]]
     wanted = {name: count for name, count in plan.resources.items() if count}
     most = len(nodes) * plan.engines
@@ -100,7 +100,7 @@ class _Server:
         self._server.start()
 
     def url(self) -> str | None:
-        """Its URL; None until it answers. Raises WorkerError, with the end of its log, where it has ended."""
+        """Its URL; None until it answers. Raises WorkerError, with the end of its log, if it has ended."""
         if (code := self._server.exitcode) is not None:
             raise WorkerError(self._server.last_lines(f"its vLLM server ended with code {code}:"))
         return self._server.url if self._server.answers() else None
@@ -115,7 +115,7 @@ class RayServers:
     options  arguments of vLLM
     wait_s   for all of them to answer
     urls     of the servers
-    Raises   WorkerError, naming the actor, where one ends before it answers, or is not placed in time
+    Raises   WorkerError, naming the actor, if one ends before it answers, or is not placed in time
     """
 
     def __init__(self, ray: Any, plan: RayPlan, model: str, options: Mapping[str, Any], *, wait_s: float) -> None:

@@ -39,7 +39,7 @@ def load_reward_model(
     adapter: Path | None = None,
 ) -> PreTrainedModel:
     """The layers of ``config.model`` with an output of one number, random unless the files have one; float32, on the
-    session's device, in evaluation mode. It is read whole, also where the session then shards it.
+    session's device, in evaluation mode. It is read whole, even if the session then shards it.
 
     With ``config.lora`` a ``peft.PeftModel`` around it, as by `load_model`; its output is trained in full.
 

@@ -44,7 +44,7 @@ class RolloutEngine:
     ``reports_routes``  of Transformers: of vLLM the plan says it
     ``policy``  for the collector; without vLLM it shares the trainer's module
     ``exact``   its log-probs are the trainer's to float32 rounding
-    ``warning`` what the probe found after the last push; "" where nothing was wrong
+    ``warning`` what the probe found after the last push; "" if nothing was wrong
     """
 
     warning = ""

@@ -33,7 +33,7 @@ class _Part:
 
     number   in the order in which they were drawn
     before   the collector's state before them: a resumed run restarts there if they are not finished
-    run      samples them, in the thread that calls it; None where that is done
+    run      samples them, in the thread that calls it; None if that is done
     version  of the weights when they were begun
     """
 
@@ -192,7 +192,7 @@ class RolloutQueue:
             with self._modes():
                 data = None if part.stopped.is_set() else _from_plain(_plain(part.run(part.stopped)))
         except BaseException as caught:
-            error = caught  # raised where the part is taken
+            error = caught  # raised when the part is taken
         with self._changed:
             if part.stopped.is_set():
                 return

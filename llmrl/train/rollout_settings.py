@@ -79,7 +79,7 @@ class RolloutSettings(Settings):
 
     @property
     def elsewhere(self) -> bool:
-        """True where engines are servers, and none is on a trainer's GPU."""
+        """True if engines are servers, and none is on a trainer's GPU."""
         return bool(self.servers or self.gpus or self.ray)
 
     @model_validator(mode="before")

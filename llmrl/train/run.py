@@ -218,11 +218,11 @@ class Run:
         return evaluator.metrics
 
     def evaluate_when_due(self, evaluator: Evaluator | None, every: int) -> dict[str, float]:
-        """`evaluate`, where there is an evaluator and this step is `due`."""
+        """`evaluate`, if there is an evaluator and this step is `due`."""
         return self.evaluate(evaluator) if evaluator and self.due(every) else {}
 
     def evaluate_to_stop(self, evaluator: Evaluator | None, stop: StopSettings | None) -> dict[str, float]:
-        """`evaluate`, where there is an evaluator for it; makes this step the last one if its score is good enough."""
+        """`evaluate`, if there is an evaluator for it; makes this step the last one if its score is good enough."""
         if not evaluator or self._step < stop.after or self._step % stop.every:
             return {}
         metrics = self.evaluate(evaluator)

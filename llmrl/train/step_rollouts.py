@@ -231,7 +231,7 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int
 
 
 def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
-    """float64[B] of each reward function, where there are several or one has a name."""
+    """float64[B] of each reward function, if there are several or one has a name."""
     after = data.get("next")
     keys = sorted(key for key in after.keys() if key.startswith("reward_"))
     return {key: after.get(key).double().flatten(1).sum(1) for key in keys}

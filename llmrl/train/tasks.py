@@ -40,7 +40,7 @@ def training_rows(env: EnvSettings) -> Sequence[Row]:
 
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
-    """The rows that are only measured; None where the settings name none: a local file has no other split."""
+    """The rows that are only measured; None if the settings name none: a local file has no other split."""
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
     rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)

@@ -29,7 +29,7 @@ class Payload:
     memory  uint8[N], all of them
     slot    the number of the shared block that ``memory`` is, or None
     live    numbers of the blocks that the sender still uses
-    stored  a reference to the memory in a store, where there is one
+    stored  a reference to the memory in a store, if there is one
     """
 
     version: int

@@ -77,7 +77,7 @@ class SyncProbe:
         """Pushes weights and compares; where something is wrong, pushes them once more.
 
         Returns  the mean |difference|, and a warning or ""
-        Raises   WeightSyncError  where neither push helped, for the third version in a row, or a score is not a number
+        Raises   WeightSyncError  if neither push helped, for the third version in a row, or a score is not a number
         """
         push()
         mean, problem = self.check(engine, trainer)

@@ -22,8 +22,8 @@ class WeightTarget(Protocol):
     """Anything with weights of its own, such as an `Engine`. ``update_weights`` applies all and moves ``version``, or
     raises and changes nothing.
 
-    takes_groups     True, where there is such an attribute: `WeightGroups` come as they are. Else they come whole
-    unsaved_buffers  names, where there is such an attribute, of buffers outside its model's ``state_dict``: a set may
+    takes_groups     True, if there is such an attribute: `WeightGroups` come as they are. Else they come whole
+    unsaved_buffers  names, if there is such an attribute, of buffers outside its model's ``state_dict``: a set may
                      hold them, and they are left out
     """
 

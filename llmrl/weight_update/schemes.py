@@ -40,7 +40,7 @@ _RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its re
 Strategy = Literal["state_dict", "tensordict"]
 # (model id, weights, version, transports) -> the one payload of all workers
 Packer = Callable[[str, Mapping[str, Tensor], int, Collection[TransportBackend]], Payload]
-Context = Callable[[], Any]  # the object, or None where it is gone
+Context = Callable[[], Any]  # the object, or None if it is gone
 
 
 class WeightSyncScheme(ABC):
@@ -154,8 +154,8 @@ class WeightSender:
         """Hands weights to the workers (None: all of them) under the next version.
 
         Reads   a module, a TensorDict, named tensors, the path of a model in the context; None: the registered model
-        Raises  WeightSyncError where they do not fit the registered model, or a worker refused the ones before;
-                DeadlineError, WorkerError where a worker has not taken those: it is named, and nothing is sent
+        Raises  WeightSyncError if they do not fit the registered model, or a worker refused the ones before;
+                DeadlineError, WorkerError if a worker has not taken those: it is named, and nothing is sent
         """
         with self._lock:
             ids = list(self._transports if worker_ids is None else worker_ids)
@@ -250,10 +250,10 @@ class WeightReceiver:
         vars(context).setdefault(_RECEIVERS, {})[self.model_id] = self
 
     def receive(self, timeout: float = 0.0) -> int | None:
-        """Applies weights that have come, and answers the sender; returns their version, or None where nothing came or
+        """Applies weights that have come, and answers the sender; returns their version, or None if nothing came or
         they were refused, of which the sender learns.
 
-        Raises  WorkerError where the sender has ended
+        Raises  WorkerError if the sender has ended
         """
         if self._transport is None or (received := self._transport.receive(timeout)) is None:
             return None
@@ -268,7 +268,7 @@ class WeightReceiver:
 
     def apply_weights(self, weights: Any) -> None:
         """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
-        without a model, WeightSyncError where they do not fit it.
+        without a model, WeightSyncError if they do not fit it.
         """
         pending = None if self._transport is None else self._transport.pending
         version = self.version + 1 if pending is None else pending.version

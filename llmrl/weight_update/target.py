@@ -45,7 +45,7 @@ class ModelTarget:
         return frozenset(names - self.model.state_dict(keep_vars=True).keys()) if names else frozenset()
 
     def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's own tensors by name. Raises WeightSyncError where ``weights`` do not fit them."""
+        """The model's own tensors by name. Raises WeightSyncError if ``weights`` do not fit them."""
         own, who = self._tensors(), type(self.model).__name__
         for name in weights:
             if name not in own:

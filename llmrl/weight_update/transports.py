@@ -54,13 +54,13 @@ class TransportBackend(ABC):
     def wait(self, deadline: float) -> None:
         """Returns when the worker has applied what was sent.
 
-        Raises  WeightSyncError where it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError where
+        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
                 it has ended
         """
 
     @abstractmethod
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
-        """The worker's side: model id and weights, or None where nothing came in ``timeout`` seconds."""
+        """The worker's side: model id and weights, or None if nothing came in ``timeout`` seconds."""
 
     @abstractmethod
     def answer(self, problem: str = "") -> None:

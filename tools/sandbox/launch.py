@@ -68,7 +68,7 @@ class Sandbox:
     ``python`` is an interpreter whose packages the code may use, for example that of a virtual environment made for it.
     By default the code has the standard library alone, of the interpreter that runs this.
 
-    Raises   MissingDependencyError without bubblewrap, UnsupportedError where it cannot start, both with what to do
+    Raises   MissingDependencyError without bubblewrap, UnsupportedError if it cannot start, both with what to do
     """
 
     def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str | None = None):

@@ -62,7 +62,7 @@ class Limits:
 class Processes:
     """All processes in the namespace below ``first``, bubblewrap's process as the host numbers it.
 
-    Made before the sandbox runs any code. Raises OSError where the host cannot see them.
+    Made before the sandbox runs any code. Raises OSError if the host cannot see them.
     """
 
     def __init__(self, first: int):

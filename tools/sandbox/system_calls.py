@@ -56,7 +56,7 @@ _ARCHITECTURE, _NUMBER, _ARGUMENTS = 4, 0, 16
 
 
 def filter_pipe() -> int | None:
-    """A pipe to read the filter from, to be closed by the caller; None where there is none for this machine."""
+    """A pipe to read the filter from, to be closed by the caller; None if there is none for this machine."""
     if platform.machine() not in _MACHINES or not Path("/proc/sys/kernel/seccomp").is_dir():
         return None
     read, write = os.pipe()

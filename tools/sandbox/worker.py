@@ -198,7 +198,7 @@ def send(descriptor: int, request_id: str, error: str | None) -> None:
 
 
 def receive(stream: io.BufferedReader) -> dict:
-    """The next request; ends this process where there is none, or where the code spoiled the pipe."""
+    """The next request; ends this process if there is none, or if the code spoiled the pipe."""
     try:
         return json.loads(stream.readline())
     except BaseException:

@@ -90,7 +90,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
             collect at most two batches ahead. With a ``replay_buffer`` None: this process extends it with the batches,
             also in the background (`start`), where weights go by hand
-    Raises  WorkerError where a worker raised, with its traceback, or its process ended; DeadlineError where it took no
+    Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
             step for ``timeout_s``. Both name the worker, and all workers have ended by then
     """
 

@@ -46,7 +46,7 @@ class Job:
 
     @property
     def is_foreign(self) -> bool:
-        """True where this process cannot end it."""
+        """True if this process cannot end it."""
         return self._job is None
 
     def join(self, timeout: float) -> None:

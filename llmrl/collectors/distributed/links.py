@@ -62,7 +62,7 @@ class Link(Protocol):
         """The worker's side: has the memory of a batch ready, of which ``tell`` tells the owner."""
 
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
-        """The owner's side: the memory of a batch. Raises RuntimeError where the worker has ended."""
+        """The owner's side: the memory of a batch. Raises RuntimeError if the worker has ended."""
 
     def close(self) -> None: ...
 

@@ -34,7 +34,7 @@ class RayCollector(PooledCollector):
     Yields  with ``sync`` batches to which each actor has given its share, [B * T] or [B * P, T]; else batches of
             ``frames_per_batch`` frames by one actor each, [T] or [P, T], first come, first served: actors collect on
             while a batch is trained on, at most two batches ahead
-    Raises  WorkerError where an actor raised, with its traceback, or died; DeadlineError where it takes no step for
+    Raises  WorkerError if an actor raised, with its traceback, or died; DeadlineError if it takes no step for
             ``timeout_s``. Both name the actor, and all actors have ended by then
 
     collector_class             of the collector in each actor; ``collector_kwargs``: more arguments of it, or one
@@ -261,7 +261,7 @@ def _env(create_env_fn: Any, num_workers: int, cls: type) -> Any:
 
 
 def _count(who: str, create_env_fn: Any, num_collectors: int | None, configs: Any) -> int:
-    """The number of actors. Raises ConfigError where the arguments name several."""
+    """The number of actors. Raises ConfigError if the arguments name several."""
     given = {
         "create_env_fn": len(create_env_fn) if isinstance(create_env_fn, Sequence) else None,
         "remote_configs": len(configs) if isinstance(configs, Sequence) else None,

@@ -23,7 +23,7 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """Batches [B1], [B2], ... as one batch [B1 + B2 + ...].
 
     An entry of time t that only later turns have is what an earlier one left behind (a reward, say), and is left out.
-    Raises  ShapeError where one batch lacks an entry of ``"next"`` that another one has
+    Raises  ShapeError if one batch lacks an entry of ``"next"`` that another one has
 
     >>> from llmrl.data.ragged.tensordicts import column
     >>> parts = [TensorDict(q=column(["x"]), batch_size=[1]), TensorDict(q=column(["y", "z"]), batch_size=[2])]

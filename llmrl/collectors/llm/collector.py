@@ -361,7 +361,7 @@ class LLMCollector:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def _start(self, count: int) -> TensorDictBase | None:
-        """A reset of ``count`` conversations; None where the data have ended."""
+        """A reset of ``count`` conversations; None if the data have ended."""
         try:
             if count == self.env.batch_size[0]:
                 return self.env.reset()
@@ -391,7 +391,7 @@ class LLMCollector:
 
         Reads   a module, a TensorDict or a mapping of named tensors; None: the engine shares the trainer's module, so
                 only the version moves
-        Raises  WeightSyncError where they do not arrive; the version then stays
+        Raises  WeightSyncError if they do not arrive; the version then stays
         """
         # Pausing would wait for answers that the engine interrupts.
         interrupts = getattr(self._engine, "in_flight", "finish") != "finish"

@@ -42,7 +42,7 @@ class RayLLMCollector:
     timeout_s         longest that an actor may take no turn
     options           of `LLMCollector`
 
-    Raises  WorkerError where an actor raised, with its traceback, or died; DeadlineError. Both name the actor
+    Raises  WorkerError if an actor raised, with its traceback, or died; DeadlineError. Both name the actor
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class RayLLMCollector:
     def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
         """Gives all actors new weights, between two turns of each, and returns when they have them.
 
-        Raises  WeightSyncError where an actor refuses them, naming it; the others have them then
+        Raises  WeightSyncError if an actor refuses them, naming it; the others have them then
         """
         self._pool.check_open("take weights")
         if self.weight_updater is not None:

@@ -76,7 +76,7 @@ class TurnLog:
         return found
 
     def rows(self, *, last_only: bool) -> TensorDictBase | None:
-        """The turns of finished conversations, conversation after conversation; None where none has finished.
+        """The turns of finished conversations, conversation after conversation; None if none has finished.
 
         last_only  of each training record its last turn alone, with the reward where the conversation ended
         """
@@ -325,7 +325,7 @@ def _converse(
 class ConversationStream:
     """Conversations that run all the time, each in a thread of its own: where one ends another begins.
 
-    begin   draws one conversation [1]; None where the data have ended
+    begin   draws one conversation [1]; None if the data have ended
     width   of them at a time
     room    no other begins while finished ones of so many turns wait to be taken
     budget  of turns
@@ -389,7 +389,7 @@ class ConversationStream:
                             self._changed.notify_all()
         except ConversationsStopped:
             pass
-        except BaseException as error:  # raised where conversations are taken
+        except BaseException as error:  # raised when conversations are taken
             self._end(error)
         finally:
             with self._changed:

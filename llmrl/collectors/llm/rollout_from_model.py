@@ -220,7 +220,7 @@ class RolloutFromModel:
         return self._end_scores(ids_BT, _before(lengths_B, ids_BT).to(torch.int64))
 
     def _label_endings(self, batch: PromptData) -> list[Tensor]:
-        """The ids of each label from its last end of sequence on; none where it has none."""
+        """The ids of each label from its last end of sequence on; none if it has none."""
         eos = torch.tensor(self.eos_token_ids, device=batch.input_ids.device)
         endings = []
         for ids, mask, last in zip(

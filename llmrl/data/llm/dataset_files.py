@@ -71,7 +71,7 @@ def to_messages(
 ) -> list[Message]:
     """The conversation of a row, for SFT. The table at the top of this file says which columns are read.
 
-    Writes   ``system_prompt`` as the first message, where given and where the row has no system message of its own
+    Writes   ``system_prompt`` as the first message, if given and the row has none of its own
     Raises   DataError naming the row (``number``) for a missing column, a malformed message or no assistant turn
 
     >>> to_messages({"question": "2 + 2?", "answer": "4"})
@@ -103,7 +103,7 @@ def to_prompt(
 ) -> dict[str, Any]:
     """The start of an environment's conversation.
 
-    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer", where there is a
+    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer", if there is a
              reference, is a string; the other columns are kept under their names, for reward functions
     Raises   DataError naming the row (``number``) for a missing column, or a prompt without any message
 

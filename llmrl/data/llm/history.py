@@ -451,7 +451,7 @@ def _pick_rows(nested: Any, index: Any) -> list[Any] | None:
 
 
 # A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its
-# ``__repr__`` fails where a batch begins with a conversation of no messages.
+# ``__repr__`` fails if a batch begins with a conversation of no messages.
 _init.__qualname__ = "History.__init__"  # what Python's own errors call it
 History.__init__ = _init
 History.__repr__ = _repr

@@ -88,7 +88,7 @@ def load_image(source: Any, *, only_check: bool = False) -> Image | None:
     "path" as the ``datasets`` library has them.
 
     only_check  reads no pixels, and returns None
-    Raises      DataError where it cannot be read; images are not fetched from the network
+    Raises      DataError if it cannot be read; images are not fetched from the network
     """
     module = require("PIL.Image", extra="vision", used_by="images in conversations")
     if isinstance(source, Mapping):

@@ -57,7 +57,7 @@ class SpanFinder:
         *,
         add_generation_prompt: bool,
     ) -> list[list[Span]]:
-        """Character spans per conversation; ``blocks`` are the generation blocks of its text where they are known.
+        """Character spans per conversation; ``blocks`` are the generation blocks of its text if they are known.
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """

@@ -99,7 +99,7 @@ class _ReadsError(Exception):
 
 
 class _Walk:
-    """Follows the messages through a template's names; raises _ReadsError where a text is more than written."""
+    """Follows the messages through a template's names; raises _ReadsError if a text is more than written."""
 
     def __init__(self, macros: Mapping[str, nodes.Macro]) -> None:
         self.names = {"messages": _PARTS}

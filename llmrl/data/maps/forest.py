@@ -40,7 +40,7 @@ class NodeMap(TensorMap):
         return self.query_module.index(item) < len(self)
 
     def node(self, item: TensorDictBase) -> int:
-        """The number of one observation. Raises MissingKeyError where it was never met."""
+        """The number of one observation. Raises MissingKeyError if it was never met."""
         if (node := int(self.query_module.index(item))) >= len(self):
             key = item.select(*self.query_module.in_keys).to_dict()
             raise MissingKeyError(f"MCTSForest: no trajectory has this observation: {key!r:.200}.")
@@ -61,9 +61,9 @@ class MCTSForest:
     """Trajectories by their observations and actions. A step that several of them took is kept once.
 
     Reads    of `extend`, a rollout [*B, T] (time last): ``observation_keys``, also under "next", ``action_keys`` and,
-             where they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
+             if they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
              ``excluded_keys``
-    Raises   DataError, with nothing kept, where an action leads elsewhere than it did before
+    Raises   DataError, with nothing kept, if an action leads elsewhere than it did before
 
     data_map   (observation, action) -> the step, with "next"; by position too. By default in a `LazyStackStorage`
     node_map   observation -> "_index", the positions of the steps that were taken there
@@ -178,7 +178,7 @@ class MCTSForest:
         compact    steps that all trajectories take which come there are one vertex; else each step is a vertex
 
         A path ends where it comes back to an observation that it has met (``is_repeated``).
-        Raises  MissingKeyError where no trajectory has the observation
+        Raises  MissingKeyError if no trajectory has the observation
         """
         root = root.select(*self.observation_keys)
         if root.batch_dims:

@@ -31,7 +31,7 @@ class BinaryToDecimal(nn.Module):
 
     Reads    bits [..., F], F a multiple of ``num_bits``; ``convert_to_binary``: any numbers, where positive means 1
     Returns  ``dtype`` [...]
-    Raises   ShapeError where the last dim does not have whole chunks
+    Raises   ShapeError if the last dim does not have whole chunks
 
     >>> BinaryToDecimal(4, "cpu", torch.int32)(torch.tensor([[0, 0, 1, 0, 0, 0, 0, 1]])).tolist()  # 2 + 1
     [3]

@@ -29,9 +29,9 @@ class QueryModule(nn.Module):
     Writes   ``index_key`` int64[*B]  a new row gets the next number; with ``extend=False`` the number of known rows
              ``hash_key``  int64[*B]  its hash, unless ``write_hash=False``
     Returns  ``td``; with ``clone`` a shallow copy of it
-    Raises   MissingKeyError without one of ``in_keys``; ShapeError where its dtype or shape changed
+    Raises   MissingKeyError without one of ``in_keys``; ShapeError if its dtype or shape changed
 
-    Rows are the same where all of their numbers are: hashes do not decide, unless ``hash_to_int`` is given.
+    Rows are the same if all of their numbers are: hashes do not decide, unless ``hash_to_int`` is given.
 
     hash_module   of the values of one key, [*B, F]: default `SipHash`
     hash_to_int   numbers the hashes instead of the rows: those that ``hash_module`` does not tell apart are one then
@@ -159,7 +159,7 @@ class TensorDictMap(TensorMap):
 
     Reads    ``query_module.in_keys`` of the tensordict [*B] that indexes; an integer index is a position in the storage
     Writes   rows of ``storage``, all of them or, after an error, none
-    Raises   MissingKeyError for a row that is read and not there, naming it; RuntimeError where the storage is full
+    Raises   MissingKeyError for a row that is read and not there, naming it; RuntimeError if the storage is full
 
     out_keys    those that are read; None: all
     write_fn    (rows that are there, new ones for them) -> what is written; None: the new ones. Where a key is twice in
@@ -203,7 +203,7 @@ class TensorDictMap(TensorMap):
     ) -> TensorDictMap:
         """An empty map for keys like ``in_keys`` of ``source`` and values like ``out_keys`` of ``dest``.
 
-        Raises  MissingKeyError where the examples lack them. ``consolidated`` has no effect.
+        Raises  MissingKeyError if the examples lack them. ``consolidated`` has no effect.
         """
         query = QueryModule(in_keys, hash_module=hash_module)
         query._values(source)

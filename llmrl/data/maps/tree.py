@@ -25,7 +25,7 @@ class Tree:
     """A vertex and all that grows from it. `MCTSForest.get_tree` makes them; they read the steps of their forest.
 
     rollout    the steps [L] that lead here from the parent's observation, the first one the choice between branches; of
-               the root, in a compact tree, the steps before the first choice. None where there are none
+               the root, in a compact tree, the steps before the first choice. None if there are none
     subtree    the children, in the order in which they were first taken
     node_id    0 for the root, then in the order of a walk that goes to the first child first
     count      how often trajectories came this way; of the root, how often they started from it
@@ -118,7 +118,7 @@ class Tree:
 
     @property
     def is_terminal(self) -> bool:
-        """True where the trajectory that leads here is done."""
+        """True if the trajectory that leads here is done."""
         if not self.branches:
             return False
         last = self._forest.data_map[self.branches[-1]]["next"]
@@ -166,7 +166,7 @@ class Tree:
         return max(len(self._branches(path)) for path in self.valid_paths())
 
     def rollout_from_path(self, path: Sequence[int]) -> TensorDictBase | None:
-        """The steps from the root to the vertex at ``path``; None where there are none."""
+        """The steps from the root to the vertex at ``path``; None if there are none."""
         branches = self._branches(path)
         return self._forest.data_map[torch.tensor(branches)] if branches else None
 

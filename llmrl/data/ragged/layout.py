@@ -293,7 +293,7 @@ def copy_columns(
 
     Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
     tensor or as a list of rows (tensors or, where a row is one number, numbers), and leaves as one tensor. ``forms``
-    are ``ragged_forms``, where they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
+    are ``ragged_forms``, if they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
     ``put_together`` copies unless who gets them does.
     """
     copies: list[Any] = []

@@ -321,7 +321,7 @@ def _takes(batch: Any, value: Tensor) -> bool:
     )
 
 
-# --- conversations: a message has one entry for each of `FIELDS`, None where it lacks the field --------------------
+# --- conversations: a message has one entry for each of `FIELDS`, None if it lacks the field --------------------
 
 
 class MessageStack(LazyRows):

@@ -98,7 +98,7 @@ def attach(td: TensorDictBase, name: str, nested: TensorDictBase) -> None:
 
 
 def dim_names(td: TensorDictBase) -> list[str | None] | None:
-    """The names of the batch dimensions; None where none has a name."""
+    """The names of the batch dimensions; None if none has a name."""
     return td.names if td._has_names() else None
 
 
@@ -115,7 +115,7 @@ def fill(collection: Any, td: TensorDictBase) -> None:
 
 def rewrap(like: C, td: TensorDictBase) -> C:
     """A tensorclass of the type of ``like``, with its non-tensor fields, around another tensordict; that tensordict
-    itself where ``like`` is one too.
+    itself if ``like`` is one too.
     """
     return td if isinstance(like, TensorDictBase) else wrap(type(like), td, dict(like._non_tensordict))
 
@@ -158,7 +158,7 @@ def plain_value(value: Any) -> Any:
 
 
 def column_values(td: TensorDictBase, key: str) -> list[Any] | None:
-    """The Python objects of a column, one per row; None where the batch has no such column.
+    """The Python objects of a column, one per row; None if the batch has no such column.
 
     Reads  NonTensorStack [B], NonTensorData [B] (the same object for every row) or Tensor [B, ...] (as Python numbers)
 

@@ -101,7 +101,7 @@ def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...
 
 
 def shape_cells(batch: Any, shape: Sequence[int]) -> Any:
-    """Rows [N] laid out on a grid of ``shape``; lists of rows stay lists where it has one dimension."""
+    """Rows [N] laid out on a grid of ``shape``; lists of rows stay lists if it has one dimension."""
     return batch if len(shape) == 1 else _map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
 
 

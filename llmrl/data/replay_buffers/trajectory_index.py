@@ -85,7 +85,7 @@ class TrajectoryIndex:
         return np.minimum(self._ages[cells], self.time(cells) + 1)
 
     def same(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        """True where the trajectory of a cell goes on for that many steps."""
+        """True if the trajectory of a cell goes on for that many steps."""
         inside = self.time(cells) + steps < self.length
         there = np.where(inside, self.ahead(cells, steps), cells)
         return inside & (self._ages[there] - self._ages[cells] == steps)

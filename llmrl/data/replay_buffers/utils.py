@@ -67,8 +67,8 @@ class Stage(NamedTuple):
 def as_stage(transform: Any, *, invert: bool = False) -> Stage:
     """Finds the two directions of a transform.
 
-    Reads run ``forward`` where there is one (through the call, for an ``nn.Module``), else the callable itself; writes
-    run ``inv`` where there is one.
+    Reads run ``forward`` if there is one (through the call, for an ``nn.Module``), else the callable itself; writes
+    run ``inv`` if there is one.
     """
     if hasattr(transform, "eval") and hasattr(transform, "train"):
         transform.eval()

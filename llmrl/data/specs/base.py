@@ -50,7 +50,7 @@ class TensorSpec(abc.ABC):
     ends in an underscore, `Composite`'s entries, masks and a provisional ``n`` are changed in place.
 
     A dim of -1 takes any size; `rand`, `zero` and `one` give it size 1. Shape operations are those of tensors, act on
-    bounds and masks too, and raise ShapeError where a tensor of this shape would refuse them.
+    bounds and masks too, and raise ShapeError if a tensor of this shape would refuse them.
     """
 
     shape: Size
@@ -64,7 +64,7 @@ class TensorSpec(abc.ABC):
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
-        """True if the values are whole numbers; None where the spec does not decide."""
+        """True if the values are whole numbers; None if the spec does not decide."""
         return None
 
     @property
@@ -112,7 +112,7 @@ class TensorSpec(abc.ABC):
             raise AssertionError(f"{type(self).__name__}: the value must be in the spec: {'; '.join(found)}")
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError where the kind of value or its dtype is another than the spec's; ``key`` is its name."""
+        """Raises TypeError if the kind of value or its dtype is another than the spec's; ``key`` is its name."""
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:

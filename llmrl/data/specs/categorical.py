@@ -157,7 +157,7 @@ class Categorical(_Numbers):
         return torch.iinfo(torch.int64).max if self._width == -1 else self._width
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        self._group_sizes()  # raises where the number is not known
+        self._group_sizes()  # raises if the number is not known
         return super()._sample(shape, generator, device)
 
     def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:

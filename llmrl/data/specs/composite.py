@@ -228,7 +228,7 @@ class Composite(NamedSpec):
 
     @property
     def device(self) -> torch.device | None:
-        """The device of every entry, or None where it is left to them. Setting it moves every entry."""
+        """The device of every entry, or None if it is left to them. Setting it moves every entry."""
         return self._device
 
     @device.setter
@@ -244,7 +244,7 @@ class Composite(NamedSpec):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims, None where one has none. Nested composites have them too; equality ignores them."""
+        """The names of the dims, None if one has none. Nested composites have them too; equality ignores them."""
         return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
 
     @names.setter
@@ -289,7 +289,7 @@ class Composite(NamedSpec):
         return self._made(lambda spec: spec._filled(number, shape), self._full_shape(shape))
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError where the kind of value or its dtype is another than the spec's; with ``key``, of that entry
+        """Raises TypeError if the kind of value or its dtype is another than the spec's; with ``key``, of that entry
         alone: ``value`` holds it, or is it."""
         spec = self if key is None else self[key]
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):

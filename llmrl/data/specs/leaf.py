@@ -286,7 +286,7 @@ def field_text(field: Tensor) -> str:
 
 
 def _memo_key(value: Any) -> Any:
-    # None where remembering would cost more than encoding again, or the value can change.
+    # None if remembering would cost more than encoding again, or the value can change.
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     return (type(value), value) if isinstance(value, (bool, int, float, str, np.generic)) else None

@@ -66,7 +66,7 @@ class _Numeric(LeafSpec):
 class Bounded(_Numeric):
     """A box: ``low`` and ``high`` are numbers or tensors that broadcast to ``shape``; both belong to the domain.
 
-    Raises  ConfigError where a low exceeds its high or ``domain`` is not a domain; ShapeError where bounds do not fit
+    Raises  ConfigError if a low exceeds its high or ``domain`` is not a domain; ShapeError if bounds do not fit
             ``shape``
 
     Without ``shape`` it is the bounds' own; without ``dtype`` that of tensor bounds, else float (int64 if ``domain`` is
@@ -98,7 +98,7 @@ class Bounded(_Numeric):
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
-        if not bool((low <= high.to(low.device)).all()):  # also where one of them is NaN
+        if not bool((low <= high.to(low.device)).all()):  # even if one of them is NaN
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )

@@ -41,7 +41,7 @@ class ShapeOp:
     def on_shape(self, lead: Size, owner: str) -> tuple[Size, Size]:
         """Returns the new shape, and ``lead`` with the stand-in for -1.
 
-        Raises  ShapeError, naming ``owner``, where the operation does not fit
+        Raises  ShapeError, naming ``owner``, if the operation does not fit
         """
         stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
         measured = Size(stand_in if size == -1 else size for size in lead)

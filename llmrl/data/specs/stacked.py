@@ -87,7 +87,7 @@ class _Stack(TensorSpec):
 
     @property
     def device(self) -> torch.device | None:
-        """The members' device, or None where one of them has none."""
+        """The members' device, or None if one of them has none."""
         return next((None for spec in self.members if spec.device is None), self.members[0].device)
 
     @property
@@ -416,7 +416,7 @@ def consolidate_spec(
     """A copy in which the members of a `StackedComposite` have every key that one of them has.
 
     A key that was absent gets a spec of the same type as elsewhere, with size 0 in the dims beyond the member's own
-    (where it has none, the very spec); a `Composite` comes without entries, to be filled in the same way.
+    (if it has none, the very spec); a `Composite` comes without entries, to be filled in the same way.
 
     ``recurse_through_entries`` goes on in nested composites, ``recurse_through_stack`` in the members of stacks.
 

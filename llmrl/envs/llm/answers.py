@@ -79,7 +79,7 @@ def find_blocks(text: str) -> Blocks:
 
 
 def extract_tags(text: str) -> tuple[str | None, str | None]:
-    """(thinking, last answer) of a response, each None where there is none."""
+    """(thinking, last answer) of a response, each None if there is none."""
     blocks = find_blocks(text)
     return "\n".join(blocks.thoughts) if blocks.thoughts else None, blocks.answers[-1] if blocks.answers else None
 
@@ -120,7 +120,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def code_block(text: str, languages: tuple[str, ...] = ("python", "python3", "py", "")) -> str | None:
-    """The last fenced block outside thinking in one of ``languages``; None where there is none.
+    """The last fenced block outside thinking in one of ``languages``; None if there is none.
 
     >>> code_block("```python\\nprint(1)\\n```\\nwhich prints\\n```text\\n1\\n```")
     'print(1)\\n'
@@ -271,10 +271,10 @@ class AnswerParser(ScoringTransform, ABC):
             names another
     Writes  "reward"         float32[B, 1, 1]  += correct_reward | format_reward | 0, in the ``next`` tensordict
             "reward_right"   float32[B, 1, 1]  correct_reward where the answer is right
-            "reward_answer"  float32[B, 1, 1]  format_reward where there is an answer
-            "reward_think"   float32[B, 1, 1]  format_reward where there is a thinking block; not part of the reward
+            "reward_answer"  float32[B, 1, 1]  format_reward if there is an answer
+            "reward_think"   float32[B, 1, 1]  format_reward if there is a thinking block; not part of the reward
             "success"        bool[B, 1, 1]
-            "done", "terminated"  bool[B, 1]   True where there is an answer, unless ``set_done_if_answer=False``
+            "done", "terminated"  bool[B, 1]   True if there is an answer, unless ``set_done_if_answer=False``
     Raises  DataError naming the row whose reference cannot be compared with; MissingKeyError without references
 
     ``in_keys`` (response view, reference) and ``out_keys`` (reward_answer, reward_think, reward_right, reward, success)
@@ -338,7 +338,7 @@ class AnswerParser(ScoringTransform, ABC):
         return self.correct_reward if right else self.format_reward
 
     def references(self, td: TensorDictBase, key: str | None = None) -> list[Any]:
-        """A column of the batch, by default the reference. Raises MissingKeyError where it is missing."""
+        """A column of the batch, by default the reference. Raises MissingKeyError if it is missing."""
         return required_column(td, key or self.answer_key, type(self).__name__, "the reference")
 
     def responses(self, td: TensorDictBase) -> list[str]:

@@ -79,9 +79,9 @@ def completion_texts(
     its end, and (not ``as_drawn``) without the white space that the template writes before an answer.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
-             where there is none of them the last message of "full" in the same order; with ``mode``, only that view
-    Raises   MissingKeyError naming ``who`` where there is none of them, where the last message is that of a system,
-             user or tool, and where there are only ids (or text, for "full") and no ``tokenizer``
+             if there is none of them the last message of "full" in the same order; with ``mode``, only that view
+    Raises   MissingKeyError naming ``who`` if there is none of them, if the last message is that of a system,
+             user or tool, and if there are only ids (or text, for "full") and no ``tokenizer``
 
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
@@ -109,7 +109,7 @@ def completion_texts(
 
 
 def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) -> list[Any]:
-    """The values of an entry, one per row. Raises MissingKeyError where it is missing."""
+    """The values of an entry, one per row. Raises MissingKeyError if it is missing."""
     values = None if td is None else column_values(td, key)
     if values is None:
         keys = "none" if td is None else present_keys(td)
@@ -118,7 +118,7 @@ def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) ->
 
 
 def check_view(mode: str | None, who: str) -> None:
-    """Raises ConfigError where a scorer is to read an unknown view."""
+    """Raises ConfigError if a scorer is to read an unknown view."""
     if mode not in (None, *MODES):
         raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
 
@@ -129,13 +129,13 @@ def view_of(td: TensorDictBase) -> str | None:
 
 
 def tokenizer_of(transform: Transform) -> Any | None:
-    """The transform's own tokenizer, else that of its env; None where there is neither."""
+    """The transform's own tokenizer, else that of its env; None if there is neither."""
     own = transform.tokenizer
     return getattr(transform.container, "tokenizer", None) if own is None else own
 
 
 def renderer_of(env: EnvBase | None) -> Renderer | None:
-    """The renderer of the chat env below the transforms; None where it keeps a history, or without an env."""
+    """The renderer of the chat env below the transforms; None if it keeps a history, or without an env."""
     return getattr(innermost(env), "renderer", None)
 
 
@@ -171,7 +171,7 @@ def _around_answers(tokenizer: Any) -> tuple[str, str]:
 def _whole_chats(
     td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None
 ) -> list[list[dict[str, Any]]] | None:
-    """The messages of each conversation, of a batch that has conversations only as a whole; None where one of them
+    """The messages of each conversation, of a batch that has conversations only as a whole; None if one of them
     does not end in an answer."""
     if history is not None and (full := history.get("full", None)) is not None:
         chats = full.to_chats()

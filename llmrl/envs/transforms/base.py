@@ -46,7 +46,7 @@ class Transform:
     Reads   ``in_keys`` (of t+1, or of a batch), ``out_keys_inv`` (what the policy writes)
     Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads). With ``in_keys=[]`` nothing is
             mapped: ``out_keys`` then names the entries that a hook of the subclass writes
-    Raises  MissingKeyError where an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
+    Raises  MissingKeyError if an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -242,7 +242,7 @@ def _each_in_turn(hook: str) -> Callable[..., Any]:
 class Compose(Transform):
     """Several transforms as one: they run in the order given, and their ``inv`` in the opposite one.
 
-    Raises  ConfigError for a member that is not a `Transform`, or that returned None where a tensordict is due
+    Raises  ConfigError for a member that is not a `Transform`, or that returned None if a tensordict is due
 
     >>> compose = Compose(Transform(), Transform(in_keys=["observation"]))
     >>> len(compose), compose[1].in_keys
@@ -269,7 +269,7 @@ class Compose(Transform):
         self._members_changed()
 
     def pop(self, index: int = -1) -> Transform:
-        """Takes a member out and detaches it. Raises ConfigError where there is none at ``index``."""
+        """Takes a member out and detaches it. Raises ConfigError if there is none at ``index``."""
         if not -len(self.transforms) <= index < len(self.transforms):
             raise ConfigError(f"Compose.pop: there must be a transform at {index}: got {len(self.transforms)} of them.")
         transform = self.transforms.pop(index)

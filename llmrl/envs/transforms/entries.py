@@ -255,7 +255,7 @@ class ObservationNorm(EntryTransform):
     """``value * scale + loc``; with ``standard_normal`` ``(value - loc) / scale``. What a policy writes under
     ``out_keys_inv`` is mapped back.
 
-    Raises  ConfigError where a value comes before ``loc`` and ``scale`` are given or `init_stats` has measured them
+    Raises  ConfigError if a value comes before ``loc`` and ``scale`` are given or `init_stats` has measured them
 
     >>> from tensordict import TensorDict
     >>> ObservationNorm(1.0, 2.0, in_keys=["a"], standard_normal=True)(TensorDict(a=torch.tensor([5.0])))["a"]

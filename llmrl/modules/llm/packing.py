@@ -148,7 +148,7 @@ def _place(ids_N: Tensor, layout: Layout) -> Packed:
 def pack_batch(
     model: nn.Module, input_ids: Tensor, attended_BT: Tensor, packing: Packing, *, has_positions: bool = False
 ) -> Packed | None:
-    """The real tokens of a padded batch end to end, ``index`` in the order of the mask; None where it stays padded.
+    """The real tokens of a padded batch end to end, ``index`` in the order of the mask; None if it stays padded.
 
     Raises  ConfigError for "on" where the model cannot be packed, or its positions were given
     """
@@ -169,7 +169,7 @@ def pack_batch(
 
 
 def can_pack(model: nn.Module, packing: Packing) -> bool:
-    """True where this model keeps packed rows apart and ``packing`` is not "off".
+    """True if this model keeps packed rows apart and ``packing`` is not "off".
 
     Raises  ConfigError for "on" if the model cannot be packed, and for an unknown ``packing``
     """
@@ -309,12 +309,12 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype:
 
 # --- whether a model keeps packed rows apart --------------------------------------------------------------------------
 
-# model -> by attention implementation, what is wrong with it packed; None where nothing is
+# model -> by attention implementation, what is wrong with it packed; None if nothing is
 _faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
 def why_not_packed(model: nn.Module) -> str | None:
-    """The reason that rows cannot be laid end to end for this model; None where they can.
+    """The reason that rows cannot be laid end to end for this model; None if they can.
 
     Calls  the model's body three times on a few tokens, once per model and attention implementation: packed rows must
            get the hidden states of padded ones, and must not change with what is beside them

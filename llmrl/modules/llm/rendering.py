@@ -188,7 +188,7 @@ class Renderer:
                  the stream without its end-of-turn ids (it was cut off), the result begins with them
         Raises   RewriteError, a TemplateError, if the template writes the earlier messages differently once the new
                  ones follow, for example drops their thinking: such a conversation has to start a new stream with
-                 :meth:`prompt_ids`; with ``return_errors`` it has the error in place of ids. TemplateError where the
+                 :meth:`prompt_ids`; with ``return_errors`` it has the error in place of ids. TemplateError if the
                  stream and the messages do not fit
 
         An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
@@ -329,7 +329,7 @@ class Renderer:
     ) -> _Extension:
         """The text after a conversation when messages follow. Raises RewriteError if that changes its own text.
 
-        Without ``before``, which is the text of ``context``, also if it changes the prompt of the last answer.
+        Without ``before``, which is the text of ``context``, even if it changes the prompt of the last answer.
         """
         chat, checked = [*context, *new], before is None
         if before is None:
@@ -428,7 +428,7 @@ def _joined(images: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def is_open(chat: Chat) -> bool:
-    """True where a conversation ends in an unfinished message of the assistant's, for the model to go on with.
+    """True if a conversation ends in an unfinished message of the assistant's, for the model to go on with.
 
     >>> question, begun = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}
     >>> is_open([question, begun]), is_open([question, {**begun, "is_complete": False}])

@@ -98,7 +98,7 @@ class Routers:
         return getattr(model, "routers", None) or cls(model)
 
     def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._seen is None:  # also where checkpointing computes a layer again: it saves the same tensors then
+        if self._seen is None:  # even if checkpointing computes a layer again: it saves the same tensors then
             return
         parts = _tensors(output)
         indices = next((part for part in parts if not part.is_floating_point()), None)
@@ -230,7 +230,7 @@ class _ChosenExperts(TorchFunctionMode):
 
 
 def _route(module: nn.Module, arguments: Any, routes_NK: Tensor) -> Any:
-    """The output of a router that sends its tokens to these experts. Raises ShapeError where it does not."""
+    """The output of a router that sends its tokens to these experts. Raises ShapeError if it does not."""
     with _ChosenExperts(routes_NK) as chosen:
         output = module.forward(*arguments)
     if chosen.count != 1:
@@ -242,7 +242,7 @@ def _route(module: nn.Module, arguments: Any, routes_NK: Tensor) -> Any:
 
 
 def why_not_replayed(model: nn.Module) -> str | None:
-    """The reason that routes cannot be replayed in ``model``, which needs no weights; None where they can.
+    """The reason that routes cannot be replayed in ``model``, which needs no weights; None if they can.
 
     Calls  a router of its kind with random weights on a few tokens: it must return the experts that it is told to
            choose, with gates that are neither 0 nor infinite, and with its own choices what it returns by itself

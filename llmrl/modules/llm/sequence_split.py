@@ -69,12 +69,12 @@ class SequenceSplit:
 
 
 def active_split() -> SequenceSplit | None:
-    """The split that the sequences of this pass are cut by; None where they are whole."""
+    """The split that the sequences of this pass are cut by; None if they are whole."""
     return _active
 
 
 def why_not_split(model: nn.Module, size: int) -> str | None:
-    """The reason that sequences of ``model`` cannot be split over ``size`` ranks; None where they can."""
+    """The reason that sequences of ``model`` cannot be split over ``size`` ranks; None if they can."""
     config = model.config
     sizes = config.get_text_config()
     heads = sizes.num_attention_heads

@@ -41,12 +41,12 @@ class TokenStream:
     """One stream per row; a row without ids begins a new one.
 
     ids             int64[S]
-    covered         how much of the mode's view the ids cover: messages or characters; None where they are the view
+    covered         how much of the mode's view the ids cover: messages or characters; None if they are the view
     assistant_mask  bool[S]     ids that the policy sampled
     log_probs       float32[S]  0 where it did not
-    plain           float32[S]  as log_probs, before truncation; None where no turn was truncated
-    versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None where each turn has one version
-    routes          int16[N, layers, K]  experts of the first N <= S ids; None where the engine does not report them
+    plain           float32[S]  as log_probs, before truncation; None if no turn was truncated
+    versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None if each turn has one version
+    routes          int16[N, layers, K]  experts of the first N <= S ids; None if the engine does not report them
     answered        True where the ids are a prompt that was answered before and is asked again
     """
 
@@ -65,7 +65,7 @@ class TokenStream:
     ) -> TokenStream | None:
         """The streams beside the prompts of a batch, or with ``finished`` those that its turns end with.
 
-        Padding is left out. Returns None where the batch has no ids. ``keys``: the names of the containers
+        Padding is left out. Returns None if the batch has no ids. ``keys``: the names of the containers
         """
         views = {name: td.get(keys[name], None) for name in _DEFAULT_KEYS}
         holders = {name: None if is_non_tensor(view) else inner(view) for name, view in views.items()}
@@ -139,7 +139,7 @@ class TokenStream:
         return [not ids.numel() for ids in self.ids]
 
     def num_answers(self, row: int) -> int | None:
-        """The number of answers that the stream of a row holds; None where that is not known."""
+        """The number of answers that the stream of a row holds; None if that is not known."""
         if self.assistant_mask is None:
             return None
         mask = self.assistant_mask[row].int()
@@ -161,7 +161,7 @@ def turn_columns(
     Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated,
             ``versions`` int64[R] where the weights changed meanwhile; ``routes`` int16[P + R, layers, K]
             stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
-    Raises  ShapeError where the stream is longer than the prompt that it begins
+    Raises  ShapeError if the stream is longer than the prompt that it begins
     """
     prompt_lengths = [prompt.numel() for prompt in prompts]  # a quarter of the cost of len()
     lengths = [at + response.numel() for at, response in zip(prompt_lengths, responses, strict=True)]

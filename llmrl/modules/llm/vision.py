@@ -211,7 +211,7 @@ def write_media(rows: Sequence[Media], batch_size: Sequence[int]) -> TensorDictB
 
 
 def read_media(td: TensorDictBase) -> list[Media] | None:
-    """The media of each row of a batch; None where it has none."""
+    """The media of each row of a batch; None if it has none."""
     stack = td.get(MEDIA, None)
     if stack is None:
         return None
@@ -264,7 +264,7 @@ def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict
 
 
 def vision_tower(model: nn.Module) -> nn.Module | None:
-    """The part of a model that reads images; None where it has none."""
+    """The part of a model that reads images; None if it has none."""
     if getattr(getattr(model, "config", None), "vision_config", None) is None:
         return None
     names = ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens")
@@ -274,7 +274,7 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
     """The log-probs, with a gradient of 0 for that part where it is trained: ranks average the gradients of the same
-    parameters, also where a batch has no image.
+    parameters, even if a batch has no image.
     """
     tower = vision_tower(model) if torch.is_grad_enabled() else None
     trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]

@@ -98,7 +98,7 @@ class PaddedBatch:
     def column(self, td: TensorDictBase, key: NestedKey, missing: str = "") -> Tensor:
         """One value per token, [B, T], 0 (False) in the padding.
 
-        Raises  MissingKeyError, opening with ``missing`` where given; ShapeError if a row is not as long as its tokens
+        Raises  MissingKeyError, opening with ``missing`` if given; ShapeError if a row is not as long as its tokens
         """
         return self.align(_get(td, key, self.reader, missing), key)
 
@@ -221,7 +221,7 @@ def actor_scores(
 
 
 def group_ids(td: TensorDictBase, key: NestedKey = GROUP_ID) -> Tensor | None:
-    """int64[B], or None where the batch has no groups."""
+    """int64[B], or None if the batch has no groups."""
     value = td.get(key, None)
     return value.reshape(-1) if isinstance(value, Tensor) else None
 

@@ -333,7 +333,7 @@ class StepCounts:
         return self  # so that sum(counts) works
 
     def over_ranks(self) -> StepCounts:
-        """The sum over all processes of the default process group; itself where there is none."""
+        """The sum over all processes of the default process group; itself if there is none."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self
         gathered: list[StepCounts] = [self] * torch.distributed.get_world_size()

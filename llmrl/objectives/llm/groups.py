@@ -130,7 +130,7 @@ def whitened(values_N: Tensor, weights_N: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------- waiting
 
-Group = tuple[Hashable, Hashable]  # the prompt, the policy version (None where there is none)
+Group = tuple[Hashable, Hashable]  # the prompt, the policy version (None if there is none)
 
 
 class Trajectory(NamedTuple):

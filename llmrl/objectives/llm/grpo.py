@@ -30,7 +30,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
 
     Terms are weighted by the loss's aggregation, metrics are means over the trained tokens, both over the counts of the
     step: those of micro-batches add up (`merge_outputs`; maxima excepted). ``tokens`` and the two ``weight_*`` sums
-    are plain sums. None where not computed.
+    are plain sums. None if not computed.
     """
 
     loss_objective: Tensor
@@ -84,7 +84,7 @@ class GRPOLoss(LossModule):
     ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
     normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
 
-    ``on_tokens``, where it is set, is called in each forward pass with the batch, the trained tokens bool[B, T], and
+    ``on_tokens``, if it is set, is called in each forward pass with the batch, the trained tokens bool[B, T], and
     what is known of each by name: "trainer_logp" (before the step's first update), "advantage", "ratio", "entropy" and
     "kl_to_ref" where they are computed.
     """

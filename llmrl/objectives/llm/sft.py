@@ -37,7 +37,7 @@ class SFTLossOutput(TensorClass["nocast"]):
     """Terms to be summed and differentiated (``loss_*``), and detached metrics; float32 scalars.
 
     ``loss_sft`` is float32[B] for reduction="none". Metrics are means over the trained tokens of the step, ``tokens``
-    and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None where not asked for.
+    and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None if not asked for.
     """
 
     loss_sft: Tensor
@@ -54,7 +54,7 @@ class SFTLoss(LossModule):
 
     Reads   ("tokens", "full")                 int64 ragged[T]    with
             ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on where the batch has
-                                               that; where these are missing,
+                                               that; if these are missing,
             ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
             ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)

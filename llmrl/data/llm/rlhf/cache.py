@@ -45,7 +45,7 @@ def open_or_build(
     Files that do not hold this recipe, or are not whole, are built again. A process that finds another one building
     waits for it. A build that fails leaves nothing behind.
 
-    Raises  DataError where the disk does not take the files, DeadlineError after ``timeout_s``
+    Raises  DataError if the disk does not take the files, DeadlineError after ``timeout_s``
     """
     recipe = json.loads(json.dumps(recipe))
     folder = root / f"{name}-{digest(json.dumps(recipe, sort_keys=True))[:12]}"
@@ -77,7 +77,7 @@ def open_or_build(
 
 
 def _open(folder: Path, recipe: Recipe) -> tuple[TensorDict, dict[str, Any]] | None:
-    """None where the folder is missing, not whole, or of another recipe."""
+    """None if the folder is missing, not whole, or of another recipe."""
     try:
         folder = current_directory(folder)
         content = json.loads((folder / _CONTENT).read_bytes())

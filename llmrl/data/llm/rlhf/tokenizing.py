@@ -49,7 +49,7 @@ class TensorDictTokenizer:
     Raises   DataError for a missing column or a value that is not text, ConfigError for ragged rows without padding
 
     padding  "max_length"; True or "longest": to the longest row of the call; False. On the tokenizer's side, with its
-             padding token, or where it has none its end of sequence: masks come from lengths
+             padding token, or if it has none its end of sequence: masks come from lengths
 
     >>> from llmrl.testing import tiny_tokenizer
     >>> process = TensorDictTokenizer(tiny_tokenizer(), max_length=6)
@@ -177,7 +177,7 @@ def encode_answers(
 
 
 def same_width(rows: Sequence[Sequence[int]], width: int, pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
-    """int64[N, width] of ids, and of 1 where there is one."""
+    """int64[N, width] of ids, and of 1 if there is one."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))[:, None]
     place = np.arange(width)
     mask = place < lengths if side == "right" else place >= width - lengths
@@ -193,7 +193,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | None, tokenizer_class: Any | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, or the one of this folder or hub name. Raises DataError where it cannot be loaded."""
+    """The tokenizer itself, or the one of this folder or hub name. Raises DataError if it cannot be loaded."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return tokenizer
     if tokenizer_class is None:

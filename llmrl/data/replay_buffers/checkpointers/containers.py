@@ -137,7 +137,7 @@ def _escape(name: str) -> str:
 
 
 def _free_name(name: str, taken: Collection[str], suffix: str = "") -> str:
-    """The name, shortened to what file systems take, and different from others also where case does not count."""
+    """The name, shortened to what file systems take, and different from others even if case does not count."""
     head, number, lower = name[:180] or "value", 1, {other.lower() for other in taken}
     candidate = head + suffix
     while candidate.lower() in lower:

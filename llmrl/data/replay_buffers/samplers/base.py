@@ -201,7 +201,7 @@ def flat_positions(index: int | Tensor | None) -> np.ndarray:
 
 
 class FilteredSampler(Sampler):
-    """A sampler with the limits of ``Eligibility``; ``_eligible`` is None where none was asked for."""
+    """A sampler with the limits of ``Eligibility``; ``_eligible`` is None if none was asked for."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ def every_slice(index: TrajectoryIndex, cut: Cut) -> Slices:
 
 
 def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: torch.Generator) -> Slices | None:
-    """``number`` slices, each as likely as any other; None where hardly any row is the end of one.
+    """``number`` slices, each as likely as any other; None if hardly any row is the end of one.
 
     Proposes ends anywhere and keeps those that are ends of slices, at a cost that does not depend on the number of
     rows.

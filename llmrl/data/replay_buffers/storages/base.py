@@ -42,7 +42,7 @@ class Counters:
     """One int64 tensor, so that it can lie in memory that several processes map. The storage's lock guards it.
 
     ``mutations`` never goes back: a reader that remembers it knows whether the rows are still those that it saw,
-    also if another process has changed them.
+    even if another process has changed them.
 
     >>> counters = Counters()
     >>> counters.length, counters.cursor = 3, 3
@@ -158,7 +158,7 @@ class Storage(ABC):
 
     @abstractmethod
     def get(self, index: Index) -> Any:
-        """A copy of one row (int) or of a batch of rows. Raises: IndexError where there is none."""
+        """A copy of one row (int) or of a batch of rows. Raises: IndexError if there is none."""
 
     def count(self, data: Any) -> int:
         """The number of rows that ``extend`` would write."""
@@ -194,7 +194,7 @@ class Storage(ABC):
         self.counters.changed()
 
     def contains(self, index: int | Tensor) -> bool | Tensor:
-        """True where there is a row at the position(s)."""
+        """True if there is a row at the position(s)."""
         if isinstance(index, Tensor):
             return (index >= -len(self)) & (index < len(self))
         return -len(self) <= index < len(self)
@@ -263,7 +263,7 @@ class Storage(ABC):
         )
 
     def check_hand_over(self) -> None:
-        """Raises RuntimeError where another process would get a copy of its own instead of these rows."""
+        """Raises RuntimeError if another process would get a copy of its own instead of these rows."""
         if not self.shared:
             raise RuntimeError(
                 f"{type(self).__name__}: a storage reaches another process by shared memory only: got one that is not "

@@ -18,7 +18,7 @@ from llmrl.data.replay_buffers.utils import load_transform, transform_state
 
 
 class StorageEnsemble(Members, Storage):
-    """Several storages; ``transforms`` (one per storage, None where there is none) are what belongs to their rows.
+    """Several storages; ``transforms`` (one per storage, None if there is none) are what belongs to their rows.
 
     ``ensemble[i]`` is a storage, ``ensemble[1:]`` and ``ensemble[[0, 2]]`` are ensembles, and ``ensemble[:, :3]`` are
     rows: those of every member at the second index, joined. ``len`` counts members. Rows are written to a member.

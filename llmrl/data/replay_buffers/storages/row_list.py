@@ -110,7 +110,7 @@ def to_row(single: Any, device: torch.device | None = None) -> Row:
 
 @torch.no_grad()
 def to_row_like(single: Any, layout: Layout) -> Row | None:
-    """A copy of a single row of this layout; None where ``to_rows`` has to look."""
+    """A copy of a single row of this layout; None if ``to_rows`` has to look."""
     leaves: list[Any] = []
     known = copy_like(layout.root, single, leaves)
     return Row(layout, tuple(leaves), None) if known else None
@@ -139,7 +139,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
 
 
 def _batch_size(row: Row) -> torch.Size | None:
-    """The batch size of a single row; None where only the row itself can tell."""
+    """The batch size of a single row; None if only the row itself can tell."""
     root = row.layout.root
     if type(root) is LazyBranch:
         return row.leaves[0]

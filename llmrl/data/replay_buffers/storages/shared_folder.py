@@ -62,7 +62,7 @@ class SharedFolder:
         return path
 
     def find(self, name: str) -> Path:
-        """The path of a file, also if another process wrote it."""
+        """The path of a file, even if another process wrote it."""
         return self.path / f"{_PREFIX}{name}"
 
     def check_space(self, num_bytes: int) -> None:

@@ -210,7 +210,7 @@ class TensorStorage(Storage):
         self.lock = ProcessLock(folder.file("lock"))
 
     def _known_schema(self) -> Schema | None:
-        """The schema, also if another process has fixed it."""
+        """The schema, even if another process has fixed it."""
         if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
@@ -383,7 +383,7 @@ class LazyMemmapStorage(TensorStorage):
     temporary folder. Their whole size is taken from the disk at the first write, so that a full disk is an error there.
     ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
 
-    Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, also if it is
+    Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
     the first to write: ``shared_init`` says so and changes nothing.
 
     >>> storage = LazyMemmapStorage(100)

@@ -17,7 +17,7 @@ from llmrl.tools.sandbox.launch import Kind
 
 __all__ = ["CodeReward"]
 
-START_S = 600.0  # for an interpreter, also where other cases use all of them
+START_S = 600.0  # for an interpreter, even if other cases use all of them
 
 # The code is text in the text that is run: nothing of it is put together with ours but by exec.
 _STDIN = """
@@ -47,9 +47,9 @@ class CodeReward:
             must print, trailing white space aside. ``{"inputs": [...], "outputs": [...]}`` is a list of the latter
     Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 where all did, else 0.0; 0.0 without
             code, or where it failed, took longer than ``timeout_s`` seconds for a case or wrote too much
-    Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError where no
+    Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError if no
             interpreter could be had, which does not mean that the code is wrong; at construction,
-            MissingDependencyError or UnsupportedError where the sandbox cannot be had
+            MissingDependencyError or UnsupportedError if the sandbox cannot be had
 
     ``concurrency`` cases run at a time over all rows. Tests in text run in the interpreter that ran the code: code that
     looks for the way to pass there will find one. Cases of input and output are compared outside.

@@ -54,7 +54,7 @@ class JudgeReward:
     Returns ``parse`` of the judge's text outside its thinking: by default its last "SCORE: n". A regular expression
             is searched for, the last match's first group counts; a function gets the text and may return None.
             A score within [0, ``scale``] is divided by ``scale``
-    Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError where it gave no usable
+    Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError if it gave no usable
             answer within ``timeout_s`` seconds, ``retries`` more tries included: the row then has no reward
 
     The key is read from the environment variable ``api_key_env``, if it is set; it appears in no settings file.
@@ -137,7 +137,7 @@ class JudgeReward:
         return _FIELD.sub(fill, self.prompt)
 
     def score(self, said: str) -> float | None:
-        """The reward in the judge's text. Raises RolloutError where it has none, or one out of bounds."""
+        """The reward in the judge's text. Raises RolloutError if it has none, or one out of bounds."""
         value = self._parse(find_blocks(said).outside)
         if value is None:
             return None

@@ -166,7 +166,7 @@ def _split_of(numbers: list[int]) -> str:
 
 
 def _reach(numbers: list[int], largest: int, draw: random.Random) -> int | None:
-    """A target that joining all of the numbers in some order reaches; None where this attempt reaches none."""
+    """A target that joining all of the numbers in some order reaches; None if this attempt reaches none."""
     values = draw.sample(numbers, len(numbers))
     while len(values) > 1:
         a, b = values.pop(draw.randrange(len(values))), values.pop(draw.randrange(len(values)))

@@ -48,7 +48,7 @@ class GSM8KRewardParser(AnswerParser):
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """(thinking, answer) of a response, each "" where there is none."""
+        """(thinking, answer) of a response, each "" if there is none."""
         think, answer = extract_tags(text)
         return think or "", answer or ""
 

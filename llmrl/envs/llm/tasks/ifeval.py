@@ -63,7 +63,7 @@ class Instructions:
 
         Reads   arguments that are None or no parameter of the check are left out: Parquet files have all for all
         Raises  DataError naming ``where`` for an unknown instruction, a missing argument, an unknown relation;
-                MissingDependencyError where an instruction needs langdetect and it is not installed
+                MissingDependencyError if an instruction needs langdetect and it is not installed
 
         >>> Instructions.of(["punctuation:no_comma"], [{"num_words": None}], "row 1").arguments
         [{}]
@@ -172,10 +172,10 @@ class IfEvalScorer(ScoringTransform):
 
     Reads   the response as text (`completion_texts`): its last answer block outside thinking, or else all of it but the
             thinking; ``instruction_ids_key``, ``keyword_args_key``: the instructions; ``id_key``: the row's name, for
-            errors, where there is one; "stop_reason" where there is one
+            errors, if there is one; "stop_reason" if there is one
     Writes  ``score_key``  IFEvalScoreData [B]
             "reward"       float32[B, 1, 1]  += the aggregated score, in the ``next`` tensordict
-            "done", "terminated"  bool[B, 1]  True where there is an answer block, unless ``set_done_if_answer=False``
+            "done", "terminated"  bool[B, 1]  True if there is an answer block, unless ``set_done_if_answer=False``
     Raises  DataError naming the row for an unknown instruction (with the nearest known one) or a missing argument
 
     The aggregate is the mean of the four numbers of the score, weighted by ``format_weights``, plus 0.1 for exactly one
@@ -293,7 +293,7 @@ class IFEvalEnv(TaskEnv):
     """IFEval as an environment: a prompt with instructions, a reward for following them (see `IfEvalScorer`).
 
     Reads   rows with "prompt", "instruction_id_list" and "kwargs", as the public files have them; "key" where present
-    Raises  DataError naming the row for an unknown instruction, MissingDependencyError where one needs langdetect
+    Raises  DataError naming the row for an unknown instruction, MissingDependencyError if one needs langdetect
 
     The arguments are those of `TaskEnv`; the public dataset has one split, "train". For the public benchmark, in which
     nothing asks for answer blocks, give ``system_prompt`` a text of your own.

@@ -226,7 +226,7 @@ def _brackets(line: str) -> int:
 
 
 def _filled(parts: list[str]) -> int | None:
-    """Number of parts with text; None where one in the middle has none."""
+    """Number of parts with text; None if one in the middle has none."""
     if any(not part.strip() for part in parts[1:-1]):
         return None
     return sum(bool(part.strip()) for part in parts)

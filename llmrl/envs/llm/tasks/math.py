@@ -113,7 +113,7 @@ class MathEquality:
 
     Calls   ``equal(reference, answer)``, from any thread, or ``equal_all(pairs)``; both may be boxed. False at
             ``deadline_s``, with the reason counted in ``counters``: "compared", "timeouts", "too_long"
-    Raises  MissingDependencyError without math-verify; DeadlineError, WorkerError where its process does not start
+    Raises  MissingDependencyError without math-verify; DeadlineError, WorkerError if its process does not start
 
     At most ``processes`` pairs are compared at a time. ``close`` ends the processes; so do the end of the object and of
     the program.
@@ -134,7 +134,7 @@ class MathEquality:
         self._decided = lru_cache(maxsize=65536)(self._decide)
 
     def equal(self, reference: str, answer: str) -> bool:
-        """True where ``answer`` is equal to ``reference``."""
+        """True if ``answer`` is equal to ``reference``."""
         self._count("compared")
         reference, answer = _inside(reference), _inside(answer)
         if reference != answer and len(answer) > MAX_CHARS:

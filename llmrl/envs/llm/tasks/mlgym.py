@@ -276,7 +276,7 @@ def make_mlgym(
 
 
 def command_of(text: str) -> str | None:
-    """The content of the last fenced block outside thinking; None where there is none.
+    """The content of the last fenced block outside thinking; None if there is none.
 
     >>> command_of("Let me look.\\n```\\nls -l\\n```")
     'ls -l'
@@ -286,7 +286,7 @@ def command_of(text: str) -> str | None:
 
 
 def first_score(info: Mapping[str, Any]) -> float | None:
-    """The first number of the newest entry of ``info["score"]``; None where there is none.
+    """The first number of the newest entry of ``info["score"]``; None if there is none.
 
     >>> first_score({"score": [{"accuracy": 0.25}, {"accuracy": 0.5}]})
     0.5

@@ -103,7 +103,7 @@ class CallFormat(ABC):
         """An answer as templates want it that keep calls apart from the content: "content" and "tool_calls".
 
         Reads   the answer, and all of its calls, each with its id
-        Returns the fields of the message beside its role; None where calls are part of the content
+        Returns the fields of the message beside its role; None if calls are part of the content
         """
         return None
 

@@ -93,7 +93,7 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
 
 
 def format_of_template(template: str) -> CallFormat | None:
-    """The format that a chat template (jinja text) teaches; None where it declares no tools that we know."""
+    """The format that a chat template (jinja text) teaches; None if it declares no tools that we know."""
     if "<function=" in template:
         return formats.FunctionFormat()
     if "<tool_call>" in template:

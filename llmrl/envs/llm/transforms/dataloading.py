@@ -110,7 +110,7 @@ class DataLoadingPrimer(Transform):
     def pull(self, count: int) -> TensorDictBase:
         """The next ``count`` rows as a batch; fewer where the data end.
 
-        Raises  EndOfData where nothing is left; MissingKeyError, DataError for a row that does not fit: nothing is
+        Raises  EndOfData if nothing is left; MissingKeyError, DataError for a row that does not fit: nothing is
                 handed out then
         """
         first = self._handed_out
@@ -141,7 +141,7 @@ class DataLoadingPrimer(Transform):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of ``state``. Raises CheckpointError where the data or their order are other ones."""
+        """Goes to the position of ``state``. Raises CheckpointError if the data or their order are other ones."""
         for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
             if state[name] != mine and None not in (state[name], mine):
                 raise CheckpointError(
@@ -157,7 +157,7 @@ class DataLoadingPrimer(Transform):
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The columns that it loads; None where an iterable does not tell before it is read."""
+        """The columns that it loads; None if an iterable does not tell before it is read."""
         if self._names is None and self.primers is not None:
             self._names = tuple(self.primers.keys())
         elif self._names is None and isinstance(self._source, IndexedRows):
@@ -244,14 +244,14 @@ class DataLoadingPrimer(Transform):
 
 
 def dataset_columns(env: EnvBase) -> Iterator[tuple[str, ...]]:
-    """The columns of each dataset that starts conversations of ``env``, where they are known."""
+    """The columns of each dataset that starts conversations of ``env``, if they are known."""
     for transform in env.transform.leaves():
         if isinstance(transform, DataLoadingPrimer) and transform.columns is not None:
             yield transform.columns
 
 
 def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> None:
-    """Raises ConfigError where a parameter of a user's function is not a column, with a near name."""
+    """Raises ConfigError if a parameter of a user's function is not a column, with a near name."""
     known = list(columns)
     for name in names:
         if name not in known:
@@ -312,7 +312,7 @@ class IteratedRows:
     A position that was passed is not read again: going back (to resume) starts the iterable from its beginning and
     skips. The order is the iterable's own; a shuffling DataLoader resumes exactly only if its generator is seeded
     alike.
-    Raises  DataError where an epoch yields nothing
+    Raises  DataError if an epoch yields nothing
     """
 
     def __init__(self, loader: Iterable[Any]):

@@ -50,7 +50,7 @@ class KLComputation(Transform):
     Writes  ("next", *kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
     Raises  MissingKeyError for absent log-probs, in an env for a reward that is to be changed and not there;
-            ShapeError where log-probs or rewards do not fit the tokens; ConfigError for settings that contradict
+            ShapeError if log-probs or rewards do not fit the tokens; ConfigError for settings that contradict
             each other
 
     reduction     "sum": reward - coeff * (sum of the turn's penalties); "mean": with their mean; "token" (padded rows

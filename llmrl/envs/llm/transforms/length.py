@@ -45,7 +45,7 @@ class LengthPenalty(_LengthReward):
 
     Reads   ("tokens", "response")  int64[B, ragged], or padded with ("masks", "all_attention_mask"): of this turn
     Writes  "reward"                float32[B, 1, 1], in the ``next`` tensordict
-    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError where no reward is there yet
+    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError if no reward is there yet
 
     >>> LengthPenalty(budget=4, coef=0.25)._extra(torch.tensor([3.0, 6.0])).tolist()
     [-0.0, -0.5]
@@ -98,7 +98,7 @@ class MaskTruncated(Transform):
     Reads   "stop_reason"                    int64[B]
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]
     Writes  ("masks", "all_assistant_mask")  False in the rows that ended with LENGTH or ABORT; ``td`` is not touched
-    Raises  MissingKeyError where either is missing
+    Raises  MissingKeyError if either is missing
 
     A buffer's write transform (``inv``). Of a row of several turns, a conversation or a record of one, the last one's
     stop reason counts. DAPO calls it overlong filtering (arXiv:2503.14476, section 3.4).

@@ -34,7 +34,7 @@ Scorer = LLMWrapperBase | Engine
 class RetrieveLogProb(Transform):
     """Scores every turn with ``model`` and leaves the log-probs where the losses look for those of a reference.
 
-    Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only where there is none, (mode, "full") of a
+    Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only if there is none, (mode, "full") of a
                                              wrapper, encoded
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
     Calls   ``model``'s engine (with ``detach=False``, where gradients are enabled, its scorer): in an env a forward
@@ -42,7 +42,7 @@ class RetrieveLogProb(Transform):
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
                                              ``assistant_only``: 0 at other tokens; at the root of data without "next"
     Raises  ConfigError for a model that cannot score, or a key that holds what the policy sampled with; MissingKeyError
-            where it is not known which tokens the policy wrote
+            if it is not known which tokens the policy wrote
 
     model               a wrapper with ``generate=False``, or an engine
     log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine

@@ -24,7 +24,7 @@ class PythonInterpreter(ToolTransform):
     """A `ToolTransform` whose calls are fenced code blocks that say ``python``, ``py`` or ``python3``.
 
     Writes  a message per block, "Code block N executed successfully:" or "Code block N failed:" and its output
-    Raises  UnsupportedError or MissingDependencyError where the sandbox is missing; ConfigError for an absent service
+    Raises  UnsupportedError or MissingDependencyError if the sandbox is missing; ConfigError for an absent service
 
     tool_name   the role of the messages
     persistent  names that a block defines exist in later blocks and turns of its conversation
@@ -115,7 +115,7 @@ class MCPToolTransform(ToolTransform):
     tool_name          the role of the messages
     timeout            seconds for one call
     start_timeout      seconds until all servers have listed their tools
-    format             of the calls where there is no pattern: by default ``<tool>name`` line end ``{...}</tool>``,
+    format             of the calls if there is no pattern: by default ``<tool>name`` line end ``{...}</tool>``,
                        which a system prompt has to teach (:meth:`instructions`); with "auto" the chat template does
     options            the other arguments of `ToolTransform`
     """
@@ -142,7 +142,7 @@ class MCPToolTransform(ToolTransform):
 
 
 def _service(services: Mapping[str, Any] | None, name: str, namespace: str | None) -> Tool | None:
-    """The tool of that name among the services; None where there are none."""
+    """The tool of that name among the services; None if there are none."""
     if namespace is not None:
         services = None if services is None else services.get(namespace)
         if services is None:

@@ -48,7 +48,7 @@ _BATCH_DEADLINE_S = 600.0  # of a judge, a reward model and code, which have dea
 def load_reward(name: str) -> Reward:
     """The function that ``"package.module:function"`` names. Modules of the working directory are found.
 
-    Raises  ConfigError where the name has another form, the module cannot be imported, or it has no such function
+    Raises  ConfigError if the name has another form, the module cannot be imported, or it has no such function
 
     >>> load_reward("math:isfinite")(1.0)
     True
@@ -68,7 +68,7 @@ class RewardFunction(ScoringTransform):
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
     Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
-            known; ShapeError where ``fn`` returns something else than a number per row
+            known; ShapeError if ``fn`` returns something else than a number per row
 
     A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
     or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
@@ -137,7 +137,7 @@ class RewardFunction(ScoringTransform):
             )
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError where ``fn`` asks for a column that the dataset does not have, with a near name."""
+        """Raises ConfigError if ``fn`` asks for a column that the dataset does not have, with a near name."""
         needed = [name for name in self._parameters.required if name != "answer"]
         check_columns(needed, columns, f"RewardFunction {self.name!r}")
 
@@ -226,7 +226,7 @@ class RewardFunction(ScoringTransform):
         return [math.nan if value is None else value for value in values]
 
     def _number(self, value: float | str | None, where: str) -> float | None:
-        """The value of `plain_number`; None where there is no number to use. Raises ShapeError where it is not one."""
+        """The value of `plain_number`; None if there is no number to use. Raises ShapeError if it is not one."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
             raise ShapeError(
@@ -330,9 +330,9 @@ class Parameters:
 
 
 def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
-    """The name by which another process is to load the function; None where it runs in this one.
+    """The name by which another process is to load the function; None if it runs in this one.
 
-    Raises  ConfigError where ``process`` asks for another and the function cannot be imported by a name
+    Raises  ConfigError if ``process`` asks for another and the function cannot be imported by a name
     """
     if isinstance(fn, str):
         own = fn.partition(":")[0].partition(".")[0] == "llmrl"

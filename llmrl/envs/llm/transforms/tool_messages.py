@@ -46,7 +46,7 @@ def append_messages(
     Writes  (view, "prompt"); in text and tokens mode the ids of the delta, its generation prompt included, behind
             ("tokens", "prompt"), False and 0 behind the mask and the log-probs, and ("tokens", "covered"). Padded
             containers become ragged
-    Raises  TemplateError where the template writes new messages as the conversation before them has it (numbers its
+    Raises  TemplateError if the template writes new messages as the conversation before them has it (numbers its
             rounds), which in text and tokens mode is not there as messages
     """
     if view == "history":

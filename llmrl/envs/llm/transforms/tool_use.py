@@ -65,7 +65,7 @@ def tool_metrics(data: TensorDictBase) -> dict[str, float]:
              "tools/timeout_frac", "tools/malformed_frac", "tools/unknown_frac" and "tools/not_run_frac", which add up
              to 1, and "tools/cut_frac" of answers that were cut; "tools/seconds_mean" of a call that ran. Where there
              is nothing to divide by, 0
-    Raises   MissingKeyError where no tool transform wrote the batch
+    Raises   MissingKeyError if no tool transform wrote the batch
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.envs.llm.transforms import ToolTransform

@@ -47,7 +47,7 @@ class SamplingParams:
     ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p,
     min-p.
 
-    Raises  ConfigError  where a value is of another kind, or out of its range
+    Raises  ConfigError  if a value is of another kind, or out of its range
 
     >>> SamplingParams(temperature=0.0).greedy
     True
@@ -119,12 +119,12 @@ class Generation:
 
     ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
     log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
-    plain_log_probs the same tokens under ``softmax(logits / temperature)``; None where nothing was truncated
+    plain_log_probs the same tokens under ``softmax(logits / temperature)``; None if nothing was truncated
     stop_reasons    list of StopReason
-    version         the version of the weights that drew all of it; the oldest, where there are several
-    versions        list of int64[R_i], of each id; None where one version drew all
+    version         the version of the weights that drew all of it; the oldest, if there are several
+    versions        list of int64[R_i], of each id; None if one version drew all
     routes          list of int16[P_i + R_i, layers, K]: the experts of a mixture that each id of prompt and answer was
-                    sent to; -1 for the last id, which was drawn and not read, and in layers without experts. None where
+                    sent to; -1 for the last id, which was drawn and not read, and in layers without experts. None if
                     the engine does not report them
     """
 
@@ -146,7 +146,7 @@ class Engine(Protocol):
                        ``media``: of each row, where rows have images (``llmrl.modules.llm.vision``)
     ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
                        is False
-    ``update_weights`` all or nothing; None where the engine shares the trainer's module, so that only the version moves
+    ``update_weights`` all or nothing; None if the engine shares the trainer's module, so that only the version moves
     """
 
     version: int

@@ -448,7 +448,7 @@ class _Decoding:
 
 
 def vocabulary_size(model: nn.Module | None) -> int | None:
-    """Number of ids that a model can look up; None where it is unknown."""
+    """Number of ids that a model can look up; None if it is unknown."""
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embedding, "num_embeddings", None)
 

@@ -58,7 +58,7 @@ class WeightSet:
         return sum(shape.numel() * dtype.itemsize for dtype, shape in self.sent.values())
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to send. Raises WeightSyncError where they differ from ``metadata``."""
+        """Names and tensors to send. Raises WeightSyncError if they differ from ``metadata``."""
         left = dict(self.metadata)
         for group in self.groups:
             for name, tensor in group.items():

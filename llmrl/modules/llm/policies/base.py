@@ -53,7 +53,7 @@ _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far ap
 
 @dataclass
 class Backend:
-    """The engine, the module that scores with gradients (None where there is none), and the padding id."""
+    """The engine, the module that scores with gradients (None if there is none), and the padding id."""
 
     engine: Engine
     scorer: nn.Module | None
@@ -254,7 +254,7 @@ class LLMWrapperBase(nn.Module):
 
         input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row, routes
         int16[B, T, layers, K]; see ``token_logprobs``
-        Raises  ConfigError where the backend has no model in this process
+        Raises  ConfigError if the backend has no model in this process
         """
         if self.scorer is None:
             raise ConfigError(
@@ -288,10 +288,10 @@ class LLMWrapperBase(nn.Module):
         Reads    ("tokens", "full") with its masks if present, else (mode, "full"), encoded
         Returns  a categorical over the vocabulary, float32, for [*B, T] tokens (rows padded on the right), with
                  gradients where they are enabled; 4 bytes times the vocabulary for every chosen token
-        Raises   UnsupportedError where the backend has no logits; ConfigError, MissingKeyError, ShapeError
+        Raises   UnsupportedError if the backend has no logits; ConfigError, MissingKeyError, ShapeError
 
         masking_strategy  "generic": every token but a conversation's first; "rlhf" and "sft": what the assistant wrote,
-                          by the assistant mask, or the response where there is no such mask
+                          by the assistant mask, or the response if there is no such mask
         mask              bool, shaped like ("tokens", "full"): chosen by hand, instead of a strategy
         """
         model = self._scored_model()
@@ -321,7 +321,7 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def collector(self) -> Any:
-        """The collector that registered itself; None where there is none, or it is gone."""
+        """The collector that registered itself; None if there is none, or it is gone."""
         return None if self._collector is None else self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class LLMWrapperBase(nn.Module):
     def cleanup_batching(self, timeout: float = 600.0) -> None:
         """Ends the joining of requests: what waits goes at once, later calls go one by one.
 
-        Returns when everything was answered. Raises DeadlineError where that takes longer than ``timeout`` seconds.
+        Returns when everything was answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
         """
         drain(self.engine, timeout)
 
@@ -382,7 +382,7 @@ class LLMWrapperBase(nn.Module):
     def _count_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
         """Counts the rows that the template made start a new record, and says so the first time.
 
-        Raises  RewriteError where that is not allowed
+        Raises  RewriteError if that is not allowed
         """
         who = type(self).__name__
         row, reason = next(iter(rewritten.items()))
@@ -421,7 +421,7 @@ class LLMWrapperBase(nn.Module):
         return conversations
 
     def _scored_model(self) -> nn.Module | None:
-        """The language model in this process, without what the scorer was wrapped in; None where it is elsewhere."""
+        """The language model in this process, without what the scorer was wrapped in; None if it is elsewhere."""
         return getattr(getattr(self.scorer, "module", self.scorer), "model", None)
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
@@ -433,7 +433,7 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def output_pad_id(self) -> int | None:
-        """The id that output is padded with; None where it stays rows."""
+        """The id that output is padded with; None if it stays rows."""
         return self.pad_token_id if self.pad_output else None
 
     def score_rows(

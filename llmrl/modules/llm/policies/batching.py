@@ -40,7 +40,7 @@ class BatchingEngine:
     min_batch_size  rows to wait for, 1 by default: a request goes at once, with whatever came while the engine was busy
     max_batch_size  most rows in one call; a request is never cut, a larger one goes alone
     timeout         seconds that a request waits for others; then it goes with those that are there
-    Raises          ConfigError  where a size is not positive, min exceeds max, or the timeout is negative
+    Raises          ConfigError  if a size is not positive, min exceeds max, or the timeout is negative
 
     Requests share a call when they have the same sampling parameters (the same temperature, to score). One call runs at
     a time, weights are updated between calls. When a joined call fails, its requests are made one by one, and an error

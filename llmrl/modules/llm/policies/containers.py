@@ -35,7 +35,7 @@ class _Rows:
     """Building a container from rows, and reading it back as rows.
 
     The plain constructor takes a whole batch too: what the fields have before their last dimension (of tokens, of
-    messages; strings have none) is the batch size, where none is given.
+    messages; strings have none) is the batch size, if none is given.
     """
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class _Rows:
 
         columns     field -> list of tensors or strings, Tensor[B, ...] or History[B, M]; all of one length
         batch_size  [number of rows] by default; any other shape of as many rows, () for one row alone
-        Raises      ShapeError where the lengths disagree
+        Raises      ShapeError if the lengths disagree
         """
         if batch_size is None:
             batch_size = (len(next(iter(columns.values()))) if columns else 0,)
@@ -85,7 +85,7 @@ class _Rows:
         return wrap(cls, TensorDict(dict(columns), batch_size=batch_size), {"padded": True})
 
     def rows(self, field: str) -> list[Any] | None:
-        """The field as a flat list with one value per row of the batch; None where it is not set.
+        """The field as a flat list with one value per row of the batch; None if it is not set.
 
         >>> Text.from_rows({"prompt": ["a", "b"]}).rows("prompt")
         ['a', 'b']
@@ -229,7 +229,7 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         """Renders with the chat template: ``prompt`` asks for an answer, ``full`` begins with it, ``response`` is the
         rest.
 
-        Raises  TemplateError where the template writes the prompt differently once the answer follows
+        Raises  TemplateError if the template writes the prompt differently once the answer follows
         """
         renderer = _renderer(tokenizer)
         prompt = self.get("prompt", None)
@@ -285,7 +285,7 @@ class Tokens(_Rows, TensorClass["nocast"]):
 
 
 class LogProbs(_Rows, TensorClass["nocast"]):
-    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 where nothing was
+    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 if nothing was
     sampled.
 
     prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
@@ -446,7 +446,7 @@ def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
 def response_part(
     td: TensorDictBase, like_BT: Tensor, lengths: Sequence[int] | None, response_key: NestedKey = ("tokens", "response")
 ) -> Tensor | None:
-    """bool[B, T]: True from the first token of each row's response on; None where the batch has no responses.
+    """bool[B, T]: True from the first token of each row's response on; None if the batch has no responses.
 
     Reads   lengths  of the rows of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
     """

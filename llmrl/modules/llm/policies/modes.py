@@ -38,10 +38,10 @@ __all__ = ["Mode", "Prompts", "Turn", "make_mode"]
 class Prompts:
     """The input of a turn, one entry per row of the batch: as it was read, and as the engine is given it.
 
-    rows       values of the mode's kind, and ``source``, their common object where there is one
+    rows       values of the mode's kind, and ``source``, their common object if there is one
     ids        int64[P]
     num_new    how many of them, at the end, this turn adds: only those were encoded
-    stream     what earlier turns left, without the rows that restart; None where all do
+    stream     what earlier turns left, without the rows that restart; None if all do
     texts      of the stream, where an environment carried it
     media      of each row, where the policy reads images
     """
@@ -100,7 +100,7 @@ class Mode(ABC):
         return prompts
 
     def read_stream(self, td: TensorDictBase, keys: Mapping[str, str], prompts: Prompts) -> TokenStream | None:
-        """The stream of earlier turns beside the prompts; None where this turn begins one."""
+        """The stream of earlier turns beside the prompts; None if this turn begins one."""
         stream = TokenStream.read(td, keys=keys)
         if stream is None or stream.covered is None:
             return None
@@ -152,7 +152,7 @@ class Mode(ABC):
     ) -> list[Media] | None:
         """The media of rows with these ids, some of which the policy sampled: those of a stream, or given as masks.
 
-        Returns  None where the rows are not messages, or there is no processor
+        Returns  None if the rows are not messages, or there is no processor
         """
         return None
 

@@ -34,7 +34,7 @@ def container_keys(settings: Any) -> dict[str, str]:
 
 
 def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
-    """Raises ConfigError where arguments of a wrapper contradict each other or cannot be honoured."""
+    """Raises ConfigError if arguments of a wrapper contradict each other or cannot be honoured."""
     for name in ("generate", "pad_output"):
         if not isinstance(getattr(settings, name), bool):
             raise ConfigError(f"{who}: {name} must be True or False: got {getattr(settings, name)!r}.")

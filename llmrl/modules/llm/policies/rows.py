@@ -41,7 +41,7 @@ def is_ragged(td: TensorDictBase) -> bool:
 
 
 def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
-    """The values of one entry, one per row of the batch in order; None where it is missing. Strings come as str."""
+    """The values of one entry, one per row of the batch in order; None if it is missing. Strings come as str."""
     if td.ndim > 1:
         parts = [field_rows(part, field) for part in td.unbind(0)]
         return None if any(part is None for part in parts) else [value for part in parts for value in part]
@@ -80,7 +80,7 @@ def attention_rows(
     """bool[L_i] per row: which ids of ``rows`` are real, by the mask under the first of ``keys`` that is there.
 
     what     the key of the rows, for the message
-    Returns  None where there is no mask, or nothing is padding. A mask of other lengths is not of these rows
+    Returns  None if there is no mask, or nothing is padding. A mask of other lengths is not of these rows
     Raises   ShapeError for such a mask where the rows are ``dense``: their padding is not known
     """
     for key in keys:
@@ -103,7 +103,7 @@ def attention_rows(
 def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDictBase, str]:
     """The tensordict that holds the last part of ``key``, and that part.
 
-    Raises  MissingInputError, TypeError where something else is in the container's place
+    Raises  MissingInputError, TypeError if something else is in the container's place
     """
     holder, field = _found(td, key)
     if not (holder is None or isinstance(holder, TensorDictBase)):
@@ -114,7 +114,7 @@ def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDict
 
 
 def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
-    """The container (or other value) that the last part of ``key`` belongs in, and that part; None where there is
+    """The container (or other value) that the last part of ``key`` belongs in, and that part; None if there is
     nothing.
     """
     path = (key,) if isinstance(key, str) else tuple(key)
@@ -173,7 +173,7 @@ class Padding:
 
 
 def row_seeds(td: TensorDictBase, num_rows: int, *, who: str) -> list[int] | None:
-    """The batch's own "seed" of each row; None where it has none."""
+    """The batch's own "seed" of each row; None if it has none."""
     seeds = td.get("seed", None)
     if not isinstance(seeds, Tensor):
         return None

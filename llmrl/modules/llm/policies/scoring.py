@@ -48,7 +48,7 @@ class Conversations:
     """The ids of a batch of conversations, one row each, and the layout that the batch has them in.
 
     laid_out   int64[L_i] each, in order, as the batch holds them
-    kept       bool[L_i] each, which of those are real; None where none is padding
+    kept       bool[L_i] each, which of those are real; None if none is padding
     dense      True where the batch holds them as one tensor, [*B, L]
     assistant  bool[T_i] each, which of the real ones the assistant wrote, where it is known; None
     given      False where the ids were encoded here
@@ -201,7 +201,7 @@ class TokenCategorical(Distribution):
     logits  float32[N, V]    of the chosen positions alone, in the order of ``mask``
     tokens  int64[*B, T]     the conversations
     mask    bool[*B, T]      the positions that have a distribution: those asked for that have a token before them
-    Raises  ShapeError       where values do not have the shape of the tokens
+    Raises  ShapeError       if values do not have the shape of the tokens
 
     Results have the shape of the tokens. Where the mask is False, ``log_prob`` and ``entropy`` are 0, and ``sample``
     and ``mode`` keep the token that is there. Memory: 4 N V bytes, and about five times that for a backward pass.

@@ -78,7 +78,7 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def load_model(model: PreTrainedModel | str, device: torch.device | str | None) -> PreTrainedModel:
-    """The module itself, or the pretrained model of that name or path; moved to ``device`` where one is given."""
+    """The module itself, or the pretrained model of that name or path; moved to ``device`` if one is given."""
     if isinstance(model, str):
         model = model_class(model).from_pretrained(model)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):

@@ -35,7 +35,7 @@ class RayEngine:
 
     Weights go through Ray's object store, whole: on one machine ``VLLMEngine(own_process=True)`` is faster.
 
-    Raises  RolloutError, naming the actor, where it dies; DeadlineError; what the engine itself raises
+    Raises  RolloutError, naming the actor, if it dies; DeadlineError; what the engine itself raises
     """
 
     def __init__(self, model: str, *, num_gpus: int | None = None, timeout_s: float = 900.0, **settings: Any) -> None:

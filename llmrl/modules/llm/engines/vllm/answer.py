@@ -56,12 +56,12 @@ class Answer:
         self.reason = piece.reason
 
     def can_continue(self, version: int, max_age: int | None) -> bool:
-        """False where its oldest id would then be more than ``max_age`` versions old."""
+        """False if its oldest id would then be more than ``max_age`` versions old."""
         return not self.versions or max_age is None or version - self.versions[0] <= max_age
 
 
 def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, mixed: bool) -> Generation:
-    """The answers of a call; ``version`` where nothing was drawn, ``mixed`` where ids have versions of their own."""
+    """The answers of a call; ``version`` if nothing was drawn, ``mixed`` where ids have versions of their own."""
     versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
     return Generation(
         [torch.tensor(answer.ids, dtype=torch.int64) for answer in answers],
@@ -75,7 +75,7 @@ def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, m
 
 
 def _routes(answers: Sequence[Answer]) -> list[Tensor] | None:
-    """Of each id of prompt and answer; None where no answer has any."""
+    """Of each id of prompt and answer; None if no answer has any."""
     shape = next((answer.routes.shape[1:] for answer in answers if answer.routes is not None), None)
     if shape is None:
         return None

@@ -99,7 +99,7 @@ def vllm_module(name: str) -> ModuleType:
 def load_vllm(*, own_process: bool = False) -> ModuleType:
     """The package, imported now (13 s on a slow machine), if it has what is needed.
 
-    Raises  MissingDependencyError  where it is not installed, or lacks something; the message lists it
+    Raises  MissingDependencyError  if it is not installed, or lacks something; the message lists it
     """
     with environment(), _quiet():
         vllm = vllm_module("vllm")
@@ -271,7 +271,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_head_size(config: Any) -> None:
-    """Raises ConfigError where vLLM's attention on a CPU cannot compute heads of this size, which vLLM itself reports
+    """Raises ConfigError if vLLM's attention on a CPU cannot compute heads of this size, which vLLM itself reports
     at the first prompt.
 
     config  vLLM's ``ModelConfig``
@@ -372,7 +372,7 @@ def request_factory() -> Callable[..., Any]:
 
 
 def tokens_prompt(ids: list[int]) -> Any:
-    """A prompt of ids in the form that vLLM processes no further, where it has one."""
+    """A prompt of ids in the form that vLLM processes no further, if it has one."""
     make = getattr(vllm_module("vllm.inputs"), "tokens_input", None)
     return {"prompt_token_ids": ids} if make is None else make(ids)
 
@@ -383,7 +383,7 @@ def lora_request(folder: Path, version: int, number: int) -> Any:
 
 
 def processes(llm: Any) -> list[Any]:
-    """The processes of an ``AsyncLLMEngine`` that were started here; none where vLLM did not start them itself."""
+    """The processes of an ``AsyncLLMEngine`` that were started here; none if vLLM did not start them itself."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
 
 

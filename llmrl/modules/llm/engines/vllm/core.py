@@ -217,7 +217,7 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
 def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
     """vLLM's finish reason, and the id or string that caused it, as ours.
 
-    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, also where its text holds a stop string: vLLM
+    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, even if its text holds a stop string: vLLM
     then names the string.
     """
     if finish == "stop":

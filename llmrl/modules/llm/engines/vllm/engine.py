@@ -177,7 +177,7 @@ class VLLMEngine:
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
         media    of each prompt, where some have images; a server takes none
-        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError where
+        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError if
                  vLLM fails, DeadlineError
         """
         self.check(params)
@@ -296,9 +296,9 @@ class VLLMEngine:
         weights  all of them, or groups that are made one after the other (`weight_groups`, `merged_weights`); every
                  group is made even after a failure, because making it may be a collective
         backend  for this update; by default ``weight_backend``
-        Raises  DeadlineError    where calls under way do not end within ``timeout_s``: nothing was updated
+        Raises  DeadlineError    if calls under way do not end within ``timeout_s``: nothing was updated
                 WeightSyncError  naming what is unknown, missing, misshapen, tied but different
-                UnsupportedError where a server was not started so that it takes weights, or the engine takes adapters
+                UnsupportedError if a server was not started so that it takes weights, or the engine takes adapters
                 ConfigError      for a backend that does not reach this engine
         """
         if weights is None:
@@ -315,7 +315,7 @@ class VLLMEngine:
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
         needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
 
-        Raises  WeightSyncError where vLLM refuses it: the one before goes on serving; where it sleeps without weights
+        Raises  WeightSyncError if vLLM refuses it: the one before goes on serving; where it sleeps without weights
                 UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
@@ -395,14 +395,14 @@ class VLLMEngine:
         ``enable_sleep_mode=True`` for this.
 
         keep_weights  in host memory, for `wake`; else they are gone
-        Raises  RolloutError of every request until the engine is awake; UnsupportedError where it cannot sleep
+        Raises  RolloutError of every request until the engine is awake; UnsupportedError if it cannot sleep
         """
         end = self._end(0)
         with self._lock.holding(object(), end, "falling asleep", self._before_weight_update):
             self._sleep.sleep(end, keep_weights=keep_weights)
 
     def wake(self) -> None:
-        """Wakes an engine that kept its weights. Raises WeightSyncError where it did not, or is awake."""
+        """Wakes an engine that kept its weights. Raises WeightSyncError if it did not, or is awake."""
         end = self._end(0)
         with self._lock.holding(object(), end, "waking up"):
             self._sleep.wake(end)
@@ -413,7 +413,7 @@ class VLLMEngine:
         """Ends the engine that was built here, dead or alive, and builds a new one, which serves once it has `version`.
 
         weights  of `version`, as in `update_weights`. Needed where the engine was ever given some: no copy is kept here
-        Raises   WeightSyncError where they are needed and not given, UnsupportedError for an engine or a server that
+        Raises   WeightSyncError if they are needed and not given, UnsupportedError for an engine or a server that
                  was not built here: nothing has changed then
         """
         if not self.core.info.owned:

@@ -92,7 +92,7 @@ def visible(devices: Sequence[int] | None) -> Iterator[None]:
 
 
 def config_of(model: Any, path: str) -> PretrainedConfig | None:
-    """The Hugging Face configuration; None where a server has its model on another machine."""
+    """The Hugging Face configuration; None if a server has its model on another machine."""
     if isinstance(model, nn.Module):
         return model.config
     from transformers import AutoConfig

@@ -17,7 +17,7 @@ __all__ = ["prompt_of"]
 
 
 def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
-    """A prompt of ids and, where there are some, images."""
+    """A prompt of ids and, if there are some, images."""
     has_image = media is not None and len(media[POSITIONS])
     return _media_prompt(llm, ids, media, version) if has_image else tokens_prompt(ids)
 

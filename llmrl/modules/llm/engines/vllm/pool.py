@@ -80,7 +80,7 @@ class PoolCore:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def complete(self, requests: Requests) -> list[Completion]:
-        """One completion per prompt. Raises RolloutError where no server is left."""
+        """One completion per prompt. Raises RolloutError if no server is left."""
         found: dict[int, Completion] = {}
         asked_again = False
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:

@@ -175,7 +175,7 @@ class ServerCore:
         return self._connections.ask("GET", "/weight_info", end=end).get("weight_version")
 
     def check_label(self, end: float) -> None:
-        """Raises RolloutError where the server's weights are not those that were sent last."""
+        """Raises RolloutError if the server's weights are not those that were sent last."""
         if self.label is not None and (found := self._label_of_server(end)) != self.label:
             raise RolloutError(
                 f"VLLMEngine: {self.url} must have the weights that it was sent ({self.label}): it has {found!r}; it "

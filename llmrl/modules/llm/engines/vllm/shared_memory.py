@@ -53,7 +53,7 @@ class Buffer(ABC):
     """``bytes``, uint8[size], of a trainer and the workers that it sends tensors through them to.
 
     ``connect(open_workers)``  opens the workers' ends by calling it with what they need
-    ``pass_on(start, end)``    called once the workers are to read these bytes; does nothing where they share memory
+    ``pass_on(start, end)``    called once the workers are to read these bytes; does nothing if they share memory
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -121,7 +121,7 @@ class SharedBuffer(Buffer):
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
-        """A new buffer, in memory where the system has a folder for that. Raises OSError where there is no room."""
+        """A new buffer, in memory where the system has a folder for that. Raises OSError if there is no room."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         handle, path = tempfile.mkstemp(prefix=f"llmrl-weights-{os.getpid()}-", dir=folder)
         try:
@@ -139,7 +139,7 @@ class SharedBuffer(Buffer):
 
     @classmethod
     def open(cls, path: str, size: int) -> SharedBuffer:
-        """The buffer that another process created. Raises OSError where it does not exist."""
+        """The buffer that another process created. Raises OSError if it does not exist."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(path, handle, size)
@@ -166,7 +166,7 @@ class CudaBuffer(Buffer):
 
     @classmethod
     def create(cls, size: int) -> CudaBuffer:
-        """A new buffer on the current GPU. Raises torch.OutOfMemoryError where there is no room."""
+        """A new buffer on the current GPU. Raises torch.OutOfMemoryError if there is no room."""
         return cls(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
     @classmethod

@@ -163,7 +163,7 @@ class SubprocessCore:
             except (RolloutError, DeadlineError) as error:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             yield
-        finally:  # also where pausing was not answered: the engine may have done it
+        finally:  # even if pausing was not answered: the engine may have done it
             with contextlib.suppress(RolloutError, DeadlineError):  # the first error counts; the next request fails too
                 self._wait(self.llm.resume_generation, "resuming", time.monotonic() + _RESUMED_S)
 
@@ -187,7 +187,7 @@ class SubprocessCore:
     def _wait(self, ask: Callable[[], Awaitable[T]], phase: str, end: float) -> T:
         """The result of ``ask``, which is called in the loop.
 
-        Raises  DeadlineError at ``end``; RolloutError where the process died, the engine was closed, or vLLM fails
+        Raises  DeadlineError at ``end``; RolloutError if the process died, the engine was closed, or vLLM fails
         """
         closed = RolloutError(f"VLLMEngine: the engine was closed while {phase}.")
         try:

@@ -48,7 +48,7 @@ class CallWorkers(Protocol):
 class Transfer(Protocol):
     """A connection that sends weights, kept open until ``close``.
 
-    ``send`` raises NothingLoadedError where the engine still has its old weights, another error where it may not.
+    ``send`` raises NothingLoadedError if the engine still has its old weights, another error where it may not.
     """
 
     def send(self, weights: WeightSet, end: float) -> None: ...
@@ -238,7 +238,7 @@ class _BufferTransfer:
     No second copy of the model exists: a tensor is in the buffer while it is loaded. Weights that fit into half of the
     buffer are all verified before the first one is loaded.
 
-    create  a buffer of so many bytes, by a deadline; an error where there is no room
+    create  a buffer of so many bytes, by a deadline; an error if there is no room
     """
 
     def __init__(self, call: CallWorkers, buffer_bytes: int, create: Callable[[int, float], Buffer]) -> None:
@@ -326,7 +326,7 @@ class _BufferTransfer:
         yield stored
 
     def _await_loaded(self, loading: Future[list[list[str]]] | None) -> None:
-        """Waits until the workers have loaded what they were given. Raises where one found it damaged."""
+        """Waits until the workers have loaded what they were given. Raises if one found it damaged."""
         if loading is None:
             return
         try:
@@ -343,7 +343,7 @@ class _BufferTransfer:
                 )
 
     def _finish(self, end: float) -> None:
-        """Ends the update. Raises where a worker's model does not have what was sent."""
+        """Ends the update. Raises if a worker's model does not have what was sent."""
         for worker, findings in enumerate(self._call("llmrl_finish", end)):
             for what, names in findings.items():
                 if names:

@@ -105,7 +105,7 @@ class WorkerExtension:
         self.start_weight_update()
 
     def llmrl_receive(self: Any, stored: list[list[Any]], start: int, stop: int) -> list[str]:
-        """Loads what the trainer wrote into the buffer from ``start`` to ``stop``, or nothing where some of it is
+        """Loads what the trainer wrote into the buffer from ``start`` to ``stop``, or nothing if some of it is
         damaged; then its names.
         """
         entries = [StoredTensor(*entry) for entry in stored]
