@@ -166,7 +166,7 @@ def tiny_model(
              architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
                            window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts), "qwen2_vl" (reads
                            images, with :func:`tiny_processor` for the tokenizer)
-             heads         attention heads; half as many key/value heads (one, if odd) where the family shares them
+             heads         attention heads; half as many key/value heads (one, if odd) if the family shares them
     Raises   ConfigError for another architecture, or unless ``hidden_size`` is a multiple of ``2 * heads``
 
     >>> model = tiny_model(hidden_size=16, heads=2)

@@ -134,7 +134,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             sampled.check_failed(config.max_failed, step, rollouts.first_error)
 
             # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
-            #    update changes the weights: log-probs of the starting model, and of this one where those of sampling
+            #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
             #    are not exact enough for several updates.
             batches, metrics["perf/imbalance"] = deal_parts(session, buffer, config.updates_per_step, share)
             metrics |= add_log_probs(session, updater, loss, reference, batches)
@@ -225,7 +225,7 @@ def make_collector(
 
 
 def trainable_rows(data: TensorDictBase, config: GRPOConfig) -> TensorDictBase:
-    """The columns that advantages and loss read, with answers that were cut off masked where ``truncated`` says so."""
+    """The columns that advantages and loss read, with answers that were cut off masked if ``truncated`` says so."""
     return select_training_columns(MaskTruncated().inv(data) if config.truncated == "mask" else data)
 
 

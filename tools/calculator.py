@@ -144,7 +144,7 @@ def _checked(value: Number) -> Number:
 
 
 def _ascii(text: str) -> str:
-    """Signs as people and models write them; ``^`` is a power. Commas group digits where nothing else can be meant."""
+    """Signs as people and models write them; ``^`` is a power. Commas group digits if nothing else can be meant."""
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     if re.search(r"[a-zA-Z]", text):

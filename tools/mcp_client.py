@@ -213,7 +213,7 @@ class _Connection:
         return error.code == _mcp().types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
 
     def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:
-        """Ends the connection where the server does not answer a ping either."""
+        """Ends the connection if the server does not answer a ping either."""
 
         async def check() -> None:
             types = _mcp().types

@@ -125,7 +125,7 @@ class StdioServer:
 
 
 async def _line(stdout: asyncio.StreamReader) -> bytes | None:
-    """The next line, cut to its beginning where it is too long; None at the end."""
+    """The next line, cut to its beginning if it is too long; None at the end."""
     head = b""
     while True:
         try:

@@ -64,7 +64,7 @@ class Signature:
     def bind(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments for the function, of the annotated types; raises ToolError if they are not.
 
-        A text is also read as JSON where the type needs it: some call formats have nothing but text.
+        A text is also read as JSON if the type needs it: some call formats have nothing but text.
         """
         try:
             values = self._validated(dict(arguments))

@@ -286,7 +286,7 @@ class DataCollectorBase(abc.ABC):
 
 
 def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
-    """The weight updater, made where a function was given, and registered with its collector."""
+    """The weight updater, made if a function was given, and registered with its collector."""
     if updater is not None:
         updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
         updater.register_collector(collector)

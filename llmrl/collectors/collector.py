@@ -37,7 +37,7 @@ class SyncDataCollector(DataCollectorBase):
             restarts where it is done; a trajectory that a batch cuts off goes on in the next one
     Raises  TypeError and ConfigError for arguments that are unknown, or cannot be used together
 
-    The policy is used as it is; only where its tensors are not on ``policy_device`` is it copied there.
+    The policy is used as it is; only if its tensors are not on ``policy_device`` is it copied there.
 
     >>> from llmrl.envs import EnvBase
     >>> class Count(EnvBase):

@@ -148,7 +148,7 @@ class PooledCollector(DataCollectorBase):
 
     @abstractmethod
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        """Hands weights over, and moves the version where they are the policy's."""
+        """Hands weights over, and moves the version if they are the policy's."""
 
     def increment_version(self) -> None:
         """Called by a weight updater, when its workers have the weights."""

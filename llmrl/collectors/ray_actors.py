@@ -169,7 +169,7 @@ class ActorPool(FailingPool):
     who        names the owner in messages
     configs    options of each actor (``num_cpus``, ``num_gpus``, ``resources``, ...)
     model_ids  models that get weights
-    init       arguments of ``ray.init``, where Ray does not run yet
+    init       arguments of ``ray.init``, if Ray does not run yet
 
     An actor that raised, died or does nothing for ``timeout_s`` ends them all; the error names it, and every later call
     raises it again.

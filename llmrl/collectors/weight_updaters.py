@@ -42,9 +42,9 @@ class VersionedCollector(Protocol):
 
 
 class WeightUpdaterBase(ABC):
-    """Extension point: a subclass writes ``_sync_weights_with_worker`` and, where they differ, the other three.
+    """Extension point: a subclass writes ``_sync_weights_with_worker`` and, if they differ, the other three.
 
-    ``_get_server_weights()``       weights to push where the caller gives none; None: the receiver shares the trainer's
+    ``_get_server_weights()``       weights to push if the caller gives none; None: the receiver shares the trainer's
                                     module
     ``_maybe_map_weights(weights)`` renames or converts them for the receiver
     ``all_worker_ids()``            the workers; None: one, without an id
@@ -114,7 +114,7 @@ class EngineUpdater(WeightUpdaterBase):
 class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into a policy in this process.
 
-    Reads   ``weight_getter()`` where no weights are given
+    Reads   ``weight_getter()`` if no weights are given
     Writes  ``policy_weights``: the module, or the tensors to write into by name
     Raises  WeightSyncError, with nothing written, if they do not fit
     """
@@ -173,7 +173,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 class SenderWeightUpdater(WeightUpdaterBase):
     """Sends by a `WeightSyncScheme`, and returns when the workers have the weights.
 
-    policy_weights  what is sent where no weights are given
+    policy_weights  what is sent if no weights are given
     workers         what the scheme's sender needs of each, in order of the worker ids
     """
 

@@ -135,7 +135,7 @@ class WorkerLoop:
             self._tell(frames, out.cpu() if on_device else out)
 
     def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
-        """Through the shared memory, where the batch fits what the owner made from the first one."""
+        """Through the shared memory, if the batch fits what the owner made from the first one."""
         if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
             self._slot = (self._slot + 1) % AHEAD
             for key, column in self._slots.columns.items():

@@ -102,7 +102,7 @@ class Worker:
 
 
 class FailingPool(abc.ABC):
-    """Workers of which none goes on where one fails."""
+    """Workers of which none goes on if one fails."""
 
     _who: str
     is_open: bool
@@ -116,7 +116,7 @@ class FailingPool(abc.ABC):
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Ends all workers where the block raises; what failed is raised by later calls too."""
+        """Ends all workers if the block raises; what failed is raised by later calls too."""
         try:
             yield
         except BaseException as error:  # Ctrl-C too: replies to come would be taken for those to the next request

@@ -18,7 +18,7 @@ def wait_for_gloo_threads(timeout_s: float = 10.0) -> None:
 
     Such a thread releases a collective's tensors after the caller has got the result, and needs the GIL for it. If the
     interpreter ends before, Python up to 3.13 ends the thread instead, which aborts the process ("terminate called
-    without an active exception"). That happens where a group outlives its session: torch's caches hold those of a
+    without an active exception"). That happens if a group outlives its session: torch's caches hold those of a
     DeviceMesh until the process ends.
 
     Gives up at the deadline; returns at once if there is no /proc.

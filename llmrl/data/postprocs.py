@@ -28,7 +28,7 @@ class MultiStep(nn.Module):
     Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if it is there
     Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: that of row
              t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1, all three
-             [*B, T], or shaped as the flags where a row has several; what was there as
+             [*B, T], or shaped as the flags if a row has several; what was there as
              ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
     Returns  a shallow copy: the batch that is given stays as it is
     Raises   ConfigError, MissingKeyError, ShapeError

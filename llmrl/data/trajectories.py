@@ -22,7 +22,7 @@ def split_trajectories(
 ) -> TensorDictBase:
     """Trajectories that follow each other in a batch, as one row each.
 
-    Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, where they
+    Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, if they
              are there; else the flags ``("next", done_key)``. The last row of time is always an end
     Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, ids from 0 on
     Returns  a new batch [N, T_max]; tensors are 0 behind the end of a trajectory, other entries repeat the last one.

@@ -240,7 +240,7 @@ class EnvBase(EnvSpecs, abc.ABC):
                 (``break_when_all_done``; rows go on being stepped until then), else at ``max_steps``, rows that are
                 done being reset
         Calls   ``callback(env, td)`` after each step
-        Returns the steps stacked along a last dim named "time": dense, or a lazy stack where the steps are ragged
+        Returns the steps stacked along a last dim named "time": dense, or a lazy stack if the steps are ragged
         Raises  ConfigError for ``max_steps`` below 1, or ``auto_reset=False`` without ``tensordict``
         """
         if max_steps < 1:
@@ -308,7 +308,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         return tensordict
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
-        """Writes a random action that goes on from ``td``; False where actions are drawn from the spec alone."""
+        """Writes a random action that goes on from ``td``; False if actions are drawn from the spec alone."""
         return False
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:

@@ -29,9 +29,9 @@ class BatchedEnv(EnvBase):
 
     Calls   each env's step with the declared entries that it reads (`EnvBase.step_reads`), and its reset with all that
             the caller's tensordict has; a reset of some rows restarts only the environments that have one
-    Returns the declared entries. Where they are tensors of fixed shape, stacked; where an env has states, dims of -1,
+    Returns the declared entries. If they are tensors of fixed shape, stacked; if an env has states, dims of -1,
             or entries that are not tensors, the rows as the environments made them, in a lazy stack if they are ragged
-    Raises  ConfigError for another number of functions, for a function that makes no env, and where the specs of two
+    Raises  ConfigError for another number of functions, for a function that makes no env, and if the specs of two
             environments differ: it names the worker and the entry
 
     create_env_fn      makes an env; or a list of as many functions

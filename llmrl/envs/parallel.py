@@ -171,7 +171,7 @@ class ParallelEnv(BatchedEnv):
         return self._results(results, requests, self._reset_keys)
 
     def _shared(self, td: TensorDictBase) -> bool:
-        """Writes what a step reads into the shared memory; False where an entry does not fit it."""
+        """Writes what a step reads into the shared memory; False if an entry does not fit it."""
         for key, column in self._inputs.columns.items():
             value = entry(td, key) if type(key) is str else td.get(key, None)
             if value is None or value.shape != column.shape or value.dtype != column.dtype:

@@ -73,7 +73,7 @@ _Cell = tuple[NestedKey, Declared, Tensor, np.ndarray | None]
 
 
 def _cells(shared: SharedRows, row: int) -> list[_Cell]:
-    """The entries of one env, also as arrays where numpy knows the dtype."""
+    """The entries of one env, also as arrays if numpy knows the dtype."""
     cells: list[_Cell] = []
     for key, column in shared.columns.items():
         array = None if column.dtype == torch.bfloat16 else column[row].numpy()

@@ -144,7 +144,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, ...]] = ()) -> TensorDictBase:
-    """The steps along a new last dim named "time": dense where every step has the same shapes, else a lazy stack.
+    """The steps along a new last dim named "time": dense if every step has the same shapes, else a lazy stack.
 
     Entries whose key, as a tuple, is in ``without`` are left out.
     """

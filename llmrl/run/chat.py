@@ -39,7 +39,7 @@ HELP = """\
 /reset   begin a new conversation
 /exit    leave (also Ctrl-D)
 Ctrl-C stops an answer; what was said last is then taken back."""
-_MAX_TOOL_TURNS = 16  # in a row, where the run does not say how many
+_MAX_TOOL_TURNS = 16  # in a row, if the run does not say how many
 
 
 def chat(

@@ -63,7 +63,7 @@ class CheckpointStore:
         self.check(wait=True)
         with self._undoing(step):
             shutil.rmtree(self.draft(step), ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)  # not the run's folder: where that was removed, nothing could go on
+            self.folder.mkdir(exist_ok=True)  # not the run's folder: if that was removed, nothing could go on
             self.draft(step).mkdir()
             write(self.draft(step))
         self._publishing = self._thread.submit(self._publish, step)
@@ -97,7 +97,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _undoing(self, step: int) -> Iterator[None]:
-        """Removes the draft where the block fails.
+        """Removes the draft if the block fails.
 
         Raises  CheckpointError for whatever the block raises, but for an interruption
         """
@@ -208,7 +208,7 @@ class InterruptGuard:
     A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
     one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
     reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
-    terminal that was closed) where it was ignored before, as ``nohup`` does.
+    terminal that was closed) if it was ignored before, as ``nohup`` does.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

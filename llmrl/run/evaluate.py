@@ -149,7 +149,7 @@ def _sets(
 
 
 def sample_metrics(answers: Answers) -> dict[str, Any]:
-    """Measures of problems with K answers each: the scores, NaN where scoring failed, and the texts.
+    """Measures of problems with K answers each: the scores, NaN if scoring failed, and the texts.
 
     "mean" is avg@K, the mean over problems of their mean score, and "interval" its 95% interval over problems. Where K
     is above 1: "pass@k" for k = 1, 2, 4, ... K, the chance that one of k answers is right (scores 1 or more), without
@@ -183,7 +183,7 @@ def sample_metrics(answers: Answers) -> dict[str, Any]:
 
 def _pass_at(size: int, count: int, right: int) -> float:
     """The share of the choices of ``size`` from ``count`` answers that hold one of the ``right`` ones."""
-    size = min(size, count)  # where scoring some failed
+    size = min(size, count)  # if scoring some failed
     return 1.0 - math.comb(count - right, size) / math.comb(count, size)
 
 

@@ -43,7 +43,7 @@ class TokenRecord:
 
     ids: Sequence[int]
     texts: Sequence[str]  # as the tokenizer decodes each alone; bytes that are not a character as <0xE2>
-    roles: Sequence[str]  # of the message; "system+user" where the prompt's messages were rendered together
+    roles: Sequence[str]  # of the message; "system+user" if the prompt's messages were rendered together
     turns: Sequence[int]  # of the policy, from 0; what the environment said belongs to the turn that it precedes
     control: Sequence[bool]  # a special token of the tokenizer
     trained: Sequence[bool]
@@ -51,7 +51,7 @@ class TokenRecord:
     trainer_logp: Sequence[float | None] = ()  # before the step's first update; an empty list: of no token
     advantage: Sequence[float | None] = ()
     ratio: Sequence[float | None] = ()  # that the surrogate sees
-    entropy: Sequence[float | None] = ()  # where the loss computes it
+    entropy: Sequence[float | None] = ()  # if the loss computes it
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ToolCallRecord:
 
     turn: int  # of the policy, from 0
     name: str
-    arguments: str  # JSON; as the model wrote them where they could not be read
+    arguments: str  # JSON; as the model wrote them if they could not be read
     result: str  # the message to the model
     outcome: str  # ok, error, timeout, malformed, unknown, not_run
     seconds: float | None = None

@@ -152,7 +152,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _check_coverage(diagnosis: Diagnosis, renderer: Renderer, data: str | None) -> None:
-    """Renders and masks the conversations, one by one where a batch is refused."""
+    """Renders and masks the conversations, one by one if a batch is refused."""
     chats: list[Chat] = [[_QUESTION, _ANSWER, *_MORE]]
     if data:
         rows = load_rows(data)

@@ -92,7 +92,7 @@ class RolloutSource:
 
         Waits for a step that one version must sample; a group on its way is interrupted, and goes on with them.
 
-        Returns  "time/sync", and "mismatch/probe" where engine and trainer were compared
+        Returns  "time/sync", and "mismatch/probe" if engine and trainer were compared
         Raises   WeightSyncError if the weights do not arrive, or the engine does not score as the trainer does
         """
         if self.version >= version:
@@ -127,7 +127,7 @@ class RolloutSource:
         return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state and, where rollouts are on their way, the queues of all ranks.
+        """The collector's state and, if rollouts are on their way, the queues of all ranks.
 
         With such rollouts "collector" is for a run that has to sample them again: the state before the first of them,
         with the version of the weights that are saved beside it.

@@ -116,7 +116,7 @@ def save_state(
 
 
 def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
-    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part where it is
+    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part if it is
     sharded; the writer writes.
 
     A few weights are gathered at a time, never all: those of one file, of ``_FILE_BYTES`` or one layer of a model whose

@@ -69,7 +69,7 @@ def deal(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 def imbalance(costs: Sequence[float], ranks: Sequence[Sequence[int]]) -> float:
-    """The cost of the rank with most over the mean; 1 where all have the same.
+    """The cost of the rank with most over the mean; 1 if all have the same.
 
     >>> imbalance([1.0, 3.0], [[0], [1]])
     1.5

@@ -141,7 +141,7 @@ def plan_engine(
 def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:
     """Whether the trainer takes the experts that the engine chose, by ``rollout.routing_replay``; no weights needed.
 
-    Raises  ConfigError with the reason where that is on and cannot be
+    Raises  ConfigError with the reason if that is on and cannot be
     """
     rollout = config.rollout
     if rollout.routing_replay == "off":
@@ -249,7 +249,7 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
 
 
 def _plan_ray(config: GRPOConfig, session: Session) -> RayPlan:
-    """The first rank connects to the cluster. Raises ConfigError on all ranks where it is not there, or too small."""
+    """The first rank connects to the cluster. Raises ConfigError on all ranks if it is not there, or too small."""
     rollout = config.rollout
 
     def place() -> RayPlan:

@@ -30,7 +30,7 @@ __all__ = ["Evaluator", "eval_metrics", "evaluators"]
 class Evaluator:
     """Asks ``policy`` every row, the rows dealt out over the ranks: once and greedily, or ``samples`` times.
 
-    `run` returns the mean of "success" where the environment writes it, else of the reward. Answers whose scoring
+    `run` returns the mean of "success" if the environment writes it, else of the reward. Answers whose scoring
     failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log, with the scores'
     standard deviation and their count, and with tools the share of conversations that called one. ``answers`` has the
     scores (NaN: failed) and the texts of each row's answers.

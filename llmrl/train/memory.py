@@ -155,7 +155,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan of a run on ``num_gpus`` of ``capacity`` bytes; None for a CPU, where nothing is reserved.
 
-    ``checkpointing``  None: by the settings, of which "auto" takes it where the run does not fit otherwise
+    ``checkpointing``  None: by the settings, of which "auto" takes it if the run does not fit otherwise
     """
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity}
     if checkpointing is None:
@@ -322,7 +322,7 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
     """The fewest settings to change for the run to fit on the GPUs; {} if it fits, None if nothing here makes it fit.
 
     Of as many changes, those come first that cost the least time. Where a GPU cannot hold trainer and engine, some of
-    the GPUs are for engines alone; adapters, which train less, come where nothing else helps.
+    the GPUs are for engines alone; adapters, which train less, come if nothing else helps.
     """
     for adapters in ({}, {"lora.r": 16}, {"lora.r": 16, "lora.quantize": "nf4"}):
         if adapters and (config.lora or ("lora.quantize" in adapters and config.parallel.mode == "fsdp2")):

@@ -1,7 +1,7 @@
 """The sizes of a model that memory and arithmetic follow from, read from its modules; no weights are needed.
 
 The bytes that a decoder layer keeps for its backward pass are derived from what autograd saves: a norm its input in
-float32 and the normalised values; a linear layer its input, once for each reader where autocast makes a copy of it;
+float32 and the normalised values; a linear layer its input, once for each reader if autocast makes a copy of it;
 attention its queries, keys, values and output; a gated MLP four tensors of its inner width.
 
 Letters: H hidden size, Q and K the widths of queries and of keys, I the inner width of the MLP.

@@ -65,7 +65,7 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
 
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
     """The tokenizer of ``config.model``, with the chat template of the run and a padding id; the processor that it is
-    part of where the model reads images.
+    part of if the model reads images.
 
     Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
             that is registered for the model
@@ -102,7 +102,7 @@ def load_model(
     checked: bool = False,
     adapter: Path | None = None,
 ) -> PreTrainedModel:
-    """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded where that shards.
+    """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded if that shards.
 
     With ``config.lora`` a ``peft.PeftModel`` around it, in the session's precision: with new adapters, or those of the
     folder ``adapter``. A folder with checksums must be as it was written, unless that was ``checked`` before.
@@ -162,7 +162,7 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
 
 
 def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:
-    """The model, with the part that reads images not trained where ``model_options.freeze_vision`` says so."""
+    """The model, with the part that reads images not trained if ``model_options.freeze_vision`` says so."""
     tower = vision_tower(model)
     if tower is not None and config.model_options.freeze_vision:
         tower.requires_grad_(False)

@@ -38,7 +38,7 @@ class TokenizedPairs(TokenizedRows):
     """Each row is a pair: the chosen conversation, of ``num_chosen`` tokens, then the rejected one."""
 
     num_chosen: list[int] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)  # where the data have them
+    margins: list[float] = field(default_factory=list)  # if the data have them
     held_out: TokenizedPairs | None = None  # those that are only measured; ``measured`` says what they are
     unit: ClassVar[str] = "pairs"
 
@@ -73,7 +73,7 @@ def held_out_pairs(
     They are the pairs of ``eval.split``, or of ``eval.dataset``. A dataset of the hub without that split gives the last
     pairs of the one that is trained on, a tenth at most; a file alone gives none.
 
-    Raises  DataError as `tokenize_pairs`, and where a split would be measured that is trained on
+    Raises  DataError as `tokenize_pairs`, and if a split would be measured that is trained on
     """
     data, held_out = config.data, config.eval
     if held_out.dataset is None and data.path.endswith(FILE_FORMATS):

@@ -111,7 +111,7 @@ class RolloutEngine:
             self._send(self.policy.engine.version)
 
     def _place_servers(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-        """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks where one fails."""
+        """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks if one fails."""
 
         def place() -> Sequence[str]:
             model, options = self.model.name_or_path, dict(plan.options)
@@ -137,7 +137,7 @@ class RolloutEngine:
 
     def push(self, scorer: TokenScorer) -> dict[str, float]:
         """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on rows of this
-        run; "mismatch/probe_warnings", 1 where it looked wrong, and the weights were pushed once more.
+        run; "mismatch/probe_warnings", 1 if it looked wrong, and the weights were pushed once more.
 
         Raises  WeightSyncError if they do not arrive, or the probe says so for several versions
         """
@@ -153,7 +153,7 @@ class RolloutEngine:
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
 
     def _send(self, version: int) -> None:
-        """The weights, once to each engine. Raises WeightSyncError on all ranks where it fails on one."""
+        """The weights, once to each engine. Raises WeightSyncError on all ranks if it fails on one."""
         engine, sends = self.policy.engine, self._sends()
         if self._on_servers:
             self.session.wait()  # no rank samples: its rows would be of two versions
@@ -217,7 +217,7 @@ class RolloutEngine:
         return scores
 
     def sleep(self) -> None:
-        """Leaves the GPU to the update, where both share one; the next `push` wakes the engine."""
+        """Leaves the GPU to the update, if both share one; the next `push` wakes the engine."""
         if self._sleeps:
             self.policy.engine.sleep(keep_weights=self._takes_adapter)
 
@@ -230,7 +230,7 @@ class RolloutEngine:
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """One row of each group up to some sampled tokens, the mask of those tokens, and "media" where it has images."""
+    """One row of each group up to some sampled tokens, the mask of those tokens, and "media" if it has images."""
     media = read_media(data)
     ids, masks = data.get(("tokens", "full"), as_list=True), data.get(("masks", "all_assistant_mask"), as_list=True)
     chosen: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}

@@ -53,7 +53,7 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer where the trainer does not wait:
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait:
                    what is begun earlier is only older. A group whose oldest token is by weights more than k versions
                    older than those it would train is dropped
     oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
@@ -111,7 +111,7 @@ class RolloutQueue:
         """Groups that are finished and not too old, for a step that trains the weights ``version``; of several that
         wait the one that was begun first.
 
-        Begins more where too few are on their way. Then stops what could only be taken by a later step, and would be
+        Begins more if too few are on their way. Then stops what could only be taken by a later step, and would be
         too old for it. Raises what sampling raised
         """
         with self._changed:

@@ -149,7 +149,7 @@ class Run:
         log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
         self._log = self._stack.enter_context(log)
         self._rollout_log = RolloutLog(self.path, **options)
-        if self._on_start:  # last: what it writes must not be written where a log could not be opened
+        if self._on_start:  # last: what it writes must not be written if a log could not be opened
             self._on_start()
         self._write_info(plan=self._plan, ended=None)
 

@@ -71,7 +71,7 @@ class TokenizedRows:
 
 @dataclass
 class TokenizedChats(TokenizedRows):
-    """Conversations; "media" of each, where the model reads images."""
+    """Conversations; "media" of each, if the model reads images."""
 
     media: list[Media] = field(default_factory=list)
     unit: ClassVar[str] = "conversations"

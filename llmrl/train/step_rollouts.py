@@ -46,7 +46,7 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
-    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # where sampling has them
+    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # if sampling has them
     given = [key for key in some if data.get(key, None, as_list=True) is not None]
     return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
 
@@ -246,7 +246,7 @@ def _num_turns(data: TensorDictBase) -> list[int]:
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
     """Metrics of what the environment wrote beside the reward: the values of each reward function, and tool calls.
 
-    Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), where they are, of rows that are done
+    Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), if present, of rows that are done
     Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns
     """
     after = data.get("next")

@@ -234,7 +234,7 @@ class Updater:
         return scores
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
-        """The rows of each micro-batch; where every forward pass is a collective, as many on each rank."""
+        """The rows of each micro-batch; if every forward pass is a collective, as many on each rank."""
         parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))

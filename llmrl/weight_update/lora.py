@@ -86,7 +86,7 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
 @contextmanager
 def adapter_folder(model: nn.Module) -> Iterator[Path]:
     """A folder with the active adapter of a ``peft.PeftModel``, as an engine reads it; gone afterwards. It lies in this
-    machine's memory if there is such a folder. Where the adapter is sharded this is a collective.
+    machine's memory if there is such a folder. If the adapter is sharded this is a collective.
     """
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="llmrl-adapter-", dir=memory if os.access(memory, os.W_OK) else None)

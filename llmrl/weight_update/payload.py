@@ -78,7 +78,7 @@ def pack(weights: Mapping[str, Tensor], version: int) -> Payload:
 class Slots:
     """Blocks of shared memory that a sender writes in turn: never one that a worker may be reading.
 
-    Two are enough while every worker takes every version; another one is made where one lags behind.
+    Two are enough while every worker takes every version; another one is made if one lags behind.
 
     registered     {model id: TensorDict} that is written as well
     auto_register  False: weights of other model ids are a KeyError

@@ -21,7 +21,7 @@ __all__ = ["Scorer", "SyncProbe"]
 
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-_MOVED = 16  # tokens of the trainer that must have moved: where so many do, one of a healthy engine moves too
+_MOVED = 16  # tokens of the trainer that must have moved: if so many do, one of a healthy engine moves too
 _BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
 _FLOOR = 1e-3  # nats: rounding of float32, too small to measure drift by
 _PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run
@@ -74,7 +74,7 @@ class SyncProbe:
         return mean
 
     def prove(self, push: Callable[[], None], engine: Scorer, trainer: Scorer) -> tuple[float, str]:
-        """Pushes weights and compares; where something is wrong, pushes them once more.
+        """Pushes weights and compares; if something is wrong, pushes them once more.
 
         Returns  the mean |difference|, and a warning or ""
         Raises   WeightSyncError  if neither push helped, for the third version in a row, or a score is not a number

@@ -44,15 +44,15 @@ def publish(
     """Gives ``engine`` the weights of ``model`` under ``version`` (default: the next one), and returns that version.
     With ``again`` that may be the version that the engine says it has.
 
-    ``sends``: False where another rank sends to the same engine; this one only takes part in making the weights, which
-    is a collective where the model is sharded.
+    ``sends``: False if another rank sends to the same engine; this one only takes part in making the weights, which
+    is a collective if the model is sharded.
 
     Reads   a module (sharded, or with adapters, which are merged in copies), named tensors, or groups; None: the engine
             shares the trainer's module, so only the version moves
     Calls   ``engine.update_weights``, which checks that the set is complete. The caller stands at a step boundary, so
             no sample is drawn from half of an update
     Raises  WeightSyncError, with the engine unchanged, for a version that does not grow and for weights that lack
-            one of ``metadata`` or differ from it; and, naming the engine, where it refuses
+            one of ``metadata`` or differ from it; and, naming the engine, if it refuses
 
     >>> class Receiver:
     ...     version = 0
@@ -98,7 +98,7 @@ def as_weights(model: nn.Module | Weights | None) -> Weights | None:
 
 
 def _as_taken(weights: Weights, engine: WeightTarget) -> Weights:
-    """The weights without the buffers that the engine makes by itself, and whole where it does not take groups."""
+    """The weights without the buffers that the engine makes by itself, and whole if it does not take groups."""
     if isinstance(weights, Mapping):
         unsaved = getattr(engine, "unsaved_buffers", frozenset())
         if unsaved.isdisjoint(weights):

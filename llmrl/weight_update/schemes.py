@@ -50,7 +50,7 @@ class WeightSyncScheme(ABC):
 
     strategy    the form in which a receiver reads weights: flat as a "state_dict", or a nested "tensordict"
     timeout     seconds that a worker has to take weights
-    per_worker  False where the sender finds its receiver itself, and no worker is registered
+    per_worker  False if the sender finds its receiver itself, and no worker is registered
     """
 
     per_worker = True
@@ -180,7 +180,7 @@ class WeightSender:
             self._wait(self.scheme.timeout if timeout is None else timeout)
 
     def prepare(self, weights: Any) -> Mapping[str, Tensor]:
-        """Named tensors that fit the model, where it is known."""
+        """Named tensors that fit the model, if it is known."""
         context = self._context()
         model = self._model
         if model is None and context is not None:

@@ -22,7 +22,7 @@ class ModelTarget:
     ``state_dict`` leaves out may be among the weights, and are left as they are. Floating-point weights are converted
     to the dtype of the model; other dtypes must be equal.
 
-    adopts   parameters of a module become views of the given tensors where device and dtype allow, without a copy
+    adopts   parameters of a module become views of the given tensors if device and dtype allow, without a copy
 
     >>> target = ModelTarget(nn.Linear(2, 1))
     >>> target.update_weights({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, version=1)

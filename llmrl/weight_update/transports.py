@@ -133,7 +133,7 @@ class PipeTransport(TransportBackend):
         return self.pipe is not None and not self.pipe.closed
 
     def post(self, payload: Payload, header: bytes, memory: Tensor | None = None) -> None:
-        """Writes a message, in a thread where the pipe may not take it before the worker reads."""
+        """Writes a message, in a thread if the pipe may not take it before the worker reads."""
         self.sent = payload.version
 
         def write() -> None:
@@ -290,7 +290,7 @@ class SharedMemTransport(PipeTransport):
 class CallTransport(TransportBackend):
     """Weights are an argument of a call into the worker's process, whose return is the answer.
 
-    They are applied by the call, or where the worker has a receiver that polls, by its next `receive`.
+    They are applied by the call, or if the worker has a receiver that polls, by its next `receive`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -305,7 +305,7 @@ class CallTransport(TransportBackend):
 
     @abstractmethod
     def result(self, call: Any, seconds: float) -> str:
-        """The call's result: a problem or "". Raises TimeoutError; another error where the worker is gone."""
+        """The call's result: a problem or "". Raises TimeoutError; another error if the worker is gone."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)

@@ -182,7 +182,7 @@ class InterpreterPool:
             raise
 
     def _has_room(self) -> bool:
-        """True if one more interpreter may be in use; ends the one that was idle for longest where that is needed."""
+        """True if one more interpreter may be in use; ends the one that was idle for longest if that is needed."""
         if self._in_use >= self.max_interpreters:
             idle = next((slot for slot in self._slots.values() if slot.users == 0 and slot.session), None)
             if idle is None:

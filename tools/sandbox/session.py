@@ -70,7 +70,7 @@ class Session:
             os.set_blocking(descriptor, False)
 
     def wait_ready(self, deadline: float) -> None:
-        """Waits until the interpreter takes code; raises SessionError with its output where it does not."""
+        """Waits until the interpreter takes code; raises SessionError with its output if it does not."""
         if self._ready:
             return
         collected = _Output(self._limits)
@@ -168,7 +168,7 @@ class Session:
     def _answer(self, request_id: str, collected: _Output, deadline: float) -> str | None:
         """The error of the code, None if it has none; collects output meanwhile.
 
-        Raises  TimeoutError at the deadline, _NoAnswer where something else stopped it
+        Raises  TimeoutError at the deadline, _NoAnswer if something else stopped it
         """
         poller = select.poll()
         poller.register(self._answers, select.POLLIN)

@@ -88,7 +88,7 @@ def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ..
         data += more
     for descriptor in watched:
         os.close(descriptor)
-    os.kill(pid, signal.SIGKILL)  # where it has not ended by itself
+    os.kill(pid, signal.SIGKILL)  # if it has not ended by itself
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         error = json.loads(data)["error"]

@@ -41,7 +41,7 @@ class RayCollector(PooledCollector):
                                 mapping for each actor
     num_workers_per_collector   copies of the env in each actor: processes of a collector that has several, else the
                                 envs of a `ParallelEnv`
-    ray_init_config             arguments of ``ray.init`` where Ray does not run yet, such as ``{"address": "auto"}``
+    ray_init_config             arguments of ``ray.init`` if Ray does not run yet, such as ``{"address": "auto"}``
     remote_configs              options of each actor, or a list with those of each: ``num_cpus`` (1), ``num_gpus``, ...
     update_after_each_batch     the weights of ``policy`` are sent after each batch: to all, or to the batch's own actor
     max_weight_update_interval  an actor that has collected so many batches with the same weights is sent new ones

@@ -30,7 +30,7 @@ class Address:
 class Rendezvous:
     """Listens for workers; ``arrivals`` gets (index or None, where the worker runs, connection) of each.
 
-    host  the address that workers are given; of this machine alone where ``is_local``
+    host  the address that workers are given; of this machine alone if ``is_local``
     port  None: a free one
     """
 

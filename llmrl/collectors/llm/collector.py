@@ -50,7 +50,7 @@ class LLMCollector:
     ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
                                  log-probs cover all turns; ("next", "reward") is the sum over its turns. One row per
-                                 record where a template rewrites the past ("new_record"), reward 0 before the last
+                                 record if a template rewrites the past ("new_record"), reward 0 before the last
     ``replay_buffer``            gets the rows, one per turn, and None is yielded
     ``total_dialog_turns``       an exact budget of turns (rounded up to a multiple of B in the default form); -1: none
     ``max_dialog_turns``         truncates a conversation
@@ -323,7 +323,7 @@ class LLMCollector:
         return self._flat(steps) if self.flatten_data else stack_steps(steps)
 
     def _continue(self, td: TensorDictBase) -> bool:
-        """Moves to the next turn, new conversations in place of finished ones; False where the data have ended."""
+        """Moves to the next turn, new conversations in place of finished ones; False if the data have ended."""
         done = td.get("next").get("done").view(-1).tolist()
         ended = sum(done)
         self.counters["conversations"] += ended
@@ -380,7 +380,7 @@ class LLMCollector:
 
     @property
     def policy_version(self) -> int | str:
-        """The version of the weights that sample now: the engine's, or the tracker's where that is a uuid."""
+        """The version of the weights that sample now: the engine's, or the tracker's if that is a uuid."""
         tracker = self.policy_version_tracker
         if tracker is not None and tracker.version_type == "uuid":
             return tracker.version
@@ -404,7 +404,7 @@ class LLMCollector:
         self.increment_version()
 
     def increment_version(self) -> None:
-        """Called after each update: reads the engine's version, or counts where the policy has no engine."""
+        """Called after each update: reads the engine's version, or counts if the policy has no engine."""
         self._version = self._version + 1 if self._engine is None else self._engine.version
         tracker = self.policy_version_tracker
         if tracker is None:

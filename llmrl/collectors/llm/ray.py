@@ -35,7 +35,7 @@ class RayLLMCollector:
     policy            a policy that can be pickled, or ``policy_factory``, called in each actor: there a vLLM engine is
                       built on the GPUs that Ray gives the actor
     num_collectors    actors; ``total_dialog_turns`` is shared out among them
-    ray_init_config   arguments of ``ray.init`` where Ray does not run yet, such as ``{"address": "auto"}``
+    ray_init_config   arguments of ``ray.init`` if Ray does not run yet, such as ``{"address": "auto"}``
     remote_config     options of each actor; ``num_cpus`` and ``num_gpus`` are two of them
     replay_buffer     a `RayReplayBuffer`, which the actors write into; iterating then yields None
     weight_updater    takes the weights of ``update_policy_weights_``, in place of Ray's object store

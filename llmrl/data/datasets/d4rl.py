@@ -24,10 +24,10 @@ _PART = 1 << 16  # rows that are read at a time
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     """A dataset of D4RL, as in ``"hopper-medium-v2"``, from the published HDF5 file.
 
-    *Rows* ``observation``, ``action``, ``timeouts`` and ``infos`` where the file has them; under ``"next"`` also
+    *Rows* ``observation``, ``action``, ``timeouts`` and ``infos`` if the file has them; under ``"next"`` also
     ``observation`` and ``reward``. Terminals are ``("next", "terminated")``, timeouts ``("next", "truncated")``. Where
     the file has no ``next_observations``, that of a row is the observation of the following row, and zeros at the end
-    of an episode, where the file does not tell it; a last row that does not end its episode is left out.
+    of an episode, if the file does not tell it; a last row that does not end its episode is left out.
 
     use_truncated_as_done  False: only ``terminated`` is ``done``
     terminate_on_end       False: steps at a timeout whose next observation is not known are left out

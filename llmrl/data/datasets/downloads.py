@@ -147,7 +147,7 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
 
 
 def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], report: Any) -> None:
-    """Appends the rest of the file to ``part``, or starts again where the server has another file by now."""
+    """Appends the rest of the file to ``part``, or starts again if the server has another file by now."""
     validator = read_ledger(folder).get(file.name, {}).get("validator")
     start = part.stat().st_size if part.exists() and validator else 0
     headers = {"Range": f"bytes={start}-", "If-Range": validator} if start else {}

@@ -43,7 +43,7 @@ class TrajectoryStream(Storage):
         self.notes: dict[str, Any] = {}
 
     def trajectories(self) -> Iterator[TensorDict]:
-        """One pass; a trajectory is a slice of it where ``slice_len`` is given."""
+        """One pass; a trajectory is a slice of it if ``slice_len`` is given."""
         for rows in self._shuffled():
             yield rows if self.slice_len is None else cut(self.who, rows, self.slice_len, self.pad)
 

@@ -24,7 +24,7 @@ _KNOWN = ("image", "observation", "action", "reward", "discount", "step_type", "
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     """Tasks of the DeepMind control suite seen through pixels, as in ``"main/walker_walk/random/64px"``.
 
-    *Rows* ``pixels``, ``action``, ``is_init``, ``episode`` and, where the file has more (``height``, ``velocity``,
+    *Rows* ``pixels``, ``action``, ``is_init``, ``episode`` and, if the file has more (``height``, ``velocity``,
     ...), those under ``observation``; under ``"next"`` also ``pixels``, ``observation``, ``reward`` and ``discount``.
     In the files an action stands beside the frame that it led to: here it is in the row of the frame before.
 

@@ -281,7 +281,7 @@ class ControlTokens:
         return match.span() if match else None
 
     def escape(self, chats: Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-        """Conversations whose strings spell no control token; the same objects where none did.
+        """Conversations whose strings spell no control token; the same objects if none did.
 
         Raises  TemplateError naming a message that is not a mapping, or holds text that cannot be escaped
         """

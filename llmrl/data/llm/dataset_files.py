@@ -103,7 +103,7 @@ def to_prompt(
 ) -> dict[str, Any]:
     """The start of an environment's conversation.
 
-    Returns  a new dict: "query" is a string, or a list of messages where the row has one; "answer", if there is a
+    Returns  a new dict: "query" is a string, or a list of messages if the row has one; "answer", if there is a
              reference, is a string; the other columns are kept under their names, for reward functions
     Raises   DataError naming the row (``number``) for a missing column, or a prompt without any message
 

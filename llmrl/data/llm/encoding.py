@@ -42,11 +42,11 @@ class Encoding:
     chat_template: str | None = None  # used instead of the tokenizer's own, as is the registered one of this name:
     chat_template_name: str | None = None
     continue_final_message: bool = False  # leave the last message open, for a model to write on
-    tokenize: bool | None = None  # ids instead of text; None: where masks, return_tensors or dicts are asked for
+    tokenize: bool | None = None  # ids instead of text; None: if masks, return_tensors or dicts are asked for
     padding: bool = False  # to the longest row, on the tokenizer's side
     truncation: bool = False  # at ``tokenizer.model_max_length``
     return_tensors: str | None = None  # "pt", which ids are anyway
-    return_dict: bool | None = None  # None: where a mask is asked for
+    return_dict: bool | None = None  # None: if a mask is asked for
     return_assistant_tokens_mask: bool = False
     include_end_of_turn: bool = True  # in the mask
     tools: Tools | None = None

@@ -68,7 +68,7 @@ def _decoded(text: str) -> bytes:
 
 
 def image_key(source: Any) -> tuple[Any, Image | None]:
-    """A key that is equal for equal images only, and the image where it had to be read for that."""
+    """A key that is equal for equal images only, and the image if it had to be read for that."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):

@@ -289,10 +289,10 @@ def copy_columns(
     *,
     borrow: bool = False,
 ) -> list[Any]:
-    """Columns that share no memory with the given ones: one kernel per column where the rows allow it.
+    """Columns that share no memory with the given ones: one kernel per column if the rows allow it.
 
     Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
-    tensor or as a list of rows (tensors or, where a row is one number, numbers), and leaves as one tensor. ``forms``
+    tensor or as a list of rows (tensors or, if a row is one number, numbers), and leaves as one tensor. ``forms``
     are ``ragged_forms``, if they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
     ``put_together`` copies unless who gets them does.
     """
@@ -326,7 +326,7 @@ def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
-    """Collects copies of the entries of a single row, in a third of the time where its tree is known.
+    """Collects copies of the entries of a single row, in a third of the time if its tree is known.
 
     False says that a closer look is needed: the row has another tree, or something that is copied in another way.
     """

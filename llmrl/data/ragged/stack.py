@@ -113,7 +113,7 @@ class LazyRows(LazyStackedTensorDict):
         return super().get(key, default, *args, **kwargs)
 
     def set_later(self, name: str, value: Tensor) -> bool:
-        """Keeps an entry for the rows until they are built; False where they are, or where it cannot be one."""
+        """Keeps an entry for the rows until they are built; False if they are, or if it cannot be one."""
         if self.source is None or self._is_locked or value.shape[: len(self._batch_size)] != self._batch_size:
             return False
         self._added[name] = value
@@ -290,7 +290,7 @@ def _row_numbers(index: Any, num_rows: int) -> list[int] | None:
 
 
 def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
-    """``batch.set(key, value)``, in a tenth of the time where it needs no conversion."""
+    """``batch.set(key, value)``, in a tenth of the time if it needs no conversion."""
     *path, name = (key,) if isinstance(key, str) else key
     if type(batch) is LazyRows and not path and batch.set_later(name, value):
         return

@@ -84,7 +84,7 @@ def entry(td: TensorDictBase, name: str) -> Any:
 
 
 def attach(td: TensorDictBase, name: str, nested: TensorDictBase) -> None:
-    """``td.set(name, nested)``, without tensordict's checks where the two clearly fit."""
+    """``td.set(name, nested)``, without tensordict's checks if the two clearly fit."""
     if (
         type(td) is type(nested) is TensorDict
         and td._batch_size == nested._batch_size

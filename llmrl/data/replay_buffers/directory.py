@@ -213,7 +213,7 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 
 
 def write_object(value: Any, path: Path) -> None:
-    """``torch.save``, with the operating system's own error where the disk is full; see ``object_bytes``."""
+    """``torch.save``, with the operating system's own error if the disk is full; see ``object_bytes``."""
     path.write_bytes(object_bytes(value, path.name))
 
 

@@ -57,7 +57,7 @@ def _known(cls: type) -> Iterator[str]:
 
 
 class Stage(NamedTuple):
-    """A transform with what it does on reads and on writes; ``None`` where it does nothing."""
+    """A transform with what it does on reads and on writes; ``None`` if it does nothing."""
 
     transform: Any
     read: Callable[[Any], Any] | None

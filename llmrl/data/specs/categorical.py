@@ -68,7 +68,7 @@ class _Numbers(Discrete, _Choices):
     @property
     def mask(self) -> Tensor | None:
         """The mask as it masks the one-hot form: the groups one after the other in its last dim, after the spec's dims
-        (size 1 where the spec has any size). A view."""
+        (size 1 if the spec has any size). A view."""
         if self._mask is None:
             return None
         sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)
@@ -139,7 +139,7 @@ class Categorical(_Numbers):
         self.update_mask(mask)
 
     def set_provisional_n(self, n: int) -> None:
-        """Sets the number of choices for now, in place, where ``n`` is -1."""
+        """Sets the number of choices for now, in place, if ``n`` is -1."""
         if self.n != -1 or n < 1:
             raise ConfigError(f"Categorical.set_provisional_n: is for a spec with n=-1, and at least 1: got {n}.")
         self._width = n
@@ -201,7 +201,7 @@ class MultiCategorical(_Numbers):
 
     @property
     def nvec(self) -> Tensor:
-        """The number of choices of every entry, int64 at the spec's shape: a view, size 1 where that is any size."""
+        """The number of choices of every entry, int64 at the spec's shape: a view, size 1 if that is any size."""
         return self._expanded("_counts")
 
     def split(self) -> tuple[Categorical, ...]:
@@ -264,7 +264,7 @@ class _OneHots(_Choices):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask at the spec's shape: a view, size 1 where that is any size."""
+        """The mask at the spec's shape: a view, size 1 if that is any size."""
         return self._numbers.mask
 
     def to_categorical_spec(self) -> Any:

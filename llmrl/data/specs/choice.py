@@ -20,7 +20,7 @@ class Choice(TensorSpec):
     dims, each row is a value. `rand` draws the spec, then the value; `zero` and `one` are the first spec's, `encode`
     that of the first that can.
 
-    Raises  ConfigError without choices, or where their shapes, dtypes or devices differ
+    Raises  ConfigError without choices, or if their shapes, dtypes or devices differ
 
     >>> from llmrl.data.specs import Bounded
     >>> spec = Choice([Bounded(0, 1), Bounded(5, 6)])

@@ -33,7 +33,7 @@ class Composite(NamedSpec):
     """A tensordict's spec: names to specs, nested by tuples as in a tensordict. Made from a mapping, keywords, or both.
 
     ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it; ``names``
-    are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, where
+    are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, if
     that changes it. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
     that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
     step to the next.
@@ -166,7 +166,7 @@ class Composite(NamedSpec):
         return isinstance(child, Composite) and child._drop(rest)
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
-        """Sets every entry of ``specs``; where both have a nested `Composite`, updates it in turn. Returns self."""
+        """Sets every entry of ``specs``; if both have a nested `Composite`, updates it in turn. Returns self."""
         for key, spec in specs.items():
             mine = self.get(key)
             if isinstance(mine, Composite) and isinstance(spec, (Mapping, Composite)):

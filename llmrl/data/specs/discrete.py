@@ -110,7 +110,7 @@ def _allowed_first(mask: Tensor) -> Tensor:
 
 
 def _nearest_allowed(mask: Tensor) -> Tensor:
-    # For every number the allowed one that is nearest to it, the lower where two are as near.
+    # For every number the allowed one that is nearest to it, the lower if two are as near.
     width = mask.shape[-1]
     numbers = torch.arange(width, device=mask.device)
     below = torch.where(mask, numbers, -2 * width).cummax(-1).values

@@ -29,7 +29,7 @@ class LeafSpec(TensorSpec):
     """The spec of one tensor.
 
     ``_fields`` names the attributes that hold the tensors of the domain (bounds, a mask), with the number of dims they
-    have beyond the spec's own (without those it keeps). They are None, or unexpanded: size 1 where they do not vary.
+    have beyond the spec's own (without those it keeps). They are None, or unexpanded: size 1 if they do not vary.
     """
 
     _fields: ClassVar[dict[str, int]] = {}
@@ -115,7 +115,7 @@ class LeafSpec(TensorSpec):
         """A number, list, array or tensor as a tensor of the spec's dtype and device.
 
         Raises  ShapeError unless the trailing shape is the spec's, up to dims of size 1; DataError for a value outside
-                the domain, and for a fraction where the dtype is an integer
+                the domain, and for a fraction if the dtype is an integer
         """
         if ignore_device:
             return self.to(value.device if isinstance(value, Tensor) else "cpu").encode(value)
@@ -204,7 +204,7 @@ class LeafSpec(TensorSpec):
         return new
 
     def _field(self, value: Tensor, name: str, label: str) -> Tensor:
-        """``value`` as a field: on the spec's device, with all of its dims, size 1 where it does not vary.
+        """``value`` as a field: on the spec's device, with all of its dims, size 1 if it does not vary.
 
         Raises  ShapeError unless it broadcasts to the spec's shape
         """
@@ -221,7 +221,7 @@ class LeafSpec(TensorSpec):
         return unexpanded(value.to(self.device).reshape((*sizes, *tail)), lead, type(self).__name__).clone()
 
     def _expanded(self, name: str) -> Tensor:
-        """A field at full shape, as a view: size 1 where the spec has any size."""
+        """A field at full shape, as a view: size 1 if the spec has any size."""
         field: Tensor = getattr(self, name)
         extra = self._fields[name]
         lead = self._full_shape(())[: len(self.shape) - self._kept]

@@ -83,7 +83,7 @@ class NonTensor(LeafSpec):
         return value
 
     def _encode(self, value: Any) -> Any:
-        """``value`` as NonTensorData, or as a NonTensorStack where it is a list and the spec has dims."""
+        """``value`` as NonTensorData, or as a NonTensorStack if it is a list and the spec has dims."""
         return value if is_non_tensor(value) else self._rows(value, self.shape)
 
     def _to_numpy(self, value: Any) -> Any:

@@ -106,12 +106,12 @@ class Bounded(_Numeric):
 
     @property
     def low(self) -> Tensor:
-        """The lower bound at the spec's shape: a view, size 1 where the spec has any size."""
+        """The lower bound at the spec's shape: a view, size 1 if the spec has any size."""
         return self._expanded("_low")
 
     @property
     def high(self) -> Tensor:
-        """The upper bound at the spec's shape: a view, size 1 where the spec has any size."""
+        """The upper bound at the spec's shape: a view, size 1 if the spec has any size."""
         return self._expanded("_high")
 
     def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range] | None:
@@ -174,7 +174,7 @@ class BoundedDiscrete(Bounded):
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
-        width = high - low + 1  # wraps to 0 or below where more than 2**63 numbers are in the domain
+        width = high - low + 1  # wraps to 0 or below if more than 2**63 numbers are in the domain
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
         value = low + drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % width.clamp(min=1)
         if bool((width <= 0).any()):

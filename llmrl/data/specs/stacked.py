@@ -1,4 +1,4 @@
-"""`torch.stack` of specs: one dense spec where they are equal, else a stack that keeps its members.
+"""`torch.stack` of specs: one dense spec if they are equal, else a stack that keeps its members.
 
 `Stacked` holds leaves, `StackedComposite` composites; what they share is in `_Stack`. The functions at the end find
 stacks in a whole tree of specs, compare the keys of their members, and complete them. A shape operation finds out which
@@ -25,7 +25,7 @@ __all__ = ["Stacked", "StackedComposite", "check_no_exclusive_keys", "consolidat
 
 
 def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
-    """`torch.stack` of specs: a dense spec where they are equal, else a `Stacked` or `StackedComposite`.
+    """`torch.stack` of specs: a dense spec if they are equal, else a `Stacked` or `StackedComposite`.
 
     Raises  RuntimeError for specs of different types, dtypes, numbers of dims or devices
 
@@ -226,7 +226,7 @@ def _kind(spec: TensorSpec) -> type[_Stack]:
 class Stacked(_Stack):
     """Leaf specs along a dim in which they differ. Made by `torch.stack`.
 
-    Its values are tensors: where shapes differ nested ones (jagged), which exist for a stack of the first dim, without
+    Its values are tensors: if shapes differ nested ones (jagged), which exist for a stack of the first dim, without
     extra leading dims, whose members differ in one dim.
 
     >>> from llmrl.data.specs import Bounded

@@ -38,7 +38,7 @@ class GymWrapper(EnvBase):
             nested: ("action", name), for a `Tuple` ("action", "0") and so on
     Writes  "observation"; the entries of a `Dict` space by their own names, those of a `Tuple` as ("observation", "0")
             "pixels" uint8[H, W, C] with ``from_pixels``, in place of the observation unless ``pixels_only`` is False
-            "reward" float32[1], the sum where an action is repeated; "done", "terminated", "truncated" bool[1]
+            "reward" float32[1], the sum if an action is repeated; "done", "terminated", "truncated" bool[1]
     Raises  ConfigError for what is not one gymnasium environment, and for ``from_pixels`` without
             ``render_mode="rgb_array"``; UnsupportedError for spaces without a spec
 

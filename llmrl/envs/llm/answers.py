@@ -155,7 +155,7 @@ _SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{SMALL HYPHEN-M
 
 
 def normalize_answer(text: str) -> str:
-    """The form in which two answers are compared: the number, where the text has exactly one.
+    """The form in which two answers are compared: the number, if the text has exactly one.
 
     Currency and percent signs, units, thousands separators, LaTeX around a number and trailing zeros do not matter;
     fractions and mixed numbers are numbers; after an equals sign only what follows it counts. Without a single number
@@ -175,7 +175,7 @@ def normalize_answer(text: str) -> str:
 
 @lru_cache(maxsize=65536)
 def reference_answer(text: str, row: int | None = None, who: str = "GSM8KRewardParser", of: str = "batch") -> str:
-    """The reference in compared form: what follows ``####``, or the whole text where it is one answer by itself.
+    """The reference in compared form: what follows ``####``, or the whole text if it is one answer by itself.
 
     Raises  DataError naming ``row`` of the batch or dataset for an empty reference, or for one with several numbers and
             no ``####``
@@ -224,7 +224,7 @@ def _as_quotient(match: re.Match[str]) -> str:
 
 
 def _canonical(match: re.Match[str]) -> str | None:
-    """The number as a decimal, or as a fraction in lowest terms where it has no end as a decimal."""
+    """The number as a decimal, or as a fraction in lowest terms if it has no end as a decimal."""
     sign = "-" if match["sign"] == "-" else ""
     if match["whole"] is None and match["divisor"] is None:
         value = _decimal(match["number"])  # on strings, so that no number of digits is too many
@@ -250,7 +250,7 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    """A decimal where it has an end, else a fraction in lowest terms."""
+    """A decimal if it has an end, else a fraction in lowest terms."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

@@ -201,7 +201,7 @@ class DatasetChatEnv(TransformedEnv):
     Reads   ``dataset``: a local file, a hub name (with ``name`` and ``split``), or rows; columns as `to_prompt` reads
             them, unless ``prompt_column`` and ``answer_column`` name them, or ``collate_fn(list of rows)`` returns
             other rows
-    Writes  what `DataLoadingPrimer` and `ChatEnv` write; "answer" NonTensor [B] where the data have a reference
+    Writes  what `DataLoadingPrimer` and `ChatEnv` write; "answer" NonTensor [B] if the data have a reference
     Raises  DataError for data that cannot be read or have no prompt; EndOfData at a reset after ``epochs``
 
     ``num_envs`` conversations run side by side; with ``group_repeats=True`` it counts prompts, each ``repeats`` times.

@@ -61,7 +61,7 @@ class ScoringTransform(Transform):
 
 
 def add_reward(next_td: TensorDictBase, values_B: Tensor, key: str = "reward") -> None:
-    """Adds one value per row to the reward, float32[B, 1, 1], which is 0 where no transform has written it yet."""
+    """Adds one value per row to the reward, float32[B, 1, 1], which is 0 if no transform has written it yet."""
     values_B11, before = values_B.view(-1, 1, 1), next_td.get(key, None)
     next_td.set(key, values_B11 if before is None else before + values_B11)
 

@@ -23,13 +23,13 @@ class ToolOptions:
 
     format              of the calls: a name as `call_format` takes it, or a `CallFormat`; "auto": that of the chat
                         template, else by the form of each call
-    timeout_s           of one call, where the tool has none of its own
+    timeout_s           of one call, if the tool has none of its own
     max_calls_per_turn  calls beyond are not run, and the model gets a message
     max_result_chars    of one answer; the middle of a longer one is cut, with a notice
     max_tool_turns      turns whose calls are answered; None: no limit but the env's
     max_concurrency     calls that run at a time, over all rows
     end_without_call    False leaves the end of a conversation to the env and its other transforms
-    declare             True passes the schemas through the chat template; None: where templates teach ``format``
+    declare             True passes the schemas through the chat template; None: if templates teach ``format``
     role                of the messages with the answers
     Raises  ConfigError for a limit below 1
     """

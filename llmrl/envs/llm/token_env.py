@@ -42,7 +42,7 @@ class LLMEnv(EnvBase):
 
     Writes  ("next", reward_key)  float32[B, 1, 1]  0, with ``assign_reward``: for transforms to add to
             ("next", "terminated" | "done")  bool[B, 1]  with ``assign_done``: the action holds ``eos_token_id``; False
-                                  where that is None
+                                  if that is None
     Raises  MissingKeyError without a prompt at reset; ConfigError for settings that contradict each other
 
     vocab_size   makes the ids `Categorical`, so that `rand_action` can draw them

@@ -112,7 +112,7 @@ class NextStateReconstructor(Transform):
 
     Reads    a flat batch [N]: ``keys``, and what says that row i + 1 is the next step of row i: the same ``traj_key``,
              ``done_key`` False, ``step_count_key`` larger by 1, ``end_key`` False (where a sampler's slice ends)
-    Writes   ``("next", key)``: the entry of row i + 1, or ``fill_value`` where that is not the next step
+    Writes   ``("next", key)``: the entry of row i + 1, or ``fill_value`` if that is not the next step
     Returns  a shallow copy: the batch that is given stays as it is
     Raises   ShapeError for a batch of more than one dimension; MissingKeyError for a key that is not there (``strict``;
              else that check is left out); TypeError for NaN in an entry of integers: give a fill_value

@@ -78,7 +78,7 @@ def token_logprobs(
              packing="on" with position_ids or with a model that cannot be packed
 
     chunk    tokens whose logits exist at a time; the default follows from the vocabulary
-    packing  lays the rows end to end, with the same result to rounding; "auto": where the model keeps packed rows apart
+    packing  lays the rows end to end, with the same result to rounding; "auto": if the model keeps packed rows apart
              (`why_not_packed`) and at least a fifth of the tokens is saved
     media    of each row (``llmrl.modules.llm.vision``); a batch with images is not packed, and the model counts its
              positions by itself

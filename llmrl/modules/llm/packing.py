@@ -150,7 +150,7 @@ def pack_batch(
 ) -> Packed | None:
     """The real tokens of a padded batch end to end, ``index`` in the order of the mask; None if it stays padded.
 
-    Raises  ConfigError for "on" where the model cannot be packed, or its positions were given
+    Raises  ConfigError for "on" if the model cannot be packed, or its positions were given
     """
     if not can_pack(model, packing):  # before all that depends on the batch: the ranks of a sharded model go together
         return None
@@ -277,7 +277,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """The entries of ``inputs`` that ``module.forward`` names, plus ``use_cache=False`` where it has that."""
+    """The entries of ``inputs`` that ``module.forward`` names, plus ``use_cache=False`` if it has that."""
     causal_lm = module.get_base_model() if hasattr(module, "get_base_model") else module
     named = inspect.signature(causal_lm.forward).parameters
     arguments: dict[str, Any] = {name: value for name, value in inputs.items() if name in named}
@@ -287,7 +287,7 @@ def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def padded_inputs(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """The inputs of a model for a padded batch; positions are counted from the mask where they are not given."""
+    """The inputs of a model for a padded batch; positions are counted from the mask if they are not given."""
     if position_ids is None:
         position_ids = (attention_mask.bool().long().cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}

@@ -191,7 +191,7 @@ class Renderer:
                  :meth:`prompt_ids`; with ``return_errors`` it has the error in place of ids. TemplateError if the
                  stream and the messages do not fit
 
-        An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; where the stream holds it
+        An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; if the stream holds it
         already, nothing is added.
         """
         chats, images = self._take_images(chats)
@@ -280,7 +280,7 @@ class Renderer:
     def _extension(
         self, chat: Chat, num_new: int, num_ids: int, add_generation_prompt: bool, tools: Tools | None
     ) -> _Extension:
-        """The text that the last messages add, after the assistant's end-of-turn text where one is due."""
+        """The text that the last messages add, after the assistant's end-of-turn text if one is due."""
         covered = len(chat) - num_new
         if covered <= 0:
             if num_ids:

@@ -68,7 +68,7 @@ def router_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class Routers:
-    """The routers of ``model``, which gets this object as its attribute ``routers``; ``count`` is 0 where it is dense.
+    """The routers of ``model``, which gets this object as its attribute ``routers``; ``count`` is 0 if it is dense.
 
     ``is_real``  bool[N], the positions of the forward pass that are tokens; written by ``token_logprobs``
     Raises       ConfigError for a model whose head cannot be called apart from its body

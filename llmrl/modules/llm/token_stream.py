@@ -47,7 +47,7 @@ class TokenStream:
     plain           float32[S]  as log_probs, before truncation; None if no turn was truncated
     versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None if each turn has one version
     routes          int16[N, layers, K]  experts of the first N <= S ids; None if the engine does not report them
-    answered        True where the ids are a prompt that was answered before and is asked again
+    answered        True if the ids are a prompt that was answered before and is asked again
     """
 
     ids: list[Tensor]
@@ -158,8 +158,8 @@ def turn_columns(
 ) -> dict[str, dict[str, Any]]:
     """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
 
-    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` where sampling was truncated,
-            ``versions`` int64[R] where the weights changed meanwhile; ``routes`` int16[P + R, layers, K]
+    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` if sampling was truncated,
+            ``versions`` int64[R] if the weights changed meanwhile; ``routes`` int16[P + R, layers, K]
             stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
     Raises  ShapeError if the stream is longer than the prompt that it begins
     """

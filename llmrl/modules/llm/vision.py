@@ -152,7 +152,7 @@ def model_class(source: str | PretrainedConfig, **options: Any) -> Any:
 def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTokenizerBase:
     """The processor of a model that reads images, by its folder or hub name; the tokenizer of one that does not.
 
-    A processor that also takes videos is loaded without that part where torchvision is missing, or the part's files.
+    A processor that also takes videos is loaded without that part if torchvision is missing, or the part's files.
     """
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -273,7 +273,7 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 
 def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
-    """The log-probs, with a gradient of 0 for that part where it is trained: ranks average the gradients of the same
+    """The log-probs, with a gradient of 0 for that part if it is trained: ranks average the gradients of the same
     parameters, even if a batch has no image.
     """
     tower = vision_tower(model) if torch.is_grad_enabled() else None

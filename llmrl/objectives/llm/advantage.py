@@ -43,8 +43,8 @@ _WAITING = ("queued", "queued_trajectories")
 class MCAdvantage(Transform):
     """Replaces rewards by advantages relative to the other completions of the same prompt, on the way into a buffer.
 
-    Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" where present, else "query"
-            "policy_version"  where present: completions by different weights are not one group
+    Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" if present, else "query"
+            "policy_version"  if present: completions by different weights are not one group
             rewards_key       float[B, 1, 1], or [B, T, 1], ragged too; NaN or infinite: this completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
@@ -292,7 +292,7 @@ class MCAdvantage(Transform):
             return None
         flat = [[member.flat_rewards for member in group] for group in groups]
         longest = max(len(rewards) for group in flat for rewards in group)
-        size = max(map(len, groups))  # smaller than grpo_size only where candidates failed
+        size = max(map(len, groups))  # smaller than grpo_size only if candidates failed
         rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
         absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
         for n, group in enumerate(flat):
@@ -409,7 +409,7 @@ class MCAdvantage(Transform):
         return list(zip(columns[0], columns[1] or [None] * rows, strict=True))
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
-        """A column; as a list of rows where these differ in length."""
+        """A column; as a list of rows if these differ in length."""
         try:
             value = td.get(key, None)
         except RuntimeError:  # rows of a lazy stack that cannot be stacked

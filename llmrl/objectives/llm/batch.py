@@ -61,7 +61,7 @@ class PaddedBatch:
         reader: str,
         device: torch.device | None = None,
     ) -> PaddedBatch:
-        """Pads rows on the right; ``attention`` bool[T_i] each where they hold padding of their own."""
+        """Pads rows on the right; ``attention`` bool[T_i] each if they hold padding of their own."""
         lengths = [len(row) for row in rows]
         ids_BT = pad_rows(rows)
         attention_BT = lengths_mask(torch.tensor(lengths, device=ids_BT.device), ids_BT.shape[1])
@@ -159,7 +159,7 @@ class PaddedBatch:
     ) -> Tensor:
         """bool[B, T]: the tokens that are trained, of those that have a predecessor in their row.
 
-        ``sft``      the assistant mask: the tokens that the policy sampled, from ("masks", "trained_from") on where the
+        ``sft``      the assistant mask: the tokens that the policy sampled, from ("masks", "trained_from") on if the
                      batch has that; without an assistant mask the response
         ``rlhf``     the same, and the assistant mask is required
         ``generic``  the tokens of ``sft``, and all others that have a behaviour log-prob
@@ -201,8 +201,8 @@ def actor_scores(
 ) -> TokenScores:
     """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
-    Calls  actor.token_scores(ids, attention mask, select, entropy=) where it has that (wrappers, TokenScorer), with
-           media= where the batch has "media" and routes= where it has ("log_probs", "routes"); else actor(copy of td),
+    Calls  actor.token_scores(ids, attention mask, select, entropy=) if it has that (wrappers, TokenScorer), with
+           media= if the batch has "media" and routes= if it has ("log_probs", "routes"); else actor(copy of td),
            reading ``log_probs_key`` from what it returns
     """
     if hasattr(actor, "token_scores"):
@@ -233,7 +233,7 @@ def count_step(
 
     Counts as `GRPOLoss` does with ``masking_strategy="sft"``.
 
-    Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; where the batch has them
+    Reads    ("masks", "all_assistant_mask") bool ragged[T] or [B, T]; if the batch has them
              ("masks", "all_attention_mask"), ("masks", "trained_from"), "group_id" int64[B]
     Returns  StepCounts of this process: ``.over_ranks()`` adds up those of all ranks
     """

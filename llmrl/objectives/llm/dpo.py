@@ -30,7 +30,7 @@ class DPOLossOutput(TensorClass["nocast"]):
     loss_dpo: Tensor
     pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger implicit reward
     margin: Tensor | None = None  # beta (chosen minus rejected implicit reward)
-    chosen_log_prob: Tensor | None = None  # of the whole answer; per token where the loss takes means
+    chosen_log_prob: Tensor | None = None  # of the whole answer; per token if the loss takes means
     rejected_log_prob: Tensor | None = None
     tokens: Tensor | None = None  # trained tokens of this batch
 

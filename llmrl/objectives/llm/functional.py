@@ -406,7 +406,7 @@ def token_weights(
 
 
 def expert_balance(chosen_RE: Tensor, probs_RE: Tensor, tokens: Tensor) -> Tensor:
-    """The load-balancing loss E sum_e f_e P_e of E experts: K where each token goes to K, and all are equally busy.
+    """The load-balancing loss E sum_e f_e P_e of E experts: K if each token goes to K, and all are equally busy.
 
     chosen_RE  tokens sent to each expert by each of R routers; f_e is the mean over routers and tokens
     probs_RE   probabilities given, added up over the tokens, with grad; P_e is their mean in the same way

@@ -67,15 +67,15 @@ class GRPOLoss(LossModule):
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
             ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see `PaddedBatch.trained_mask`
-            ("masks", "trained_from")         int64[B]           only from here on, where the batch has it
+            ("masks", "trained_from")         int64[B]           only from here on, if the batch has it
             ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
-            ("log_probs", "plain")            float32 ragged[T]  where the batch has it: before top-p, top-k and min-p
-            ("log_probs", "routes")           int16 ragged[T, layers, K]  where the batch has it: experts to replay
+            ("log_probs", "plain")            float32 ragged[T]  if the batch has it: before top-p, top-k and min-p
+            ("log_probs", "routes")           int16 ragged[T, layers, K]  if the batch has it: experts to replay
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
             "group_id"                        int64[B]           if aggregation="prompt-mean"
-    Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
             for ("log_probs", "full")
     Returns GRPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN on a trained token
@@ -86,7 +86,7 @@ class GRPOLoss(LossModule):
 
     ``on_tokens``, if it is set, is called in each forward pass with the batch, the trained tokens bool[B, T], and
     what is known of each by name: "trainer_logp" (before the step's first update), "advantage", "ratio", "entropy" and
-    "kl_to_ref" where they are computed.
+    "kl_to_ref" if they are computed.
     """
 
     on_tokens: Callable[[TensorDictBase, Tensor, dict[str, Tensor]], None] | None = None
@@ -317,7 +317,7 @@ class GRPOLoss(LossModule):
 
 
 def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
-    """The entry "plain" beside the log-probs "full" of the sampled tokens, where the batch has one, else ``key``.
+    """The entry "plain" beside the log-probs "full" of the sampled tokens, if the batch has one, else ``key``.
 
     The trainer's distribution is not truncated, so the ratio needs the engine's log-probs from before the cut.
     """

@@ -36,7 +36,7 @@ class RewardLoss(LossModule):
     """-log sigmoid(r_chosen - r_rejected - margin) over pairs of answers to one prompt.
 
     Reads   ("tokens", "full"), "num_chosen", ("masks", "all_assistant_mask")   as `DPOLoss`
-            "margin"  float32[B]  by how much the rewards are to differ, where the batch has it
+            "margin"  float32[B]  by how much the rewards are to differ, if the batch has it
     Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
     Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  DataError for a pair of which one answer has no token; MissingKeyError

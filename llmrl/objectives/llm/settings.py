@@ -81,7 +81,7 @@ class GRPOSettings:
     dual_clip: float | None = None
     sapo_tau: tuple[float, float] | None = None
     proximal: Proximal = "behaviour"
-    correction: Correction | None = None  # None: "tis", and "none" where the proximal policy is the engine
+    correction: Correction | None = None  # None: "tis", and "none" if the proximal policy is the engine
     correction_cap: float | None = None
     correction_band: tuple[float, float] | None = None
     correction_veto: tuple[float, float] | None = None

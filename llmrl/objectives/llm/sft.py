@@ -53,11 +53,11 @@ class SFTLoss(LossModule):
     """Negative log-likelihood over the assistant's tokens, with an optional KL to a reference.
 
     Reads   ("tokens", "full")                 int64 ragged[T]    with
-            ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on where the batch has
+            ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on if the batch has
                                                that; if these are missing,
             ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
             ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
-    Calls   actor_network.token_scores(ids, attention mask, select, entropy=) where it has that, else actor_network(td)
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
             for ("log_probs", "full")
     Returns SFTLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  DataError if no conversation has a token to train, MissingKeyError, ShapeError; ConfigError for settings

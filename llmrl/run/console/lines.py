@@ -43,14 +43,14 @@ class Finding:
 def make_console(rank: int | None = None) -> Console:
     """The console of this process; it is silent on every rank but the first (``rank`` None: the RANK variable).
 
-    A run goes on without the reader of its output: where a pipe or a terminal is gone, nothing more is written there.
+    A run goes on without the reader of its output: if a pipe or a terminal is gone, nothing more is written there.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     return Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
 
 
 class _Output:
-    """A stream that becomes the null device where it cannot be written to; standard error too if it is the same."""
+    """A stream that becomes the null device if it cannot be written to; standard error too if it is the same."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -145,7 +145,7 @@ def print_labelled(console: Console, label: str, value: str, style: str, width: 
 
 
 def print_line(console: Console, text: Text) -> None:
-    """One line, however long; in plain ASCII where the console cannot write it otherwise."""
+    """One line, however long; in plain ASCII if the console cannot write it otherwise."""
     if not can_write(console, text.plain):
         text = Text(ascii_only(text.plain))
     console.print(text, soft_wrap=True)  # never folded: one line stays one line in a file

@@ -50,7 +50,7 @@ class Column:
         )
 
     def text(self, metrics: Mapping[str, float | None]) -> str:
-        """The cell's content, a dash where the step has no such metric."""
+        """The cell's content, a dash if the step has no such metric."""
         shown = format_number(metrics.get(self.metric), self.kind)
         if self.spread and metrics.get(self.spread) is not None:
             shown += f"+-{format_number(metrics[self.spread], self.kind)}"

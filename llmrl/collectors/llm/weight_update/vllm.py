@@ -193,8 +193,8 @@ class VLLMWeightSender(WeightSender):
         """Sends ``weights``, or those of the registered model; returns when every engine has them.
 
         Reads   a module (sharded, or with adapters that are merged in copies), a TensorDict, named tensors, or groups
-        Raises  WeightSyncError  without weights, with fewer receivers than ``num_replicas``, or where they lack
-                something of the metadata: no engine was updated; and where one refuses
+        Raises  WeightSyncError  without weights, with fewer receivers than ``num_replicas``, or if they lack
+                something of the metadata: no engine was updated; and if one refuses
         """
         source = self._model if weights is None else weights
         if source is None:

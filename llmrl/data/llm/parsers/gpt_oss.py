@@ -47,7 +47,7 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[Mess
     Returns  messages: the developer's instructions as the system message, the analysis that precedes an answer or a
              call under ``thought``; the system turn about model and date is left out. The last carries
              ``"is_complete": False`` if its end marker is missing, even if its analysis is all there is. A tool's
-             answer has a name where it is not that of the call before it
+             answer has a name if it is not that of the call before it
 
     >>> parse_gpt_oss("<|start|>assistant<|channel|>final<|message|>4<|return|>")
     [{'role': 'assistant', 'content': '4'}]

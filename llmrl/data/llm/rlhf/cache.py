@@ -1,4 +1,4 @@
-"""Columns in memory-mapped files, built once: opened where their fingerprint fits, else built under a lock.
+"""Columns in memory-mapped files, built once: opened if their fingerprint fits, else built under a lock.
 
 root/name-3f9a52c07d1e/     the digits are those of the recipe: whatever decides about the content
   checkpoint.1/

@@ -302,7 +302,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return positions, info
 
     def _draw_starts(self, number: int, cut: Cut) -> np.ndarray:
-        """Starts by priority: proposed among all rows, or, where hardly any can be one, listed."""
+        """Starts by priority: proposed among all rows, or, if hardly any can be one, listed."""
 
         def propose(count: int) -> tuple[np.ndarray]:
             cells = self._draw(count)

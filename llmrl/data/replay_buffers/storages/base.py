@@ -138,7 +138,7 @@ class Storage(ABC):
     ``max_size`` count cells. ``storage[...]`` sees the grid.
     """
 
-    max_size: int  # a property where another process may fix it
+    max_size: int  # a property if another process may fix it
     ndim: int = 1
     trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; as above
 
@@ -165,7 +165,7 @@ class Storage(ABC):
         return num_rows(data)
 
     def batch(self, index: slice | Tensor) -> Any:
-        """``get`` of positions (a plain slice or int64[N]) that are there, stacked where that can be done."""
+        """``get`` of positions (a plain slice or int64[N]) that are there, stacked if that can be done."""
         return self.get(index)
 
     def entry(self, key: Key, index: Tensor) -> Tensor:
@@ -392,7 +392,7 @@ class Storage(ABC):
         return where.reshape(-1) if isinstance(where, Tensor) else where
 
     def _places_at(self, index: Index) -> int | slice | Tensor:
-        """An index of rows that are written: the same, where the rows may be new."""
+        """An index of rows that are written: the same, if the rows may be new."""
         who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
             plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)

@@ -457,7 +457,7 @@ def _select(column: Any, index: Tensor) -> Any:
 
 
 def _array(column: Any) -> Any:
-    """The column as an array, or as it is where numpy cannot write to it as torch would."""
+    """The column as an array, or as it is if numpy cannot write to it as torch would."""
     plain = isinstance(column, Tensor) and column.is_cpu and column.dtype in NUMBERS and column.is_contiguous()
     return column.detach().numpy() if plain else column
 

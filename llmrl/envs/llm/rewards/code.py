@@ -45,8 +45,8 @@ class CodeReward:
     Reads   the column ``tests``: a list of cases, or the same as JSON. A case is a text that must run without an error
             after the code, as ``assert add(1, 2) == 3``, or ``{"input": ..., "output": ...}``: what the code reads and
             must print, trailing white space aside. ``{"inputs": [...], "outputs": [...]}`` is a list of the latter
-    Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 where all did, else 0.0; 0.0 without
-            code, or where it failed, took longer than ``timeout_s`` seconds for a case or wrote too much
+    Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 if all did, else 0.0; 0.0 without
+            code, or if it failed, took longer than ``timeout_s`` seconds for a case or wrote too much
     Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError if no
             interpreter could be had, which does not mean that the code is wrong; at construction,
             MissingDependencyError or UnsupportedError if the sandbox cannot be had

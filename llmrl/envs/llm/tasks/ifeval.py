@@ -292,7 +292,7 @@ def _complete(td: TensorDictBase, count: int) -> list[bool]:
 class IFEvalEnv(TaskEnv):
     """IFEval as an environment: a prompt with instructions, a reward for following them (see `IfEvalScorer`).
 
-    Reads   rows with "prompt", "instruction_id_list" and "kwargs", as the public files have them; "key" where present
+    Reads   rows with "prompt", "instruction_id_list" and "kwargs", as the public files have them; "key" if present
     Raises  DataError naming the row for an unknown instruction, MissingDependencyError if one needs langdetect
 
     The arguments are those of `TaskEnv`; the public dataset has one split, "train". For the public benchmark, in which

@@ -218,7 +218,7 @@ def _occurrences(keyword: str, response: str) -> int:
 
 
 def _brackets(line: str) -> int:
-    """Number of brackets that open and then close. (A regular expression takes quadratic time where none closes.)"""
+    """Number of brackets that open and then close. (A regular expression takes quadratic time if none closes.)"""
     count, start = 0, line.find("[")
     while start >= 0 and (end := line.find("]", start)) >= 0:
         count, start = count + 1, line.find("[", end)

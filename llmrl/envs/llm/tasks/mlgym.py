@@ -48,7 +48,7 @@ class MLGymWrapper(TransformedEnv):
     Writes  ("next", view, "prompt")  one user message more: the observation, or the fault in the format
             ("next", "reward")        float32[B, 1, 1]: the gym's, plus ``score(info)`` at the end (None: the first
                                       number of the newest entry of ``info["score"]``, for scores to be maximised);
-                                      ``reward_wrong_format`` (None: 0) without a command; NaN where the gym failed
+                                      ``reward_wrong_format`` (None: 0) without a command; NaN if the gym failed
             ("next", "exit_status")   str [B], the gym's own; "" while there is none
             ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at "max_steps"
             "gym_slot"                int64[B]: the number of the conversation's gym

@@ -30,7 +30,7 @@ _KINDS[type(None)] = "null"
 class ParsedCall:
     """One call as the model wrote it; ``error`` explains to the model why it could not be read.
 
-    id    given by the model, where its format has a place for that
+    id    given by the model, if its format has a place for that
     span  its place in the answer
     """
 

@@ -83,7 +83,7 @@ class FunctionFormat(CallFormat):
     """Qwen 3 Coder: ``<function=name>`` ``<parameter=x>`` value ``</parameter>`` ... ``</function>``.
 
     ``<tool_call>`` tags around it are optional. A value is text if the tool's schema says "string"; otherwise it is
-    JSON where it can be, and text where it cannot. Text that holds the format's own tags is written as a JSON string.
+    JSON if it can be, and text if it cannot. Text that holds the format's own tags is written as a JSON string.
 
     >>> FunctionFormat().parse("<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>")
     [ParsedCall(name='add', arguments={'a': 1}, error=None)]
@@ -128,7 +128,7 @@ class FunctionFormat(CallFormat):
         return [ParsedCall(name, arguments)], close.end()
 
     def _value_text(self, value: Any) -> str:
-        """Text where it is read back as itself, else JSON."""
+        """Text if it is read back as itself, else JSON."""
         if isinstance(value, str) and not self._own_tags.search(value) and self._value(value, {}) == value:
             return value
         return json_text(value).replace("<", "\\u003c")

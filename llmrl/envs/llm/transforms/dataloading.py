@@ -40,7 +40,7 @@ class DataLoadingPrimer(Transform):
             of batches that can be started again; or ``dataloader_factory()``, called once
     Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; a step carries them along
             "group_id"  int64[B]   the number of the draw, which only the ``repeats`` copies of one prompt share
-            "seed"      int64[B]   where ``seed`` is given: the seed with which this row samples at this turn
+            "seed"      int64[B]   if ``seed`` is given: the seed with which this row samples at this turn
     Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
             DataError for an empty dataset or a row that has no columns, MissingKeyError for one without a column of the
             first row, or of ``primers``, both with its number; ConfigError for settings that contradict each other
@@ -50,7 +50,7 @@ class DataLoadingPrimer(Transform):
 
     Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. Its group, its order in the epoch and its seed
     follow from that number and ``seed``, so a run is the same alone, under data parallelism and after a resume. The
-    order is shuffled per epoch where ``shuffle`` is set; the order of a DataLoader is its own.
+    order is shuffled per epoch if ``shuffle`` is set; the order of a DataLoader is its own.
 
     >>> primer = DataLoadingPrimer([{"query": "2 + 2?"}, {"query": "3 + 3?"}], repeats=2)
     >>> rows = primer.pull(4)
@@ -108,7 +108,7 @@ class DataLoadingPrimer(Transform):
         self._handed_out = 0  # rows, on this rank: the whole state
 
     def pull(self, count: int) -> TensorDictBase:
-        """The next ``count`` rows as a batch; fewer where the data end.
+        """The next ``count`` rows as a batch; fewer if the data end.
 
         Raises  EndOfData if nothing is left; MissingKeyError, DataError for a row that does not fit: nothing is
                 handed out then
@@ -281,7 +281,7 @@ class IndexedRows:
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
-        """The rows at increasing positions of the stream; shorter than asked only where the stream has ended."""
+        """The rows at increasing positions of the stream; shorter than asked only if the stream has ended."""
         indices = [self._index(position) for position in positions]
         if hasattr(self.dataset, "column_names"):  # datasets.Dataset: one read for all rows, as columns
             columns = self.dataset[indices]
@@ -373,7 +373,7 @@ class IteratedRows:
 
 
 def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> IndexedRows | IteratedRows:
-    """Indexed where the data can be indexed, iterated otherwise."""
+    """Indexed if the data can be indexed, iterated otherwise."""
     if hasattr(dataloader, "__getitem__") and hasattr(dataloader, "__len__"):
         return IndexedRows(dataloader, shuffle=shuffle, seed=seed)
     if not hasattr(dataloader, "__iter__"):

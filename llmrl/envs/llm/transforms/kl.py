@@ -42,8 +42,8 @@ REF: FullKey = ("ref_log_probs", "full")
 class KLComputation(Transform):
     """Writes the KL penalty of every token, and takes ``coeff`` times it off the reward.
 
-    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` where it was scored again, else what the
-                                     policy wrote; "plain" instead where sampling was cut to some tokens
+    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` if it was scored again, else what the
+                                     policy wrote; "plain" instead if sampling was cut to some tokens
             ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
             ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
             ("tokens", "response"), ("masks", "trained_from"), ("next", reward_key) float32[B, 1, 1]

@@ -37,7 +37,7 @@ class RetrieveLogProb(Transform):
     Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only if there is none, (mode, "full") of a
                                              wrapper, encoded
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
-    Calls   ``model``'s engine (with ``detach=False``, where gradients are enabled, its scorer): in an env a forward
+    Calls   ``model``'s engine (with ``detach=False``, if gradients are enabled, its scorer): in an env a forward
             pass over the conversation so far at each turn, in a buffer one over each batch that is sampled
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
                                              ``assistant_only``: 0 at other tokens; at the root of data without "next"

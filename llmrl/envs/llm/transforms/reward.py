@@ -70,11 +70,11 @@ class RewardFunction(ScoringTransform):
     Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
             known; ShapeError if ``fn`` returns something else than a number per row
 
-    A row is NaN where ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
+    A row is NaN if ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
     or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
     each kind; ``first_error`` keeps the first traceback.
 
-    With ``process`` (default: where ``fn`` is a name outside of llmrl) the function runs in a process that is killed at
+    With ``process`` (default: if ``fn`` is a name outside of llmrl) the function runs in a process that is killed at
     the deadline; its module is imported in both processes, its variables are the other's. Otherwise it runs in a thread
     or an event loop: one that hangs is left behind, and one that hangs holding the interpreter's lock ends this process
     with the places of all threads, a minute after the deadline.

@@ -1,4 +1,4 @@
-"""`AddThinkingPrompt`: asks the model to think again, where the user's condition (usually on the reward) says so."""
+"""`AddThinkingPrompt`: asks the model to think again, if the user's condition (usually on the reward) says so."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class AddThinkingPrompt(Transform):
     Reads   the turn as ``next`` has it, one row at a time, for ``cond``
     Writes  ("next", view, "prompt"): with ``edit_last_turn`` the policy's message ends in ``prompt`` instead of its
                           last answer block, and is left open: the policy goes on with it. Else one message
-                          {"role", "content": prompt} more, open too where the role is "assistant"
+                          {"role", "content": prompt} more, open too if the role is "assistant"
             ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
     Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``
 
-    ``prompt`` None: the first of a built-in list, in the first person where ``egocentric`` (None: where the role is
+    ``prompt`` None: the first of a built-in list, in the first person if ``egocentric`` (None: if the role is
     "assistant"), or with ``random_prompt`` a draw of it by `set_seed`. ``zero_reward`` None: as ``edit_last_turn``.
 
     A conversation that a limit has ended stays ended. An edited turn starts a new record (docs/keys.md), in which it is
@@ -182,7 +182,7 @@ class AddThinkingPrompt(Transform):
         next_td.set("tokens", Tokens.from_rows({"prompt": rows}, next_td.batch_size))
 
     def _edited(self, text: str, prompt: str) -> str:
-        """The text up to its last answer block, and the prompt; all of the text where it has no such block."""
+        """The text up to its last answer block, and the prompt; all of the text if it has no such block."""
         cut = text.rfind("<answer>")
         kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(tokenizer_of(self)))
         return kept + prompt

@@ -115,7 +115,7 @@ def _closed(message: Message) -> Message:
 def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
     """Gives the last answer in the prompt of these rows other fields, in place; the ids stay what was drawn.
 
-    Writes  ("history", "prompt"), where the batch has it
+    Writes  ("history", "prompt"), if the batch has it
     """
     history = next_td.get("history", None)
     if history is None:
@@ -134,7 +134,7 @@ def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
     edit what was said.
 
     Reads   ``view``: the one that was edited ("history", "text" or "tokens"), which stays as it is
-    Writes  the token stream, and where the view is the history ("text", "prompt"): empty in these rows
+    Writes  the token stream, and if the view is the history ("text", "prompt"): empty in these rows
     """
     if (stream := TokenStream.read(next_td)) is not None:
         stream.cut(set(rows), keep_ids=view == "tokens").write(next_td)
@@ -144,6 +144,6 @@ def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
 
 
 def _end_of(text: str, renderer: Renderer) -> Tensor:
-    """The ids that say whether a turn was ended, where a policy left text alone."""
+    """The ids that say whether a turn was ended, if a policy left text alone."""
     end = renderer.codec.end_of_turn
     return torch.tensor(renderer.end_of_turn_ids if end and text.endswith(end) else [], dtype=torch.int64)

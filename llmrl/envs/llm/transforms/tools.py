@@ -124,7 +124,7 @@ class ToolTransform(Transform):
         self._open: dict[int, None] = {}  # conversations for which a tool may keep something, oldest first
 
     def instructions(self) -> str:
-        """The tools and the form of a call, for a system prompt where the chat template cannot declare them."""
+        """The tools and the form of a call, for a system prompt if the chat template cannot declare them."""
         functions = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in self._schemas)
         call = f"To call one, write:\n{self.format.example}\nThe next message tells you what it answered."
         return f"You can call these tools:\n{functions}\n\n{call}"

@@ -30,11 +30,11 @@ class UserTurn(Transform):
 
     Reads   ("next", "history", "prompt"): the conversation with the policy's turn; the columns that ``reply`` names
     Calls   ``reply(messages)``, the messages as a list of {"role", "content"}, per conversation, ``concurrency`` at a
-            time; not where the conversation is over, nor where a tool has answered. Further parameters are columns of
+            time; not if the conversation is over, nor if a tool has answered. Further parameters are columns of
             the data by name. ``reply`` may be a coroutine function
-    Writes  ("next", "history", "prompt"): one message more, where ``reply`` returned text
-            ("next", "terminated"), ("next", "done"): True where it returned None
-            ("next", "truncated"), ("next", "done"): True, and ("next", "reward") NaN, where it failed: it raised
+    Writes  ("next", "history", "prompt"): one message more, if ``reply`` returned text
+            ("next", "terminated"), ("next", "done"): True if it returned None
+            ("next", "truncated"), ("next", "done"): True, and ("next", "reward") NaN, if it failed: it raised
             (``retries`` times more than once), returned something else, or was not done after ``deadline_s`` seconds
     Raises  ConfigError for a column that the data do not have, or an env that is not in history mode
 

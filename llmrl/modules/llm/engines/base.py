@@ -143,7 +143,7 @@ class Engine(Protocol):
 
     ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a
                        function of its prompt, its seed and the weights, never of the rows beside it.
-                       ``media``: of each row, where rows have images (``llmrl.modules.llm.vision``)
+                       ``media``: of each row, if rows have images (``llmrl.modules.llm.vision``)
     ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
                        is False
     ``update_weights`` all or nothing; None if the engine shares the trainer's module, so that only the version moves

@@ -48,7 +48,7 @@ class TransformersEngine:
     pad_inputs        False: rows are run in groups of equal length, and the model never sees a padding token
     max_batch_tokens  most tokens (rows times prompt + response length) that are in one batch; longer calls are split
     tokenizer         only for ``SamplingParams.stop_strings``
-    seed              of the generator that hands out row seeds where a call brings none
+    seed              of the generator that hands out row seeds if a call brings none
 
     Attributes  ``on_tokens``, None unless set: called after each draw with int64[N] tokens and float32[N] log-probs
                 ``reports_routes``, False unless set: `Generation.routes` of a mixture of experts
@@ -99,7 +99,7 @@ class TransformersEngine:
 
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, where some have images
+        media    of each prompt, if some have images
         Raises   ShapeError, ConfigError
         """
         if seeds is None:
@@ -442,7 +442,7 @@ class _Decoding:
             ids, drawn, plain = (column[row, :length].clone() for column in columns)
             routes = None
             if self.routers is not None:
-                self.drawn_routes[row, length - 1] = -1  # read only where other rows went on
+                self.drawn_routes[row, length - 1] = -1  # read only if other rows went on
                 routes = torch.cat([self.prompt_routes[row], self.drawn_routes[row, :length]]).to(self.home)
             yield ids, drawn, plain, reason, routes
 

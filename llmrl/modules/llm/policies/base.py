@@ -64,7 +64,7 @@ class LLMWrapperBase(nn.Module):
     """A policy over an engine. ``model`` is an ``Engine`` here; subclasses take what their backend runs.
 
     Generating (``generate=True``):
-      Reads   (mode, "prompt"), and where an environment carried an earlier turn on, its `TokenStream`: the ids of
+      Reads   (mode, "prompt"), and if an environment carried an earlier turn on, its `TokenStream`: the ids of
               earlier turns are used as they are; only what was appended since is rendered
               "seed" int64[B], if present: one seed per row
               "media", if there in tokens mode: the images of each row (``llmrl.modules.llm.vision``)
@@ -110,11 +110,11 @@ class LLMWrapperBase(nn.Module):
         tokens_key: str = "tokens",
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
-        batching: bool | None = None,  # join calls of several threads (BatchingEngine); None: where a size is given
+        batching: bool | None = None,  # join calls of several threads (BatchingEngine); None: if a size is given
         min_batch_size: int | None = None,  # rows to wait for; 1
         max_batch_size: int | None = None,  # most rows in one joined call
         batching_timeout: float = 10.0,  # seconds after which a call goes with the rows that are there
-        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": fail where True would
+        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": fail if True would
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
@@ -444,7 +444,7 @@ class LLMWrapperBase(nn.Module):
         temperature: float | None = None,
         media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
-        """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer where gradients are
+        """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer if gradients are
         enabled, else by the engine.
         """
         temperature = self.temperature if temperature is None else temperature

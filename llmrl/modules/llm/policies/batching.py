@@ -299,7 +299,7 @@ def check_batching(settings: Any) -> None:
 
 
 def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
-    """The engine, behind a ``BatchingEngine`` where a wrapper's arguments ask for one: they say so, or give a size."""
+    """The engine, behind a ``BatchingEngine`` if a wrapper's arguments ask for one: they say so, or give a size."""
     sizes = settings.min_batch_size, settings.max_batch_size
     if not (sizes != (None, None) if settings.batching is None else settings.batching):
         return engine
@@ -320,7 +320,7 @@ def batching_state(engine: Engine) -> dict[str, Any]:
 
 
 def drain(engine: Engine, timeout: float) -> None:
-    """Ends the joining of requests, where they are joined; see `BatchingEngine.drain`."""
+    """Ends the joining of requests, if they are joined; see `BatchingEngine.drain`."""
     if isinstance(engine, BatchingEngine):
         engine.drain(timeout)
 

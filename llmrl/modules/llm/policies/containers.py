@@ -135,7 +135,7 @@ class _Rows:
 _DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
-_DIMENSIONS = {"covered": 0, "routes": 3}  # of a row, where they are others than tokens or messages
+_DIMENSIONS = {"covered": 0, "routes": 3}  # of a row, if they are others than tokens or messages
 
 
 def _batch_of(value: Any, num_dims: int) -> tuple[int, ...]:
@@ -253,8 +253,8 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
 class Tokens(_Rows, TensorClass["nocast"]):
     """Token ids as the engine drew them: ``full == cat(prompt, response)``.
 
-    prompt    int64[P]  left-padded where ``padded``
-    response  int64[R]  right-padded where ``padded``
+    prompt    int64[P]  left-padded if ``padded``
+    response  int64[R]  right-padded if ``padded``
     full      int64[T]
     covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text
                         mode; the next turn adds to the stream what the environment appends beyond that
@@ -290,11 +290,11 @@ class LogProbs(_Rows, TensorClass["nocast"]):
 
     prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
     plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only
-                            where top-k, top-p, min-p or a repetition penalty made the two differ
-    versions                int64, aligned with ``full``: of the weights that sampled each token; set only where weights
+                            if top-k, top-p, min-p or a repetition penalty made the two differ
+    versions                int64, aligned with ``full``: of the weights that sampled each token; set only if weights
                             may change within an answer
     routes                  int16[T, layers, K], aligned with ``full``: the experts that each token was sent to, -1
-                            where that is not known; set only where the engine reports them
+                            if that is not known; set only if the engine reports them
     """
 
     prompt: Tensor | None = None
@@ -348,7 +348,7 @@ CONTAINERS: dict[str, Any] = {
 def make_containers(
     columns: Mapping[str, Mapping[str, Any]], batch_size: Sequence[int], padding: Padding | None = None
 ) -> dict[str, Any]:
-    """A container of each group of ragged columns; those of token ids padded where ``padding`` says how."""
+    """A container of each group of ragged columns; those of token ids padded if ``padding`` says how."""
     made = {}
     for name, fields in columns.items():
         if padding is None or name in ("text", "history"):

@@ -42,7 +42,7 @@ class Prompts:
     ids        int64[P]
     num_new    how many of them, at the end, this turn adds: only those were encoded
     stream     what earlier turns left, without the rows that restart; None if all do
-    texts      of the stream, where an environment carried it
+    texts      of the stream, if an environment carried it
     media      of each row, where the policy reads images
     """
 
@@ -109,17 +109,17 @@ class Mode(ABC):
         view = inner(td.get(keys[self.name], None))
         if stream.assistant_mask is None or view is None or "full" not in view.keys():
             # This very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
-            # behind where those of this turn were dropped: a new record.
+            # behind if those of this turn were dropped: a new record.
             return None
         stream.answered, stream.plain = True, None
         return stream
 
     def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
-        """The text of the stream, where an environment carried it; a new conversation has none yet."""
+        """The text of the stream, if an environment carried it; a new conversation has none yet."""
         return None
 
     def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
-        """Sets the ids of each row: its stream and what was appended since, or all of it where it cannot go on.
+        """Sets the ids of each row: its stream and what was appended since, or all of it if it cannot go on.
 
         Returns  row -> why its earlier turns could not be continued as they were
         """
@@ -169,7 +169,7 @@ class Mode(ABC):
 
     @abstractmethod
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, where that is
+        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, if that is
         known.
         """
 

@@ -60,7 +60,7 @@ def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Te
 
 
 def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any]:
-    """The values without what ``kept`` leaves out; values of another length, and all where it is None, as they are."""
+    """The values without what ``kept`` leaves out; values of another length, and all if it is None, as they are."""
     if kept is None:
         return list(values)
     pairs = zip(values, kept, strict=True)
@@ -81,7 +81,7 @@ def attention_rows(
 
     what     the key of the rows, for the message
     Returns  None if there is no mask, or nothing is padding. A mask of other lengths is not of these rows
-    Raises   ShapeError for such a mask where the rows are ``dense``: their padding is not known
+    Raises   ShapeError for such a mask if the rows are ``dense``: their padding is not known
     """
     for key in keys:
         holder, field = _found(td, key)

@@ -1,6 +1,6 @@
 """The whole conversations of a batch as ids, and what a model says of them: values and distributions per token.
 
-The ids are ``("tokens", "full")`` where that is there, because ids that were sampled are never made again from text;
+The ids are ``("tokens", "full")`` if that is there, because ids that were sampled are never made again from text;
 else the mode's own view, encoded. Losses call ``token_scores`` instead of a distribution, whose memory grows with the
 vocabulary times the tokens.
 
@@ -49,10 +49,10 @@ class Conversations:
 
     laid_out   int64[L_i] each, in order, as the batch holds them
     kept       bool[L_i] each, which of those are real; None if none is padding
-    dense      True where the batch holds them as one tensor, [*B, L]
-    assistant  bool[T_i] each, which of the real ones the assistant wrote, where it is known; None
-    given      False where the ids were encoded here
-    media      of each row, where the batch or its messages have some; None
+    dense      True if the batch holds them as one tensor, [*B, L]
+    assistant  bool[T_i] each, which of the real ones the assistant wrote, if it is known; None
+    given      False if the ids were encoded here
+    media      of each row, if the batch or its messages have some; None
     rows       int64[T_i] each: the real ones
     """
 
@@ -311,7 +311,7 @@ def token_categorical(
 def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor, temperature: float) -> Tensor:
     """float32[N, V]: the logits that the tokens under the mask are drawn from, divided by the temperature.
 
-    Calls  the body once, and the head on the N positions; where the two do not make up the model, the whole model
+    Calls  the body once, and the head on the N positions; if the two do not make up the model, the whole model
     """
     path = find_head_path(model)
     if path is None:

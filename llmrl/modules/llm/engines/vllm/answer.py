@@ -1,4 +1,4 @@
-"""An answer that is drawn in one piece, or, where new weights interrupt it, in several, by growing versions."""
+"""An answer that is drawn in one piece, or, if new weights interrupt it, in several, by growing versions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Answer:
 
 
 def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, mixed: bool) -> Generation:
-    """The answers of a call; ``version`` if nothing was drawn, ``mixed`` where ids have versions of their own."""
+    """The answers of a call; ``version`` if nothing was drawn, ``mixed`` if ids have versions of their own."""
     versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
     return Generation(
         [torch.tensor(answer.ids, dtype=torch.int64) for answer in answers],

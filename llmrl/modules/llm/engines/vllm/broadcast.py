@@ -26,7 +26,7 @@ def stateless_init_process_group(
     """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
     ``torch.distributed``; waits until all have joined.
 
-    Returns  on a GPU vLLM's NCCL communicator; where ``device`` is None or the CPU, a group with the same ``broadcast``
+    Returns  on a GPU vLLM's NCCL communicator; if ``device`` is None or the CPU, a group with the same ``broadcast``
              that goes through the store at ``master_address``: for small things
     Raises   ConfigError for a rank outside of the group
     """

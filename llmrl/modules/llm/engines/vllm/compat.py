@@ -148,7 +148,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
     the process groups of an engine that could not be built.
 
-    Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and where this process cannot hold an engine
+    Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and if this process cannot hold an engine
     """
     vllm = load_vllm(own_process=own_process)
     check_options(options)

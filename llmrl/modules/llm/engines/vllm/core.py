@@ -50,7 +50,7 @@ class NothingLoadedError(WeightSyncError):
 class Completion(NamedTuple):
     """One answer: int64[R], float32[R], its end; with `SCORING` float32[P] of the prompt, 0 for the first token.
 
-    ``routes``  int16[tokens of prompt and answer that were read, layers, K], where vLLM reports them
+    ``routes``  int16[tokens of prompt and answer that were read, layers, K], if vLLM reports them
     """
 
     ids: Tensor
@@ -104,7 +104,7 @@ class Requests:
     end          the deadline, of `time.monotonic`
     temperature  divides the logits that prompts are scored under
     stop         True: what has not begun ends as ABORT at once
-    media        of each prompt, where any has images
+    media        of each prompt, if any has images
     version      of the weights: what vLLM keeps of an image is of one version
     """
 
@@ -124,7 +124,7 @@ class Core(Protocol):
     ``complete``      one `Completion` per prompt, in their order
     ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
     ``updating``      no request runs inside the block; at its end the prefix cache is empty and the weights have the
-                      label ``version``. Yields False where the workers are others than at the last update
+                      label ``version``. Yields False if the workers are others than at the last update
     ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
                       before stays
     ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs

@@ -58,7 +58,7 @@ class VLLMEngine:
                    here, one call at a time
     devices        numbers of the GPUs that its process sees, one tensor-parallel rank on each; implies own_process
     eos_token_ids  ids that end a response and are part of it; the model's generation settings by default
-    seed           of the generator that hands out row seeds where a call brings none
+    seed           of the generator that hands out row seeds if a call brings none
     timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token of its longest row
     connect_s      of a server: longest that its first answer may take
     silence_s      of a server: longest that it may leave ``/health`` unanswered during a request
@@ -66,7 +66,7 @@ class VLLMEngine:
                    `SharedMemory`, `NCCL` or `CudaIPC` with settings; None or "auto": the shortest of them
     options        arguments of ``vllm.LLM``, when one is built; ``dtype`` is the checkpoint's own unless given
 
-    Log-probs are those of the distribution sampled from; where truncation or a penalty changed that, the drawn ids are
+    Log-probs are those of the distribution sampled from; if truncation or a penalty changed that, the drawn ids are
     scored once more for the plain ones. A row is a function of its prompt, seed and weights, up to rounding that
     depends on the batch. All rows of a call are of one version: an update waits for the calls that are under way. See
     docs/engines.md for threads, failures, and what a server cannot do.
@@ -176,7 +176,7 @@ class VLLMEngine:
 
         prompts  int64[P_i] each, not empty
         seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, where some have images; a server takes none
+        media    of each prompt, if some have images; a server takes none
         Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError if
                  vLLM fails, DeadlineError
         """
@@ -315,7 +315,7 @@ class VLLMEngine:
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
         needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
 
-        Raises  WeightSyncError if vLLM refuses it: the one before goes on serving; where it sleeps without weights
+        Raises  WeightSyncError if vLLM refuses it: the one before goes on serving; if it sleeps without weights
                 UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
@@ -412,7 +412,7 @@ class VLLMEngine:
     def restart(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Ends the engine that was built here, dead or alive, and builds a new one, which serves once it has `version`.
 
-        weights  of `version`, as in `update_weights`. Needed where the engine was ever given some: no copy is kept here
+        weights  of `version`, as in `update_weights`. Needed if the engine was ever given some: no copy is kept here
         Raises   WeightSyncError if they are needed and not given, UnsupportedError for an engine or a server that
                  was not built here: nothing has changed then
         """

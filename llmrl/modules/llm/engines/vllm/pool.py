@@ -24,7 +24,7 @@ class PoolCore:
     """Requests to ``urls``, whose servers must serve the same model.
 
     A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
-    the weights. It is taken in again by the next update, which gives it the weights, or, where no other is left, at
+    the weights. It is taken in again by the next update, which gives it the weights, or, if no other is left, at
     once if it still has them, once in a call.
 
     Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,

@@ -111,7 +111,7 @@ class SharedBuffer(Buffer):
 
     def __init__(self, path: str, handle: int, size: int) -> None:
         self.path = path
-        # Pages are mapped now where the system can, so that the first update does not pay for it.
+        # Pages are mapped now if the system can, so that the first update does not pay for it.
         memory = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         super().__init__(torch.frombuffer(memory, dtype=torch.uint8))  # unmapped with the last tensor that views it
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # pinned: a GPU then copies at full speed
@@ -121,7 +121,7 @@ class SharedBuffer(Buffer):
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
-        """A new buffer, in memory where the system has a folder for that. Raises OSError if there is no room."""
+        """A new buffer, in memory if the system has a folder for that. Raises OSError if there is no room."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         handle, path = tempfile.mkstemp(prefix=f"llmrl-weights-{os.getpid()}-", dir=folder)
         try:

@@ -48,7 +48,7 @@ class CallWorkers(Protocol):
 class Transfer(Protocol):
     """A connection that sends weights, kept open until ``close``.
 
-    ``send`` raises NothingLoadedError if the engine still has its old weights, another error where it may not.
+    ``send`` raises NothingLoadedError if the engine still has its old weights, another error if it may not.
     """
 
     def send(self, weights: WeightSet, end: float) -> None: ...
@@ -183,7 +183,7 @@ _NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": 
 def transfer_settings(given: str | TransferSettings | None, place: str = "subprocess") -> TransferSettings | None:
     """The settings that a name stands for, or those given; None for "auto".
 
-    Raises  ConfigError for an unknown name, and for any where the engine is in this process, which is handed tensors
+    Raises  ConfigError for an unknown name, and for any if the engine is in this process, which is handed tensors
     """
     if given is None or given == "auto":
         return None

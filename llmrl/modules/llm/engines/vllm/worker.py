@@ -125,7 +125,7 @@ class WorkerExtension:
     def llmrl_set_temperature(self: Any, temperature: float) -> int:
         """Divides the logits of everything that follows by ``temperature``, until it is set again. 1: as they were.
 
-        Returns the number of output heads that were reached: 0 where this model does not use vLLM's own.
+        Returns the number of output heads that were reached: 0 if this model does not use vLLM's own.
         """
         kind = vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         heads = [module for module in self.model_runner.get_model().modules() if isinstance(module, kind)]
