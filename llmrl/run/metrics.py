@@ -58,7 +58,7 @@ METRICS: dict[str, str] = {
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
     "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",
-    "mismatch/probe_warnings": "1 where it looked wrong after a version, whose weights were then sent twice",
+    "mismatch/probe_warnings": "1 if it looked wrong after a version, whose weights were then sent twice",
     "mismatch/kl": "k3 estimate of the divergence between engine and trainer",
     "mismatch/is_mean": "mean importance weight of the engine correction",
     "mismatch/is_max": "the largest",
@@ -99,7 +99,7 @@ METRICS: dict[str, str] = {
     "perf/imbalance": "cost of the rows of the slowest rank over the mean of all, as they were dealt",
     "perf/train_tok_s_device": "the same for each device",
     "perf/padding_frac": "share of the positions that went through the model in training which were padding",
-    "perf/mfu": "share of the device's peak arithmetic that training used, where the peak is known",
+    "perf/mfu": "share of the device's peak arithmetic that training used, if the peak is known",
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 

@@ -228,7 +228,7 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
     here = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
     given = [name for name in here if getattr(rollout, name) != type(rollout).model_fields[name].default]
     if given and not rollout.gpus:  # llmrl launch starts servers by these settings
-        raise ConfigError(f"rollout.servers: {', '.join(given)} is decided where a server is started: leave it out.")
+        raise ConfigError(f"rollout.servers: {', '.join(given)} is decided when a server is started: leave it out.")
     lengths = []
     for url in rollout.servers:
         served = _served_model(url, "; llmrl launch resume RUN starts it" if rollout.gpus else "")

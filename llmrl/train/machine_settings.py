@@ -42,7 +42,7 @@ class MemorySettings(Settings):
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="decoder layers keep their input alone and compute again in the backward pass; auto: where a GPU "
+        description="decoder layers keep their input alone and compute again in the backward pass; auto: if a GPU "
         "would be too small otherwise",
     )
     offload: Literal["none", "activations", "parameters"] = Field(
@@ -60,7 +60,7 @@ class ModelOptions(Settings):
         None, description="sdpa, eager, flash_attention_2 or another name that transformers knows; null: its choice"
     )
     float32_head: bool = Field(
-        False, description="the output layer in float32 also where the model is in bfloat16: exacter log-probs"
+        False, description="the output layer in float32 even if the model is in bfloat16: exacter log-probs"
     )
     freeze_vision: bool = Field(True, description="the part of a model that reads images is not trained")
     router_aux_loss: float | None = Field(

@@ -19,7 +19,7 @@ class RolloutSettings(Settings):
     )
     own_process: bool | None = Field(
         None,
-        description="vllm in a process of its own, where every conversation asks by itself; null: where max_staleness, "
+        description="vllm in a process of its own, where every conversation asks by itself; null: if max_staleness, "
         "oversample, concurrency or several processes ask for it",
     )
     max_staleness: int = Field(
@@ -52,7 +52,7 @@ class RolloutSettings(Settings):
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
     sleep: bool | None = Field(
-        None, description="vllm frees its memory during updates; null: where it shares a GPU with the trainer"
+        None, description="vllm frees its memory during updates; null: if it shares a GPU with the trainer"
     )
     options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
     servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
@@ -63,7 +63,7 @@ class RolloutSettings(Settings):
     )
     ray_engines: int = Field(1, ge=1, description="such actors, each with an engine")
     ray_resources: dict[str, float] = Field(
-        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; GPU: tensor_parallel where nodes have some, CPU: 1"
+        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; GPU: tensor_parallel if nodes have some, CPU: 1"
     )
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto",

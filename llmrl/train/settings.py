@@ -140,7 +140,7 @@ class EnvSettings(Settings):
     )
     tool_timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
     declare_tools: bool | None = Field(
-        None, description="whether prompts describe the tools; null: where the chat template teaches the format"
+        None, description="whether prompts describe the tools; null: if the chat template teaches the format"
     )
     user: FunctionName | None = Field(
         None, description="speaks between turns, as my_pkg.users:reply; called with the messages; None ends it"
@@ -242,14 +242,14 @@ class ModelSource(Settings):
         None, description="a registered template's name or jinja text; null: the tokenizer's own"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of weights and arithmetic; auto: bfloat16 where the GPU has it, else float32"
+        "auto", description="of weights and arithmetic; auto: bfloat16 if the GPU has it, else float32"
     )
     seed: int = Field(0, ge=0, description="everything random follows from it")
     tokens_per_microbatch: int = Field(
         16384, ge=1, description="padded tokens that go through the model at once; changes memory, never the result"
     )
     packing: Literal["auto", "on", "off"] = Field(
-        "auto", description="sequences end to end instead of padded; auto: where that saves a fifth and the model can"
+        "auto", description="sequences end to end instead of padded; auto: if that saves a fifth and the model can"
     )
     model_options: ModelOptions = ModelOptions()
     lora: LoraSettings | None = Field(None, description="adapters to train instead of the model; null: all of it")

@@ -38,7 +38,7 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
         if differing := sorted(map(repr, set.union(*nexts) - set.intersection(*nexts))):
             raise ShapeError(
                 "LLMCollector: every turn must write the same entries to 'next': only some have "
-                f"{', '.join(differing)}; write NaN where there is no value."
+                f"{', '.join(differing)}; write NaN if there is no value."
             )
     count = sum(batch.batch_size[0] for batch in batches)
     out = {key: _cat([batch.get(key) for batch in batches]) for key in keys}

@@ -79,7 +79,7 @@ class MultiStepTransform(Transform):
             if self._held.batch_size[:time] != rows.batch_size[:time]:
                 raise ShapeError(
                     "MultiStepTransform: all batches of a stream must have the same size but in time: got "
-                    f"{list(rows.batch_size)} after {list(self._held.batch_size)}; call flush() where a stream ends."
+                    f"{list(rows.batch_size)} after {list(self._held.batch_size)}; call flush() when a stream ends."
                 )
             if leaf_keys(self._held) != leaf_keys(rows):
                 raise MissingKeyError(

@@ -161,7 +161,7 @@ def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once()
 def test_what_is_no_model_is_refused():
     with pytest.raises(ConfigError, match=r"must be a folder or hub name.*got dict"):
         VLLMEngine({})
-    with pytest.raises(ConfigError, match="max_model_len can only be set where the engine is built"):
+    with pytest.raises(ConfigError, match="max_model_len can only be set when the engine is built"):
         VLLMEngine("http://localhost:1", max_model_len=5)
     with pytest.raises(ConfigError, match="device is decided by vLLM"):
         vLLMWrapper("anything", tokenizer=tiny_tokenizer(), device="cpu")
@@ -183,5 +183,5 @@ def test_settings_that_cannot_be_run_are_refused():
             VLLMEngine("http://localhost:1", **settings)
     with pytest.raises(ConfigError, match="in_flight must be 'finish', 'abort' or 'continue': got 'drop'"):
         AsyncVLLMEngine("model", in_flight="drop")
-    with pytest.raises(ConfigError, match="own_process can only be set where the engine is built"):
+    with pytest.raises(ConfigError, match="own_process can only be set when the engine is built"):
         AsyncVLLMEngine("http://localhost:1")

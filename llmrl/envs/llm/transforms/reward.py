@@ -230,7 +230,7 @@ class RewardFunction(ScoringTransform):
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
             raise ShapeError(
-                f"RewardFunction {self.name!r}: a reward must be one number, or None where there is none: got {kind} "
+                f"RewardFunction {self.name!r}: a reward must be one number, or None if there is none: got {kind} "
                 f"for {where}: {shown}."
             )
         if value is None or math.isnan(value):

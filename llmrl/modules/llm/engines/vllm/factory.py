@@ -45,7 +45,7 @@ def make_core(
     if is_url or not isinstance(model, (str, Path, nn.Module)):
         if options or own_process:
             raise ConfigError(
-                f"VLLMEngine: {', '.join(options) or 'own_process'} can only be set where the engine is built: an LLM "
+                f"VLLMEngine: {', '.join(options) or 'own_process'} can only be set when the engine is built: an LLM "
                 "or a server has its settings already."
             )
         if is_url:
