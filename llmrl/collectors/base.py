@@ -28,13 +28,11 @@ _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "trust_policy", "local_init_rb
 
 @dataclass(frozen=True)
 class CollectorOptions:
-    """The keyword arguments of every collector.
+    """The keyword arguments of every collector; with several processes the first and devices may be lists, one of each.
 
-    frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of their number. Several processes:
-                          also a list with the frames of each
+    frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of their number
     total_frames          the collection ends when as many were delivered; -1: never
-    device                of policy, env and data, unless policy_device, env_device or storing_device say otherwise;
-                          several processes: also a list with the device of each
+    device                of policy, env and data, unless policy_device, env_device or storing_device say otherwise
     create_env_kwargs     arguments of the env's constructor
     max_frames_per_traj   truncates a trajectory (a `StepCounter`, which also writes "step_count"); None, <= 0: never
     init_random_frames    so many frames are random actions; with a replay buffer, as long as it has had fewer rows
@@ -44,16 +42,14 @@ class CollectorOptions:
     postproc              changes a batch before it is handed out, after ``split_trajs``
     exploration_type      the interaction type (`tensordict.nn.InteractionType`) that the policy samples with
     return_same_td        one process: the same tensordict is handed out every time, overwritten; else a batch stays
-    interruptor           an object; while its ``collection_stopped()`` is true a batch ends early: the rows that are
-                          missing are zeros with the trajectory id -1
+    interruptor           ends a batch early while its ``collection_stopped()`` is true; missing rows have traj_ids -1
     set_truncated         the last step of a batch is marked as truncated, and done
     replay_buffer         gets the data; iterating then yields None. ``extend_buffer=False``: at every step
     track_traj_ids        writes ("collector", "traj_ids") int64[*B, T]: a number for each trajectory, from 0 on
     compact_obs           leaves out ("next", observation), to be rebuilt by `NextStateReconstructor`
     compile_policy        ``torch.compile`` of the policy, True or its arguments; cudagraph_policy: CUDA graphs likewise
     weight_updater        takes the weights of ``update_policy_weights_``, in place of the schemes
-    weight_sync_schemes   model id -> scheme of `llmrl.weight_update`; an id is an attribute path of the collector,
-                          such as "policy" or "env.transform[0].actor"
+    weight_sync_schemes   attribute path, such as "policy" or "env.transform[0].actor" -> scheme of `weight_update`
     track_policy_version  True, "int", "uuid" or a `PolicyVersion`: writes "policy_version", that of the weights used
     timeout_s             several processes: a worker that takes no step for as long has failed
     """

@@ -43,8 +43,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     ``"done"``, ``"terminated"``, ``"truncated"`` are bool[*B, 1]. Those that a subclass leaves out are filled in: done
     is terminated or truncated, a done without a reason is terminated, the rest is False.
 
-    With ``batch_locked=False`` the env keeps nothing between calls: any leading batch size may be stepped or reset,
-    such as the rows still alive, and a reset of some rows runs on those rows alone.
+    With ``batch_locked=False`` the env keeps nothing between calls: any leading batch size may be stepped or reset.
 
     >>> class CountTo(EnvBase):
     ...     def __init__(self, limit, batch_size=()):

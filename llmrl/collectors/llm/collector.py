@@ -45,24 +45,21 @@ _TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines 
 class LLMCollector:
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
-    Yields, by default           (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1;
-                                 conversations that end are reset in place, or all of them ``reset_at_each_iter``
+    Yields                       (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
     ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
-                                 log-probs cover all turns; ("next", "reward") is the sum over its turns. One row per
-                                 record if a template rewrites the past ("new_record"), reward 0 before the last
+                                 log-probs cover all turns, and the sum of their rewards; or one row per "new_record"
     ``replay_buffer``            gets the rows, one per turn, and None is yielded
     ``total_dialog_turns``       an exact budget of turns (rounded up to a multiple of B in the default form); -1: none
     ``max_dialog_turns``         truncates a conversation
     ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
     ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
-    ``async_envs``               where a conversation ends another one begins at once, and the others go on between
-                                 batches, at most one batch ahead; whole conversations only, in the order of their ends
+    ``async_envs``               another conversation begins as soon as one ends; whole ones, in the order of their ends
     ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
     Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
 
-    ("masks", "trained_from") of every row says which tokens a loss trains, each sampled token once. ``counters``: turns
-    "produced" = "delivered" + "dropped" (cut off by a budget, an error or the end); "failed" conversations.
+    ``counters``: turns "produced" = "delivered" + "dropped" (cut off by a budget, an error or the end); "failed"
+    conversations. ("masks", "trained_from") says which tokens of a row a loss trains, each sampled token once.
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy

@@ -64,25 +64,21 @@ class MCTSForest:
              if they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
              ``excluded_keys``
     Raises   DataError, with nothing kept, if an action leads elsewhere than it did before
-
     data_map   (observation, action) -> the step, with "next"; by position too. By default in a `LazyStackStorage`
     node_map   observation -> "_index", the positions of the steps that were taken there
     counts, returns   for each position: how often it was taken, and the sum of what was earned from it on
 
-    keys       by default "observation", "action", "reward", and those of "done", "terminated", "truncated" that are
-               there; `get_keys_from_env` reads them from an environment
-    max_size   most steps; ``consolidated`` has no effect
+    Keys are by default "observation", "action", "reward" and, if present, "done", "terminated" and "truncated";
+    `get_keys_from_env` reads them from an environment. ``max_size`` bounds the steps; ``consolidated`` has no effect.
 
     >>> from tensordict import TensorDict
     >>> rollout = TensorDict(observation=torch.tensor([[0], [1]]), action=torch.tensor([1, 5]), batch_size=[2])
     >>> rollout["next"] = TensorDict(observation=torch.tensor([[1], [6]]), reward=torch.tensor([[0.0], [1.0]]))
-    >>> forest = MCTSForest()
+    >>> forest, other = MCTSForest(), rollout.clone()
     >>> forest.extend(rollout)
-    >>> other = rollout.clone()
     >>> other["action"][1], other["next", "observation"][1], other["next", "reward"][1] = 7, 8, 0.0
     >>> forest.extend(other)
-    >>> tree = forest.get_tree(rollout[0])
-    >>> print(tree.to_string())
+    >>> print(forest.get_tree(rollout[0]).to_string())
     0: 2 x 0.5
     ├── 1: 1 x 1
     └── 2: 1 x 0

@@ -270,10 +270,9 @@ class AnswerParser(ScoringTransform, ABC):
     Reads   the response as text (`completion_texts`), and the columns that `judge` reads: "answer", unless ``in_keys``
             names another
     Writes  "reward"         float32[B, 1, 1]  += correct_reward | format_reward | 0, in the ``next`` tensordict
-            "reward_right"   float32[B, 1, 1]  correct_reward where the answer is right
+            "reward_right"   float32[B, 1, 1]  correct_reward where the answer is right; "success" bool[B, 1, 1]
             "reward_answer"  float32[B, 1, 1]  format_reward if there is an answer
             "reward_think"   float32[B, 1, 1]  format_reward if there is a thinking block; not part of the reward
-            "success"        bool[B, 1, 1]
             "done", "terminated"  bool[B, 1]   True if there is an answer, unless ``set_done_if_answer=False``
     Raises  DataError naming the row whose reference cannot be compared with; MissingKeyError without references
 
@@ -285,8 +284,8 @@ class AnswerParser(ScoringTransform, ABC):
     ...         return [a == r for a, r in zip(answers, self.references(td), strict=True)]
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
-    >>> rows = [{"question": "Is 7 prime?", "answer": "yes"}]
-    >>> env = DatasetChatEnv(dataset=rows, num_envs=3).append_transform(YesNo())
+    >>> env = DatasetChatEnv(dataset=[{"question": "Is 7 prime?", "answer": "yes"}], num_envs=3)
+    >>> _ = env.append_transform(YesNo())
     >>> policy = ScriptedPolicy(["<answer>yes</answer>", "<answer>no</answer>", "yes"])
     >>> [round(reward, 1) for reward in env.step(policy(env.reset()))["next", "reward"].flatten().tolist()]
     [1.0, 0.1, 0.0]

@@ -68,8 +68,7 @@ class ToolTransform(Transform):
 
     Reads   the policy's turn: (view, "response"), else the last message of (view, "full"); "stop_reason" if any
     Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
-    Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]; "tool_use";
-                      "tool_calls"
+    Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]
             at step   ("next", view, "prompt"): one message {"role", "content", "name", "tool_call_id"} per call more
                       ("next", "tool_use"): the counts so far, see `tool_metrics`
                       ("next", "tool_calls") str [B]: the calls so far, see `read_calls`
@@ -78,10 +77,9 @@ class ToolTransform(Transform):
     Raises  ConfigError for unusable settings; MissingKeyError for a batch that no reset made. Nothing that a model
             writes raises: a malformed call, an unknown tool, an exception, a timeout are answered with a message
 
-    ``tools`` are tools, typed functions, or names as `load_tool` takes them; ``tokenizer`` None: the env's; ``options``
-    are the fields of `ToolOptions`. Schemas that are not declared belong into the system prompt (:meth:`instructions`).
-    A call in the last turn that `StepCounter` allows is not run: its answer would not be read. Calls inside ``<think>``
-    blocks do not count. Two of these in one env share the counts and the end.
+    ``tools`` are tools, typed functions, or names as `load_tool` takes them; ``options`` are those of `ToolOptions`.
+    Schemas that are not declared belong into the system prompt (:meth:`instructions`). A call in a thinking
+    block, or in the last turn that `StepCounter` allows, is not run. Two of these in one env share counts and end.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
