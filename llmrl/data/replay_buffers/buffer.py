@@ -257,6 +257,8 @@ class ReplayBuffer:
         return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
+        if self._write_transform is None and not self._stages:
+            return data
         for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
             if write is not None:
                 data = write(data)

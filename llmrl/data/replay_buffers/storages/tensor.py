@@ -97,7 +97,8 @@ class TensorStorage(Storage):
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         self.counters.check_writable(type(self).__name__)
-        index = self._places_at(index)
+        if type(index) is not int or index < 0:
+            index = self._places_at(index)
         if type(index) is slice:
             count, first, end = index.stop - index.start, index.start, index.stop
         elif isinstance(index, int):
