@@ -347,13 +347,13 @@ def _check_history(history: Any, method: str) -> None:
 def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
     """Copies of one conversation's messages. Raises DataError naming an entry that is not a message."""
     messages = list(chat)
-    for message in messages:
-        if not isinstance(message, (dict, Mapping)) or "role" not in message:  # dict first: the check is quicker
-            got = f"the keys {list(message)}" if isinstance(message, Mapping) else f"{message!r:.60}"
-            raise DataError(
-                f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it."
-            )
-    return [dict(message) for message in messages]
+    # The type is looked at first, because that is quicker.
+    copies = [dict(m) for m in messages if (type(m) is dict or isinstance(m, Mapping)) and "role" in m]
+    if len(copies) < len(messages):
+        wrong = next(m for m in messages if not isinstance(m, Mapping) or "role" not in m)
+        got = f"the keys {list(wrong)}" if isinstance(wrong, Mapping) else f"{wrong!r:.60}"
+        raise DataError(f"{who}: a conversation must be a list of dicts with 'role' and 'content': got {got} in it.")
+    return copies
 
 
 def _pick_field(nested: Any, ndim: int, name: str) -> Any:

@@ -34,18 +34,18 @@ def parse_chatml(text: str) -> list[Message]:
     turns = text.split(_START)[1:]
     for index, turn in enumerate(turns):
         role, _, body = turn.partition("\n")
-        ends = [position for marker in (_END, _END_OF_TEXT) if (position := body.find(marker)) >= 0]
-        is_last = index == len(turns) - 1
-        if is_last and role == "assistant" and not body:
+        if not body and role == "assistant" and index == len(turns) - 1:
             break
-        content = body[: min(ends)] if ends else body
+        content, ended, _ = body.partition(_END)
+        if _END_OF_TEXT in content:
+            content, ended, _ = content.partition(_END_OF_TEXT)
         if role == "assistant":
             new = [_assistant_message(content)]
-        elif role == "user" and (results := _tool_responses(content)):
+        elif role == "user" and _RESPONSE in content and (results := _tool_responses(content)):
             new = [{"role": "tool", "content": result} for result in results]
         else:
             new = [{"role": role, "content": content}]
-        if not ends:
+        if not ended:
             new[-1]["is_complete"] = False
         messages += new
     return messages
