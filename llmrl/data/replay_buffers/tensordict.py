@@ -64,7 +64,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 self._set_priorities(index, priority)
             return index
 
-    @torch.compiler.disable
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
     ) -> TensorDictBase | tuple[TensorDictBase, dict[Any, Any]]:

@@ -135,7 +135,7 @@ def slice_rows(index: TrajectoryIndex, cut: Cut, last: np.ndarray, lengths: np.n
 def marks_like(flag: Tensor, cut: Cut, ends: Tensor) -> Tensor:
     """``ends``, bool[N], in the shape and on the device of ``flag``, [N, 1, ...]; not to be written to."""
     if cut.plain:
-        return _plain_marks(len(ends) // cut.length, cut.length, flag.shape, flag.device)
+        return _plain_marks(cut.length, flag.shape, flag.device)
     return ends.to(flag.device).view(-1, *[1] * (flag.ndim - 1)).expand(flag.shape)
 
 
@@ -150,6 +150,6 @@ def _form(number: int, length: int) -> tuple[np.ndarray, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _plain_marks(number: int, length: int, shape: torch.Size, device: torch.device) -> Tensor:
-    ends = _form(number, length)[1].to(device)
+def _plain_marks(length: int, shape: torch.Size, device: torch.device) -> Tensor:
+    ends = _form(shape[0] // length, length)[1].to(device)
     return ends.view(-1, *[1] * (len(shape) - 1)).expand(shape)
