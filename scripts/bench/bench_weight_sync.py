@@ -77,7 +77,7 @@ def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
         method, arguments = pipe.recv()
         answer: Any = None
         if method == "llmrl_open_transfer":
-            buffer = SharedBuffer.open(**arguments["init_info"])
+            buffer = SharedBuffer.open(**arguments["init_info"]["info"])
         elif method == "llmrl_receive":
             entries = [StoredTensor(*entry) for entry in arguments["stored"]]
             answer = [entry.name for entry in entries if not buffer.is_intact(entry)]
@@ -98,6 +98,7 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     process = context.Process(target=worker, args=(end_of_worker, shapes), daemon=True)
     process.start()
+    end_of_worker.close()  # so that a worker that fails is an error here
 
     def call(method: str, end: float = 0.0, **arguments: Any) -> list[Any]:
         pipe.send((method, arguments))
