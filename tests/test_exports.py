@@ -1,7 +1,9 @@
 """The public names, at the paths where people look for them."""
 
+import ast
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,8 @@ PUBLIC = {
     "LazyStackStorage LazyMemmapStorage LazyTensorStorage RandomSampler SamplerWithoutReplacement RoundRobinWriter "
     "History AdaptiveKLController ConstantKLController "
     "LLMData LLMInput LLMOutput PairwiseDataset PromptData PromptTensorDictTokenizer RewardData RolloutFromModel "
-    "TensorDictTokenizer TokenizedDatasetLoader create_infinite_iterator get_dataloader",
+    "TensorDictTokenizer TokenizedDatasetLoader create_infinite_iterator get_dataloader BinaryToDecimal HashToInt "
+    "MCTSForest QueryModule RandomProjectionHash SipHash TensorDictMap TensorMap Tree",
     "llmrl.collectors.utils": "split_trajectories",
     "llmrl.data.datasets": "AtariDQNExperienceReplay BaseDatasetExperienceReplay D4RLExperienceReplay "
     "GenDGRLExperienceReplay MinariExperienceReplay OpenMLExperienceReplay OpenXExperienceReplay "
@@ -122,3 +125,15 @@ def test_a_package_says_what_it_is_and_exports_only_what_it_has(module):
     assert home.__doc__
     assert sorted(set(home.__all__)) == sorted(home.__all__)
     assert [name for name in home.__all__ if not hasattr(home, name)] == []
+
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: path.name)
+def test_a_script_imports_what_there_is(script):
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmrl"):
+            home = importlib.import_module(node.module)
+            missing = [name.name for name in node.names if not hasattr(home, name.name)]
+            assert missing == [], f"line {node.lineno}, from {node.module}"

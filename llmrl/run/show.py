@@ -13,7 +13,9 @@ from rich.console import Console
 from llmrl.errors import DataError
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.run.console import (
+    DPO_COLUMNS,
     GRPO_COLUMNS,
+    REWARD_COLUMNS,
     SFT_COLUMNS,
     Sample,
     format_duration,
@@ -31,6 +33,12 @@ from llmrl.run.run_dir import RunDir
 __all__ = ["changes", "show"]
 
 Row = dict[str, float | None]
+
+_COLUMNS = {  # of a run that has this metric
+    "reward/mean": GRPO_COLUMNS,
+    "preference/chosen_logp": DPO_COLUMNS,
+    "preference/chosen_reward": REWARD_COLUMNS,
+}
 
 
 def show(
@@ -64,7 +72,7 @@ def show(
         print_summary(console, ["no step is finished yet"])
         return 0
     trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
-    columns = GRPO_COLUMNS if any("reward/mean" in row for row in steps) else SFT_COLUMNS
+    columns = next((found for name, found in _COLUMNS.items() if any(name in row for row in steps)), SFT_COLUMNS)
     print_table(console, columns, evenly(trained, rows if rows > 0 else len(trained)))
     if samples and (chosen := _extremes(_rollouts(run, step), samples)):
         print_conversations(console, [_sample(rollout) for rollout in chosen])

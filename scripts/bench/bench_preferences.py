@@ -48,12 +48,12 @@ class Ours:
     def __init__(self, kind: str, model: Any, tokenizer: Any, rows: int, pairs: int):
         from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
         from llmrl.modules.llm.policies import TransformersWrapper
+        from llmrl.modules.llm.reward_scorer import RewardScorer
         from llmrl.objectives.llm import DPOLoss, RewardLoss
         from llmrl.train.dealing import attention_share
         from llmrl.train.distributed import Session
         from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
         from llmrl.train.preference_settings import DPOConfig, RewardConfig
-        from llmrl.train.reward_model import RewardScorer
         from llmrl.train.updater import make_updater
 
         settings = {"model": {}, "data": {"path": "sums", "rows": rows}, "optim": {"lr": LEARNING_RATE, "warmup": 0}}

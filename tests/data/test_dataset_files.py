@@ -104,6 +104,9 @@ def test_csv_fields_may_be_long_and_rows_with_more_fields_than_the_header_are_na
     path.write_text("question,answer\na,b\nc,d,e,f\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"row 2 of .*wide.csv, which ends in line 3, has 2 more"):
         load_rows(path)
+    path.write_text('question,answer\na,b\nc,"d', encoding="utf-8")
+    with pytest.raises(DataError, match=r"wide.csv, line 3 must be CSV: unexpected end of data"):
+        load_rows(path)
     path.write_bytes(b"question,answer\na\rb,c\n")
     assert len(load_rows(path)) == 2, "as files of old Macs end their lines"
     assert csv.field_size_limit() == limit

@@ -26,6 +26,8 @@ def test_a_model_of_pairs_is_the_reward_of_grpo(place):
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"] - 0.01
     assert 0 <= steps[-1]["eval/pairs/mean"] <= 1
     assert "pairs test" in result.out
+    shown = place.run("show", "judge").out
+    assert all(column in shown for column in ("right", "chosen", "rejected"))
     folder = place.path / "runs/judge/checkpoints/step8"
     scorer = RewardModelScorer.load(str(folder))
     rows = ROWS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -42,13 +43,19 @@ def fetch(who: str, files: Sequence[RemoteFile], folder: Path) -> list[Path]:
     """Downloads what is not in the folder yet; returns the paths in the same order. One caller per folder at a time.
 
     Raises   DataError for an address that cannot be read, a connection that stays broken (what has arrived is kept for
-             the next call), and content that is not what was published or downloaded before
+             the next call), a disk that is full, and content that is not what was published or downloaded before
     """
-    folder.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
-        return [_fetch_one(who, file, folder, progress) for file in files]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return [_fetch_one(who, file, folder, progress) for file in files]
+        except OSError as error:  # those of the connection are DataErrors by now
+            raise DataError(
+                f"{who}: {folder} must take what is downloaded: {error}; make room, or choose another root. What has "
+                "arrived is kept for the next call."
+            ) from error
 
 
 def note_files(folder: Path) -> list[Path]:
@@ -130,7 +137,7 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
         try:
             _receive(file, part, folder, known, lambda done, total: progress.update(task, completed=done, total=total))
             break
-        except (URLError, HTTPException, ConnectionError, TimeoutError) as error:
+        except (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
             grew = part.exists() and part.stat().st_size > had
             failures = 1 if grew else failures + 1
             fatal = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)

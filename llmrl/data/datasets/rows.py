@@ -9,6 +9,7 @@ Text is stored as an int64 per row into the list of the different texts, which `
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -45,6 +46,7 @@ class RowWriter:
 
     def __init__(self, who: str, folder: Path) -> None:
         self.who, self.folder, self.rows = who, folder, 0
+        self._files = ExitStack()  # closes each of them, also where the disk is full
         self._columns: dict[Key, _Column] = {}
         self._inside: torch.Size | None = None  # what the batch size of a row is
         self._texts: dict[str, int] = {}
@@ -53,15 +55,14 @@ class RowWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for column in self._columns.values():
-            column.file.close()
+        self._files.close()
 
     def write(self, rows: TensorDictBase, source: str) -> None:
         entries = {key: self._values(rows.get(key), len(rows), source, key) for key in leaf_keys(rows)}
         if not self._columns:
             self._inside = rows.batch_size[1:]
             for number, (key, (values, text)) in enumerate(entries.items()):
-                file = (self.folder / f"column_{number}.bin").open("wb")
+                file = self._files.enter_context((self.folder / f"column_{number}.bin").open("wb"))
                 self._columns[key] = _Column(values.dtype, values.shape[1:], text, file)
         if entries.keys() != self._columns.keys():
             odd = sorted(entries.keys() ^ self._columns.keys())
@@ -77,16 +78,17 @@ class RowWriter:
                     f"{list(column.shape)}."
                 )
             content = values.clone(memory_format=torch.contiguous_format)  # a row of one value may have any stride
-            content.reshape(-1).view(torch.uint8).numpy().tofile(column.file)
+            # Not by tofile, which hides what a full disk did not take.
+            column.file.write(content.reshape(-1).view(torch.uint8).numpy().data)
         self.rows += len(rows)
 
     def complete(self, notes: dict[str, Any]) -> None:
         """Completes the folder. Raises: DataError if nothing was written."""
         if not self.rows:
             raise DataError(f"{self.who}: a dataset must have at least one row: the files have none.")
+        self._files.close()
         columns = []
         for key, column in self._columns.items():
-            column.file.close()
             dtype = str(column.dtype).removeprefix("torch.")
             entry = {"key": key, "dtype": dtype, "shape": list(column.shape), "text": column.text}
             columns.append({**entry, "bytes": self.rows * prod(column.shape) * column.dtype.itemsize})

@@ -31,7 +31,8 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     totensor    pixels are delivered as float32 [3, H, W] in [0, 1], else as they are stored
     image_size  a number or (height, width): pixels are resized to it when they are read
 
-    Other arguments are those of ``BaseDatasetExperienceReplay``; the shards of HDF5 need the extra ``h5``.
+    ``num_workers`` changes nothing. Other arguments are those of ``BaseDatasetExperienceReplay``; the shards of HDF5
+    need the extra ``h5``.
     """
 
     kind = "vd4rl"
@@ -50,6 +51,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         *,
         totensor: bool = True,
         image_size: int | Sequence[int] | None = None,
+        num_workers: int = 0,
         **arguments: Any,
     ) -> None:
         super().__init__(dataset_id, batch_size, **arguments)

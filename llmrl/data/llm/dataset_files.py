@@ -230,7 +230,7 @@ def _csv_rows(path: Path) -> list[Row]:
     limit = csv.field_size_limit(sys.maxsize)  # of the module; as long as the longest conversation
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader, rows = csv.DictReader(lines), []
+            reader, rows = csv.DictReader(lines, strict=True), []  # strict: an open quote at the end is an error
             for row in reader:
                 rows.append(row)
                 if None in row:
@@ -240,7 +240,7 @@ def _csv_rows(path: Path) -> list[Row]:
                     )
             return rows
     except csv.Error as error:
-        raise DataError(f"load_rows: {path}, line {reader.line_num} must be CSV: {error}.") from error
+        raise DataError(f"load_rows: {path}, line {reader.reader.line_num} must be CSV: {error}.") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -285,11 +285,8 @@ def _where(number: int | None) -> str:
 def _require(row: Row, column: str, where: str) -> Any:
     value = row.get(column)
     if value is None:
-        what = "is empty" if column in row else "is missing"
-        raise DataError(
-            f"dataset: the column {column!r} {what} in {where}: its columns are {', '.join(row)}."
-            f"{did_you_mean(column, row)}"
-        )
+        what, hint = ("is empty", "") if column in row else ("is missing", did_you_mean(column, row))
+        raise DataError(f"dataset: the column {column!r} {what} in {where}: its columns are {', '.join(row)}.{hint}")
     return value
 
 

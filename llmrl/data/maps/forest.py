@@ -63,7 +63,7 @@ class MCTSForest:
     Reads    of `extend`, a rollout [*B, T] (time last): ``observation_keys``, also under "next", ``action_keys`` and,
              if they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
              ``excluded_keys``
-    Raises   DataError, with nothing kept, if an action leads elsewhere than it did before
+    Raises   DataError, with nothing kept, if an action leads elsewhere than it did before, or a reward is not finite
     data_map   (observation, action) -> the step, with "next"; by position too. By default in a `LazyStackStorage`
     node_map   observation -> "_index", the positions of the steps that were taken there
     counts, returns   for each position: how often it was taken, and the sum of what was earned from it on
@@ -176,11 +176,11 @@ class MCTSForest:
         A path ends where it comes back to an observation that it has met (``is_repeated``).
         Raises  MissingKeyError if no trajectory has the observation
         """
-        root = root.select(*self.observation_keys)
         if root.batch_dims:
             raise DataError(f"MCTSForest.get_tree: root must be one observation: got batch size {[*root.batch_size]}.")
         limit = len(self) + 1 if max_depth is None else max_depth
         start = self.node_map.node(root)
+        root = root.select(*self.observation_keys)
         tree, made = None, 0
         on_path: dict[int, None] = {}
         # A vertex to make (its parent, the first step, steps before it), or the nodes to leave after its children.
@@ -221,7 +221,7 @@ class MCTSForest:
 
     def get_child(self, root: TensorDictBase) -> TensorDictBase:
         """The steps that were taken at the observation in ``root``, [k]."""
-        return self.data_map[torch.tensor(self.branches_of(self.node_map.node(root.select(*self.observation_keys))))]
+        return self.data_map[torch.tensor(self.branches_of(self.node_map.node(root)))]
 
     def valid_paths(self, root: TensorDictBase) -> list[tuple[int, ...]]:
         """The paths of the leaves of `get_tree` of ``root``."""
@@ -238,9 +238,13 @@ class MCTSForest:
 
     def _returns(self, rollout: TensorDictBase) -> Tensor:
         """float64 [*B, T]: the sum of the rewards from each step to the end of its trajectory."""
-        after = rollout.get("next")
+        after = rollout.get("next", None)
+        if after is None:
+            raise MissingKeyError("MCTSForest: each step must have what follows it under 'next': there is none.")
         rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in _all(after)]
         total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
+        if not total.isfinite().all():
+            raise DataError("MCTSForest: rewards must be finite, or values would not be: leave out what failed.")
         done = torch.zeros(rollout.batch_size, dtype=torch.bool)
         for key in self.done_keys:
             if key in _all(after):

@@ -149,9 +149,8 @@ class HashToInt(nn.Module):
         return len(self._numbers)
 
     def forward(self, hash_value: Tensor, extend: bool = False) -> Tensor:
-        return torch.tensor(number(self._numbers, hash_value.flatten().tolist(), extend=extend)).reshape(
-            hash_value.shape
-        )
+        numbers = number(self._numbers, hash_value.flatten().tolist(), extend=extend)
+        return torch.tensor(numbers, dtype=torch.int64).reshape(hash_value.shape)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(list(self._numbers), dtype=torch.int64)

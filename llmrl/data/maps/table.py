@@ -80,7 +80,8 @@ class QueryModule(nn.Module):
         rows = columns[0] if len(columns) == 1 else [b"".join(row) for row in zip(*columns, strict=True)]
         if rows and len(rows[0]) > _MAX_KEY_BYTES:
             rows = [blake2b(row, digest_size=32).digest() for row in rows]
-        return torch.tensor(number(self._numbers, rows, extend=extend), device=td.device).reshape(td.batch_size)
+        numbers = number(self._numbers, rows, extend=extend)
+        return torch.tensor(numbers, dtype=torch.int64, device=td.device).reshape(td.batch_size)
 
     def hash(self, td: TensorDictBase) -> Tensor:
         """The hash that `forward` writes under ``hash_key``."""
@@ -246,6 +247,8 @@ class TensorDictMap(TensorMap):
                 f"TensorDictMap: keys and values must have one batch size: got {list(item.batch_size)} and "
                 f"{list(value.batch_size)}."
             )
+        if not item.batch_size.numel():
+            return
         before = len(self)
         if not item.batch_dims:
             item, value = item.unsqueeze(0), value.unsqueeze(0)

@@ -30,7 +30,7 @@ from llmrl.data.datasets.formats import following, ted_rows
 from llmrl.data.datasets.rows import MARKER
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.envs.transforms import ExcludeTransform, RenameTransform
-from llmrl.errors import ConfigError, DataError, DeadlineError
+from llmrl.errors import CheckpointError, ConfigError, DataError, DeadlineError
 from tests.support import public_formats as formats
 
 KITCHEN = "kitchen-complete-v0"
@@ -197,6 +197,13 @@ def test_what_a_killed_process_left_behind_is_not_taken_for_a_dataset(kitchen):
     assert (folder / "checkpoint.1.draft" / "column_0.bin").exists()
     assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
     assert sorted(path.name for path in folder.glob("checkpoint*")) == ["checkpoint.2", "checkpoint.current"]
+
+
+def test_a_full_disk_leaves_no_dataset(kitchen, largest_file):
+    with largest_file(39), pytest.raises(CheckpointError, match=r"could not be written: .*make room"):
+        D4RLExperienceReplay(KITCHEN, **kitchen)
+    assert not [*(kitchen["root"] / KITCHEN).glob("checkpoint*")]
+    assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
 
 
 def build(root, started):

@@ -86,6 +86,17 @@ def test_a_broken_download_goes_on_where_it_broke(server, tmp_path):
     assert len(server.requests) == 4  # what is complete is not asked for again
 
 
+def test_a_full_disk_is_told_and_the_next_call_goes_on(server, tmp_path, largest_file):
+    server.files["/a.bin"] = CONTENT
+    file = RemoteFile("a.bin", f"{server.url}/a.bin")
+    with largest_file(50_000), pytest.raises(DataError, match=r"test: .* must take what is downloaded: .*make room"):
+        fetch("test", [file], tmp_path)
+    assert not (tmp_path / "a.bin").exists()
+    (path,) = fetch("test", [file], tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert server.requests == [("/a.bin", None), ("/a.bin", "bytes=50000-")]
+
+
 def test_a_later_call_goes_on_but_not_with_another_file(server, tmp_path):
     server.files["/a.bin"] = CONTENT
     server.breaks, server.piece = 100, 0

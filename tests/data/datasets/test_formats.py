@@ -379,7 +379,7 @@ def test_roboset_rows_are_those_of_the_trials(tmp_path):
 def test_vd4rl_puts_an_action_beside_the_frame_that_it_was_taken_in(tmp_path):
     formats.write_vd4rl(tmp_path / "a-5.npz", first=10)
     formats.write_vd4rl(tmp_path / "b-2.npz", steps=2, first=50, terminal=True)
-    dataset = VD4RLExperienceReplay("main/x", root=tmp_path / "root", source=tmp_path, totensor=False)
+    dataset = VD4RLExperienceReplay("main/x", root=tmp_path / "root", source=tmp_path, totensor=False, num_workers=0)
     rows = dataset[:]
     assert rows["pixels"][:, 0, 0, 0].tolist() == [10, 11, 12, 13, 14, 50, 51]
     assert rows["next", "pixels"][:, 0, 0, 0].tolist() == [11, 12, 13, 14, 15, 51, 52]

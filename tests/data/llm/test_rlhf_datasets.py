@@ -18,6 +18,7 @@ from tensordict import MemoryMappedTensor
 from llmrl.data import LLMData, PairwiseDataset, PromptData, TensorDictTokenizer, TokenizedDatasetLoader
 from llmrl.data.llm.rlhf import PromptTensorDictTokenizer, create_infinite_iterator, get_dataloader
 from llmrl.data.llm.rlhf.cache import open_or_build
+from llmrl.data.llm.rlhf.source import AT_ONCE
 from llmrl.errors import ConfigError, DataError, DeadlineError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.preference_data import tokenize_pairs
@@ -181,6 +182,10 @@ def test_files_of_another_recipe_or_cut_short_are_built_again(options):
 BAD = [
     ({**PAIRS[1], "chosen": "same", "rejected": "same"}, "answers of a pair must differ: in row 2"),
     ({**PAIRS[1], "chosen": ""}, "'chosen' must end with an answer of the assistant: row 2"),
+    (
+        {**PAIRS[1], "rejected": None},
+        r"column 'rejected' is empty in row 2: its columns are prompt, chosen, rejected\.$",
+    ),
     ({"prompt": "p", "chosen": "c"}, "column 'rejected' is missing in row 2"),
     (
         {**PAIRS[1], "prompt": "word " * 60},
@@ -202,6 +207,15 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out_and_counted(tmp_path, op
     options["dataset_name"] = write(tmp_path / "only.jsonl", [row])
     with pytest.raises(DataError, match=r"no row is left. The first that was left out: .*row 1"):
         PairwiseDataset.from_dataset("train", **options, unusable="drop")
+
+
+@pytest.mark.parametrize("kind", [PairwiseDataset, PromptData])
+def test_all_rows_of_a_block_may_be_left_out(tmp_path, options, kind):
+    long = {**PAIRS[0], "prompt": "word " * 60}
+    options["dataset_name"] = write(tmp_path / "long.jsonl", [long] * AT_ONCE + PAIRS)
+    with pytest.warns(UserWarning, match=f"{AT_ONCE} of {AT_ONCE + 10} rows are left out"):
+        kept = kind.from_dataset("train", **options, unusable="drop")
+    assert len(kept) == 10
 
 
 def test_broken_files_and_unknown_names_are_explained(tmp_path, options):
@@ -293,6 +307,7 @@ def test_tokenizers_do_what_the_tokenizer_does():
     assert TensorDictTokenizer(tokenizer, 12)({"text": texts[0]}).shape == ()
     lists = TensorDictTokenizer(tokenizer, 30, padding=False, return_tensordict=False)({"text": texts})
     assert lists["input_ids"] == tokenizer(texts)["input_ids"]
+    assert TensorDictTokenizer(tokenizer, 30)({"text": []})["input_ids"].shape == (0, 30)
     with pytest.raises(DataError, match="column 'text' must hold text: row 2 has 7"):
         TensorDictTokenizer(tokenizer, 4)({"text": ["a", 7]})
     with pytest.raises(ConfigError, match="different lengths need padding"):

@@ -169,6 +169,24 @@ def test_an_action_that_leads_elsewhere_is_refused_and_nothing_is_kept(forest):
         forest.get_tree(rollout(5, 5)[0])
 
 
+@pytest.mark.parametrize(
+    ("steps", "error", "words"),
+    [
+        (rollout(1, 3, rewards=[float("nan")]), DataError, "rewards must be finite"),
+        (rollout(1, 3).exclude("next"), MissingKeyError, "under 'next'"),
+        (rollout(1, 3).exclude("action"), MissingKeyError, "'action'"),
+    ],
+)
+def test_steps_that_cannot_be_kept_are_told(forest, steps, error, words):
+    before = (len(forest), len(forest.node_map), forest.get_tree(rollout(1, 1)[0]).value)
+    with pytest.raises(error, match=words):
+        forest.extend(steps)
+    assert (len(forest), len(forest.node_map), forest.get_tree(rollout(1, 1)[0]).value) == before
+    for read in (forest.get_tree, forest.get_child):
+        with pytest.raises(MissingKeyError, match="'observation': got NoneType; keys present: 'seen'"):
+            read(TensorDict(seen=torch.tensor([1])))
+
+
 def test_a_full_forest_says_so():
     forest = MCTSForest(max_size=2)
     forest.extend(rollout(1, 1, 2))

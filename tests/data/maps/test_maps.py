@@ -142,6 +142,16 @@ def test_a_map_without_a_batch():
     assert map_[grid]["y"].tolist() == [[7, 7]]
 
 
+@pytest.mark.parametrize("numbers", [None, HashToInt()])
+def test_no_rows_are_read_and_written_too(numbers):
+    map_ = TensorDictMap(query_module=QueryModule(["x"], hash_to_int=numbers), storage=LazyTensorStorage(3))
+    map_[keys([1, 2])] = values(7)
+    map_[keys([1, 2])[:0]] = values(7)[:0]
+    assert map_[keys([1, 2])[:0]]["y"].tolist() == []
+    assert map_.contains(keys([1, 2])[:0]).tolist() == []
+    assert len(map_) == 1
+
+
 def test_a_row_that_is_not_there_is_named():
     map_ = new_map()
     with pytest.raises(MissingKeyError, match=r"1 of 1 .*'x'"):

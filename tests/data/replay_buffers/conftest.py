@@ -1,11 +1,8 @@
-"""What the tests of buffers share: a disk that is nearly full, and a ring of two trajectories."""
+"""What the tests of buffers share: files that need not reach the disk, and a ring of two trajectories."""
 
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -17,22 +14,6 @@ from llmrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@contextmanager
-def _largest_file(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture
-def largest_file() -> Callable[[int], AbstractContextManager[None]]:
-    """A context in which files may grow to so many bytes only."""
-    return _largest_file
 
 
 @pytest.fixture

@@ -154,7 +154,8 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
     @staticmethod
     def _columns(rows: _Rows, groups: list[list[_Ids]]) -> Mapping[str, Any]:
         columns = rows.same_width([own.ids for (own,) in groups])
-        start_B1, end_B1 = torch.tensor([[own.start, own.end] for (own,) in groups]).view(-1, 2).split(1, -1)
+        places_B2 = torch.tensor([[own.start, own.end] for (own,) in groups], dtype=torch.int64).view(-1, 2)
+        start_B1, end_B1 = places_B2.split(1, -1)
         place_T = torch.arange(rows.max_length)
         answer_BT = (place_T >= start_B1) & (place_T < end_B1)
         labels_BT = columns["input_ids"].masked_fill(~answer_BT, IGNORED)

@@ -80,7 +80,7 @@ class TensorDictTokenizer:
     def __call__(self, sample: Mapping[str, str | Sequence[str]]) -> TensorDict | dict[str, Any]:
         texts = self._texts(sample, self.key)
         cut = {"truncation": True, "max_length": self.max_length} if self.truncation else {}
-        rows = self.tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"]
+        rows = self.tokenizer(texts, return_attention_mask=False, verbose=False, **cut)["input_ids"] if texts else []
         return self._result(sample, rows, {}, self.tokenizer.padding_side)
 
     def _texts(self, sample: Mapping[str, str | Sequence[str]], key: str) -> list[str]:
