@@ -57,9 +57,10 @@ def show(
         facts = {"changes": measures, "calls": _calls(steps), "checkpoints": checkpoints}
         print(json.dumps({"run": str(run.path), "info": info, "steps": steps, **facts}))
         return 0
-    head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
+    command = info.get("command", "?")
+    head = [("command", f"llmrl {command} {shlex.join(map(str, info.get('arguments', [])))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
-    print_plan(console, f"{info['command']} · {run.path.name}", head)
+    print_plan(console, f"{command} · {run.path.name}", head)
     if not steps:
         print_summary(console, ["no step is finished yet"])
         return 0

@@ -329,6 +329,12 @@ def test_new_data_keep_filters_and_selection_and_none_leave_nothing(show):
     page.keyboard.press("/")
 
 
+@pytest.mark.parametrize("rollouts", [[rollout(1, 0)], []])
+def test_steps_whose_files_cannot_be_read_are_named(show, rollouts):
+    page = show(data_of(rollouts) | {"unreadable": [3, 9]})
+    assert "The rollouts of step 3, 9 cannot be read" in page.locator("#rollouts").inner_text()
+
+
 def test_the_viewer_fits_a_narrow_page(show):
     page = show(data_of([rollout(1, number) for number in range(4)]), width=380)
     page.get_by_role("button", name="group of 2").click()

@@ -132,7 +132,7 @@ window.renderRollouts = (() => {
       this.element.classList.add("rv");
       this.element.replaceChildren(make("h2", {}, "Rollouts"),
         make("p", { class: "rv-note" }, `${sample}; the run's folder has all ${this.data.num_steps} steps in rollouts/.`),
-        bar, make("div", { class: "rv-panes" }, this.list, this.detail), this.tip);
+        unreadable(this.data), bar, make("div", { class: "rv-panes" }, this.list, this.detail), this.tip);
       this.ending = new AbortController();
       document.addEventListener("keydown", (event) => this.pageKey(event), { signal: this.ending.signal });
       new ResizeObserver(() => this.drawRows()).observe(this.list);
@@ -433,12 +433,17 @@ window.renderRollouts = (() => {
     }
   }
 
+  // What is said of files that are damaged; null where there are none.
+  const unreadable = (data) => (data?.unreadable?.length
+    ? make("p", { class: "rv-note" }, `The rollouts of step ${data.unreadable.join(", ")} cannot be read: their files are damaged or gone.`)
+    : null);
+
   // Shows the data in the element; called again with new ones, it keeps filters and selection.
   return (element, data) => {
     const before = views.get(element);
     before?.ending.abort();
     if (!data || !data.rollouts.length) {
-      element.replaceChildren();
+      element.replaceChildren(...[unreadable(data)].filter(Boolean));
       return;
     }
     views.set(element, new Viewer(element, data, before?.state));
