@@ -36,7 +36,8 @@ Group = dict[int, Rollout]  # by their place in the file of their step
 def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
     """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
-    Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
+    Steps are the first, the last and others evenly between; groups with tokens are the first of a step. Of each come
+    groups in turn: the first by the id of its
     prompt, that of the best answer, that of the worst, then the others by that id. It is as good as random, and the
     first of them have tokens.
 
@@ -70,7 +71,8 @@ def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
             data["rollouts"] += rows
             data["vocabulary"] |= new
             data["control"] = sorted({*data["control"], *control})
-    data["rollouts"].sort(key=lambda row: (row["step"], row["group"]))
+    seen = {(row["step"], row["group"]) for row in data["rollouts"] if "record" in row}
+    data["rollouts"].sort(key=lambda row: (row["step"], (row["step"], row["group"]) not in seen, row["group"]))
     data["steps"] = sorted({row["step"] for row in data["rollouts"]})
     return data
 

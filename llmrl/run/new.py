@@ -21,7 +21,7 @@ KINDS = ("reward", "tool", "env", "recipe")
 def new(kind: str, name: str, *, folder: Path) -> int:
     """Writes ``NAME.py`` and ``test_NAME.py`` (and of a recipe its YAML and rows) into ``folder``, and returns 0.
 
-    Raises  ConfigError for a name that cannot be a module's or is one already, or files that exist: none is written then
+    Raises  ConfigError for a name that no module can have or one has already, or files that exist: none is written then
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(f"llmrl new  NAME must be a name in lower case, as that of a Python module: got {name!r}")

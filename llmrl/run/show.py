@@ -31,6 +31,7 @@ from llmrl.run.run_dir import RunDir
 __all__ = ["changes", "show"]
 
 Row = dict[str, float | None]
+_FILES = ("report.html", "config.yaml", "metrics.jsonl", "rollouts", "checkpoints")
 
 
 def show(
@@ -75,7 +76,7 @@ def show(
         [f"{int(steps[-1]['step'])} steps", format_duration(sum(seconds) if seconds else math.nan)],
         changes=changes(steps),
         facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
-        files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
+        files=f"{run.path}/{{{', '.join(name for name in _FILES if (run.path / name).exists())}}}",
         following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
     )
     return 0
@@ -84,7 +85,9 @@ def show(
 def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
     """First and last value of the reward or the loss, and of every evaluation."""
     names = {name for row in steps for name in row if name.startswith("eval/")}
-    evaluations = sorted(name for name in names if not name.endswith(("/std", "/count")))
+    evaluations = sorted(
+        (name for name in names if not name.endswith(("/std", "/count"))), key=lambda name: name.split("/")
+    )
     changes = []
     for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:
         values = [row[name] for row in steps if row.get(name) is not None]
