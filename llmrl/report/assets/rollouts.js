@@ -131,7 +131,7 @@ window.renderRollouts = (() => {
       this.tip = make("div", { class: "rv-tip", role: "tooltip", id: "rv-tip", hidden: true });
       const { num_rollouts: all, num_steps: ofRun } = this.data, count = this.rollouts.length, those = this.data.steps;
       const sample = count === all && those.length === ofRun ? `All ${all} rollouts of the run.`
-        : `${count} of the ${all} rollouts of steps ${those.join(", ")}; the run's folder has all ${ofRun} steps in rollouts/.`;
+        : `${count} of the ${all} rollouts of steps ${inWords(those)}; the run's folder has all ${ofRun} steps in rollouts/.`;
       this.element.classList.add("rv");
       this.element.replaceChildren(make("h2", {}, "Rollouts"),
         make("p", { class: "rv-note" }, sample),
@@ -439,9 +439,12 @@ window.renderRollouts = (() => {
     }
   }
 
+  const inWords = (steps) => (steps.length > 2 && steps.at(-1) - steps[0] === steps.length - 1
+    ? `${steps[0]} to ${steps.at(-1)}` : steps.join(", "));
+
   // What is said of files that are damaged.
   const unreadable = (data) => (data?.unreadable?.length
-    ? [make("p", { class: "rv-note" }, `The rollouts of step ${data.unreadable.join(", ")} cannot be read: their files are damaged or gone.`)]
+    ? [make("p", { class: "rv-note" }, `The rollouts of step ${inWords(data.unreadable)} cannot be read: their files are damaged or gone.`)]
     : []);
 
   // Shows the data in the element; called again with new ones, it keeps filters and selection.
