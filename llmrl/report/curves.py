@@ -150,7 +150,11 @@ def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     for label, run in runs.items():
         for env, found in evaluations(run.steps).items():
             scores.setdefault(env, {})[label] = found
-    return _in_sections([*(_evaluation(env, found) for env, found in scores.items()), *made])
+    made[:0] = [_evaluation(env, found) for env, found in scores.items()]
+    places = {label: place for place, label in enumerate(runs)}
+    for line in (line for chart in made for line in chart["lines"]):
+        line["colour"] = places[line["label"]]  # a run has one colour, also in charts that others are not in
+    return _in_sections(made)
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
