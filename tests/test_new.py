@@ -29,6 +29,13 @@ def test_a_name_that_no_module_can_have_is_refused(tmp_path, monkeypatch, capsys
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["json", "torch"])
+def test_a_name_that_another_module_has_is_refused(tmp_path, capsys, name):
+    assert cli.main(["new", "reward", name, "--folder", str(tmp_path)]) == 2
+    assert f"{name} is the name of a module that is installed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_exist_stay_as_they_are(tmp_path, capsys):
     (tmp_path / "test_mine.py").write_text("mine")
     assert cli.main(["new", "tool", "mine", "--folder", str(tmp_path)]) == 2

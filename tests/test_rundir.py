@@ -42,7 +42,7 @@ def test_a_run_is_opened_by_path_or_by_name(tmp_path):
 
 def test_info_is_read_back_and_a_broken_file_is_named(tmp_path):
     run = RunDir(tmp_path)
-    for content in (None, "[]", "[" * 100_000, "{"):
+    for content in (None, "[]", "[" * 100_000, "{", '{"origins": 3}', '{"plan": {}}'):
         if content is not None:
             run.info.write_text(content)
         with pytest.raises(ConfigError, match=r"run\.json"):

@@ -37,7 +37,10 @@ def test_a_line_has_the_state_the_steps_and_the_best_measure(tmp_path, rows, cap
     make_run("runs", "whole", *rewards, ended="done")
     make_run("runs", "killed", {}, {"policy/loss": 2.0}, {"policy/loss": 1.5})
     (make_run("runs", "broken", {}).info).write_text("{")
+    strange = make_run("runs", "strange", {"reward/mean": 0.5})
+    strange.metrics.write_text(strange.metrics.read_text() + '{"step": 1, "reward/mean": "high"}\n')
     found = rows()
+    assert found.pop("strange")["best"] == 0.5, "a value that is not a number is left out"
     assert {name: row["state"] for name, row in found.items()} == {
         "whole": "done",
         "killed": "stopped",

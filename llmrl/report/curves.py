@@ -55,7 +55,9 @@ CHARTS = (
         {"preference/chosen_logp": "chosen", "preference/rejected_logp": "rejected"},
         note="Chosen ones that fall with the rejected ones are a known fault of DPO.",
     ),
-    Chart("Learning", "Loss", {"policy/loss": "loss"}, note="In GRPO near 0 by construction: look at the reward."),
+    Chart("Learning", "Loss", {"policy/loss": "loss"}),
+    Chart("Learning", "Epochs", {"data/epoch": "passes over the data"}),
+    Chart("Learning", "Trained tokens", {"tokens/trained": "in this step"}, "count"),
     Chart("Answers", "Length", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}, "count"),
     Chart("Answers", "Truncated answers", {"tokens/truncated_frac": "share at the token limit"}, "percent"),
     Chart(
@@ -94,7 +96,9 @@ CHARTS = (
     ),
     Chart("Engine and trainer", "Idle", {"async/engine_idle": "engine", "async/trainer_idle": "trainer"}, "percent"),
     Chart("Speed", "Tokens per second", {"perf/gen_tok_s": "sampled", "perf/train_tok_s": "trained"}, "count"),
-    Chart("Speed", "Peak memory", {"perf/peak_gb": "GB of a device, on a CPU of the process"}),
+    Chart("Speed", "Tokens per second and device", {"perf/train_tok_s_device": "trained"}, "count"),
+    Chart("Speed", "Peak memory", {"perf/peak_gb": "GB"}, note="Of the fullest device; on a CPU, of the process."),
+    Chart("Speed", "Slowest rank", {"perf/imbalance": "cost of its rows over the mean of all"}),
     Chart(
         "Speed", "Use of the hardware", {"perf/mfu": "of peak arithmetic", "perf/padding_frac": "padding"}, "percent"
     ),
@@ -114,6 +118,8 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     for chart in made:
         if chart["title"] == "Reward":
             chart["band"] = _reward_band(rows, names)
+        if chart["title"] == "Loss" and "reward/mean" in names:
+            chart["note"] = "In GRPO near 0 by construction: look at the reward."
     functions = sorted(match[1] for name in names if (match := _REWARD_FUNCTION.fullmatch(name)))
     lines = {name: _line(rows, f"reward/{name}/mean") for name in functions}
     made[1:1] = [_with_lines(Chart("Learning", "Reward functions", {}, note="Mean of each function."), lines)]
@@ -144,7 +150,11 @@ def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     for label, run in runs.items():
         for env, found in evaluations(run.steps).items():
             scores.setdefault(env, {})[label] = found
-    return _in_sections([*(_evaluation(env, found) for env, found in scores.items()), *made])
+    made[:0] = [_evaluation(env, found) for env, found in scores.items()]
+    places = {label: place for place, label in enumerate(runs)}
+    for line in (line for chart in made for line in chart["lines"]):
+        line["colour"] = places[line["label"]]  # a run has one colour, also in charts that others are not in
+    return _in_sections(made)
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:

@@ -54,8 +54,8 @@ def interval(mean: float, std: float, count: int) -> tuple[float, float] | None:
 def evaluations(steps: Sequence[Row]) -> dict[str, list[Score]]:
     """The scores of each environment, in the order of the steps: "sums" for the metrics ``eval/sums/...``."""
     found: dict[str, list[Score]] = {}
-    names = sorted({name for row in steps for name in row if name.startswith("eval/") and name.endswith("/mean")})
-    for metric in names:
+    names = {name for row in steps for name in row if name.startswith("eval/") and name.endswith("/mean")}
+    for metric in sorted(names, key=lambda name: name.split("/")):
         stem = metric.removesuffix("mean")
         for row in steps:
             mean, std, count = (row.get(f"{stem}{part}") for part in ("mean", "std", "count"))

@@ -44,7 +44,8 @@ def report_data(run: RunFiles) -> dict[str, Any]:
     """The data of a run's page: cards, findings, charts and tables, as the script reads them."""
     info = run.info
     command = " ".join(str(info[name]) for name in ("command", "recipe") if info.get(name))
-    started = f"started {info['created']}, llmrl {info.get('llmrl', '?')}" if "created" in info else ""
+    created = str(info.get("created", ""))[:16].replace("T", " ")
+    started = f"started {created} with llmrl {info.get('llmrl', '?')}" if created else ""
     return {
         "title": run.name,
         "subtitle": " · ".join(filter(None, [command and f"llmrl {command}", started])),
@@ -102,8 +103,9 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
     cards = []
     for name, scores in evaluations(run.steps).items():
         first, last = scores[0], scores[-1]
-        note = f"{_interval(last)} of {last.count:,} problems" if last.count and last.interval else ""
-        cards.append(_change(f"evaluation {name}", first.mean, last.mean, note))
+        note = f"95% interval {_interval(last)}, {last.count:,} problems" if last.count and last.interval else ""
+        before = first.mean if len(scores) > 1 else None
+        cards.append(_change(f"evaluation {name}", before, last.mean, note or f"step {last.step}"))
     for metric, label in {
         "reward/mean": "reward",
         "preference/right_frac": "pairs ranked right",
@@ -111,7 +113,7 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
     }.items():
         values = run.values(metric)
         if values and not (metric == "policy/loss" and run.values("reward/mean")):
-            cards.append(_change(label, values[0], values[-1], "first and last step"))
+            cards.append(_change(label, values[0], values[-1], "from the first step to the last"))
     if run.steps:
         planned = run.settings.get("steps", "null")
         of = f" of {planned}" if planned.isdigit() else ""
@@ -121,12 +123,14 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
         cards.append({"label": "steps", "value": f"{run.steps[-1]['step']:.0f}{of}", "note": f"{took} · {pace}"})
     if trained := sum(run.values("tokens/trained")):
         speed = run.values("perf/train_tok_s")
-        note = f"{format_number(sum(speed) / len(speed), 'count')} per second of update" if speed else ""
+        note = f"{format_number(sum(speed) / len(speed), 'count')} per second during updates" if speed else ""
         cards.append({"label": "trained tokens", "value": format_number(trained, "count"), "note": note})
     return cards
 
 
-def _change(label: str, before: float, after: float, note: str) -> dict[str, str]:
+def _change(label: str, before: float | None, after: float, note: str) -> dict[str, str]:
+    if before is None:  # measured once
+        return {"label": label, "value": format_number(after), "note": note}
     sign = "+" if after >= before else "−"  # noqa: RUF001  a minus
     gain = f"{sign}{format_number(abs(after - before))}"
     value = f"{format_number(before)} → {format_number(after)}"
@@ -135,7 +139,7 @@ def _change(label: str, before: float, after: float, note: str) -> dict[str, str
 
 def _interval(score: Score) -> str:
     low, high = score.interval or (math.nan, math.nan)
-    return f"95%: {format_number(low)} to {format_number(high)}"
+    return f"{format_number(low)} to {format_number(high)}"
 
 
 def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:

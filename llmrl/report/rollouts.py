@@ -36,20 +36,23 @@ Group = dict[int, Rollout]  # by their place in the file of their step
 def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
     """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
-    Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
+    Steps are the first, the last and others evenly between; groups with tokens are the first of a step. Of each come
+    groups in turn: the first by the id of its
     prompt, that of the best answer, that of the worst, then the others by that id. It is as good as random, and the
     first of them have tokens.
 
-    Returns  "steps" that are shown, "num_steps" and "num_rollouts" there are in all of them; "rollouts", a dict each;
-             "vocabulary", the text of each token by its id; "control", the ids of special tokens
+    Returns  "steps" that are shown, "num_steps" and "num_rollouts" there are in all of them, "unreadable" steps;
+             "rollouts", a dict each; "vocabulary", the text of each token by its id; "control", the ids of special ones
     """
     files = rollout_files(run_dir)
     if not files:
         return None
     steps = evenly(list(files), _MAX_STEPS)
-    groups = {step: _groups(run_dir, step) for step in steps}
+    read = {step: _groups(run_dir, step) for step in steps}
+    groups = {step: found for step, found in read.items() if found is not None}
     data: dict[str, Any] = {"steps": [], "num_steps": len(files), "rollouts": [], "vocabulary": {}, "control": []}
     data["num_rollouts"] = sum(len(group) for found in groups.values() for group in found)
+    data["unreadable"] = sorted(set(read) - set(groups))
     max_tokens = min(_MAX_TOKENS, max_bytes // 2000)
     records_of = cache(lambda step: _records(run_dir, step))
     room = max_bytes - 200
@@ -68,17 +71,18 @@ def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
             data["rollouts"] += rows
             data["vocabulary"] |= new
             data["control"] = sorted({*data["control"], *control})
-    data["rollouts"].sort(key=lambda row: (row["step"], row["group"]))
+    seen = {(row["step"], row["group"]) for row in data["rollouts"] if "record" in row}
+    data["rollouts"].sort(key=lambda row: (row["step"], (row["step"], row["group"]) not in seen, row["group"]))
     data["steps"] = sorted({row["step"] for row in data["rollouts"]})
     return data
 
 
-def _groups(run_dir: Path, step: int) -> list[Group]:
-    """The groups of a step in the order in which they are shown; none of a file that cannot be read."""
+def _groups(run_dir: Path, step: int) -> list[Group] | None:
+    """The groups of a step in the order in which they are shown; None for a file that cannot be read."""
     try:
         rollouts = read_rollouts(run_dir, step, tokens=False)
-    except DataError:  # being written, or removed by a run that is resumed
-        return []
+    except DataError:  # damaged, or removed by a run that is resumed
+        return None
     groups: dict[int, Group] = defaultdict(dict)
     for place, rollout in enumerate(rollouts):
         groups[rollout.group][place] = rollout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,15 +64,8 @@ def read_run(path: Path | str) -> RunFiles:
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     rows = read_metrics(run.path) if run.metrics.is_file() else []
-    steps = [{name: _number(value) for name, value in row.items()} for row in sorted(rows, key=lambda row: row["step"])]
+    steps = sorted(rows, key=lambda row: row["step"])
     return RunFiles(run.path.resolve().name, info, settings, steps, notes)
-
-
-def _number(value: Any) -> float | None:
-    """A finite float or int; None for anything else that a file could hold."""
-    if not isinstance(value, int | float) or abs(value) > 1e300:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -19,6 +19,7 @@ from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.utils import step_mdp
+from llmrl.errors import LLMRLError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.run.console import make_console, note, warn
@@ -118,7 +119,12 @@ def _talk(conversation: Conversation, console: Console) -> None:
                 continue
             commands[said]()
         elif said:
-            conversation.say(said)
+            try:
+                conversation.say(said)
+            except LLMRLError as error:  # typed text that cannot be encoded, a conversation that is too long
+                if not sys.stdin.isatty():
+                    raise
+                warn(console, f"{error} The message is taken back.")
 
 
 @dataclass

@@ -213,7 +213,7 @@ class MetricsLog:
 def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
     """The steps of a run, given its folder or its ``metrics.jsonl``; lines of one step are joined.
 
-    A last line that was cut short by a kill is left out.
+    A last line that was cut short by a kill is left out; what is not a finite number is None.
 
     Raises  DataError for a missing file, or naming the line that cannot be read
     """
@@ -223,7 +223,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
         raise DataError(f"{path}: must be the metrics of a run: the file does not exist.")
     steps: dict[int, dict[str, float | None]] = {}
     for row in _rows(path):
-        steps.setdefault(row["step"], {}).update(row)
+        steps.setdefault(row["step"], {}).update({name: _number(value) for name, value in row.items()})
     return list(steps.values())
 
 
@@ -244,9 +244,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # the process was killed while it wrote this line
             raise DataError(f"{path}:{number}: must be a JSON object with a step: got {line[:80]!r}.") from error
         rows.append(row)
     return rows
+
+
+def _number(value: Any) -> float | None:
+    """A finite float or int; None for anything else that a file could hold."""
+    if not isinstance(value, int | float) or abs(value) > 1e300:
+        return None
+    return value if math.isfinite(value) else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import keyword
+import sys
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -19,11 +21,14 @@ KINDS = ("reward", "tool", "env", "recipe")
 def new(kind: str, name: str, *, folder: Path) -> int:
     """Writes ``NAME.py`` and ``test_NAME.py`` (and of a recipe its YAML and rows) into ``folder``, and returns 0.
 
-    Raises  ConfigError for a name that cannot be a module's, or files that exist: none is written then
+    Raises  ConfigError for a name that no module can have or one has already, or files that exist: none is written then
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(f"llmrl new  NAME must be a name in lower case, as that of a Python module: got {name!r}")
+    if name in sys.modules or find_spec(name):  # of which a file of that name here would take the place
+        raise ConfigError(f"llmrl new  {name} is the name of a module that is installed; choose another name")
     starters = sorted(resources.files("llmrl.run").joinpath("starters").iterdir(), key=lambda file: file.name)
+    starters.sort(key=lambda file: file.name.startswith("test_"))
     words = {"name": name, "Name": name.title().replace("_", "")}
     texts = {
         folder / starter.name.removesuffix(".txt").replace(kind, name, 1): Template(starter.read_text()).substitute(

@@ -86,7 +86,8 @@ class Rollout:
 
     def _repr_html_(self) -> str:
         """The conversation, for a notebook: with tokens, those that were trained in blue, others sampled in orange."""
-        facts = f"step {self.step} · reward {self.reward} · advantage {self.advantage} · {self.tokens} tokens"
+        reward, advantage = ("none" if n is None else f"{n:.4g}" for n in (self.reward, self.advantage))
+        facts = f"step {self.step} · reward {reward} · advantage {advantage} · {self.tokens} tokens"
         messages = [message_html("prompt", self.prompt), message_html("answer", self.completion)]
         if self.token_record is not None:
             messages = _record_html(self.token_record)

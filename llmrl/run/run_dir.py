@@ -22,6 +22,8 @@ from llmrl.errors import ConfigError, RunFolderError, closest
 
 __all__ = ["RunDir", "free_space", "replace_file", "writing"]
 
+_INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "defaults": dict, "plan": list}
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -133,7 +135,7 @@ class RunDir:
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
 
-        Raises  ConfigError if the file is missing or is not a JSON object
+        Raises  ConfigError if the file is missing, is not a JSON object, or has an entry of another type
         """
         try:
             info = json.loads(self.info.read_text(encoding="utf-8"))
@@ -141,6 +143,9 @@ class RunDir:
             raise ConfigError(f"{self.info}  cannot be read: {error}") from error
         if not isinstance(info, dict):
             raise ConfigError(f"{self.info}  must be a JSON object: got {type(info).__name__}")
+        for name, kind in _INFO.items():
+            if not isinstance(info.get(name, kind()), kind):
+                raise ConfigError(f"{self.info}  {name} must be a {kind.__name__}: got {info[name]!r}")
         return info
 
 

@@ -72,8 +72,9 @@ def _describe(run: RunDir) -> dict[str, Any]:
 
 def _best(metrics: Sequence[dict[str, float | None]]) -> tuple[str | None, float | None]:
     """The best evaluation, else reward, else loss."""
-    names = sorted({name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/mean")})
-    for name, better in (*((name, max) for name in names[:1]), ("reward/mean", max), ("policy/loss", min)):
+    names = {name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/mean")}
+    first = sorted(names, key=lambda name: name.split("/"))[:1]  # sums before sums-validation
+    for name, better in (*((name, max) for name in first), ("reward/mean", max), ("policy/loss", min)):
         values = [row[name] for row in metrics if row.get(name) is not None]
         if values:
             return name.removeprefix("eval/").removesuffix("/mean"), better(values)

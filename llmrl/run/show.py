@@ -33,6 +33,7 @@ from llmrl.run.run_dir import RunDir
 __all__ = ["changes", "show"]
 
 Row = dict[str, float | None]
+_FILES = ("report.html", "config.yaml", "metrics.jsonl", "rollouts", "checkpoints")
 
 _COLUMNS = {  # of a run that has this metric
     "reward/mean": GRPO_COLUMNS,
@@ -65,9 +66,10 @@ def show(
         facts = {"changes": measures, "calls": _calls(steps), "checkpoints": checkpoints}
         print(json.dumps({"run": str(run.path), "info": info, "steps": steps, **facts}))
         return 0
-    head = [("command", f"llmrl {info['command']} {shlex.join(info.get('arguments', []))}")]
+    command = info.get("command", "?")
+    head = [("command", f"llmrl {command} {shlex.join(map(str, info.get('arguments', [])))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
-    print_plan(console, f"{info['command']} · {run.path.name}", head)
+    print_plan(console, f"{command} · {run.path.name}", head)
     if not steps:
         print_summary(console, ["no step is finished yet"])
         return 0
@@ -82,7 +84,7 @@ def show(
         [f"{int(steps[-1]['step'])} steps", format_duration(sum(seconds) if seconds else math.nan)],
         changes=changes(steps),
         facts=[("tools", _calls_in_words(calls))] if (calls := _calls(steps)) else [],
-        files=f"{run.path}/{{config.yaml, metrics.jsonl, rollouts, checkpoints}}",
+        files=f"{run.path}/{{{', '.join(name for name in _FILES if (run.path / name).exists())}}}",
         following=[f"llmrl eval {run.path}", f"llmrl resume {run.path}"] if checkpoints else [],
     )
     return 0
@@ -91,7 +93,9 @@ def show(
 def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
     """First and last value of the reward or the loss, and of every evaluation."""
     names = {name for row in steps for name in row if name.startswith("eval/")}
-    evaluations = sorted(name for name in names if not name.endswith(("/std", "/count")))
+    evaluations = sorted(
+        (name for name in names if not name.endswith(("/std", "/count"))), key=lambda name: name.split("/")
+    )
     changes = []
     for name in ["reward/mean" if any("reward/mean" in row for row in steps) else "policy/loss", *evaluations]:
         values = [row[name] for row in steps if row.get(name) is not None]

@@ -2,13 +2,15 @@
 
 import io
 import re
+import types
 
 import pytest
 from rich.console import Console
 
 from llmrl.envs.llm.transforms import ToolTransform
+from llmrl.errors import LLMRLError
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
-from llmrl.run.chat import Conversation
+from llmrl.run.chat import Conversation, _talk
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
 
@@ -43,6 +45,27 @@ def test_a_run_answers_and_shows_the_tokens_that_it_drew(place, typed):
     assert "a new conversation" in result.out
     again = typed("taught", "--max-tokens", "5", "--seed", "1", lines=["hello", "/tokens"])
     assert again.out.split("/help")[1].split("log-prob")[0] == result.out.split("/help")[1].split("log-prob")[0]
+
+
+def test_a_message_that_cannot_be_answered_ends_a_script_and_not_a_conversation(monkeypatch):
+    said = iter(["one", "half \ud800", "two"])
+
+    def typed(prompt):
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    conversation, out = make_conversation()
+    _talk(conversation, conversation.console)
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    assert "surrogate" in out.getvalue()
+    said = iter(["half \ud800"])
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(LLMRLError, match="surrogate"):
+        _talk(conversation, conversation.console)
 
 
 def test_what_cannot_be_talked_to_is_said_before_anything_is_loaded(place, typed):

@@ -264,10 +264,10 @@ def test_text_of_a_run_stays_inside_its_block_whatever_it_is(tmp_path):
 def test_the_headline_has_scores_before_and_after_with_their_interval(tmp_path):
     data = report_data(read_run(make_run(tmp_path / "try1", 40).path))
     assert data["title"] == "try1"
-    assert data["subtitle"].startswith("llmrl grpo sums_grpo")
+    assert data["subtitle"] == "llmrl grpo sums_grpo · started 2026-11-23 02:46 with llmrl 0.1.0"
     evaluated, reward, steps, trained = data["cards"]
     assert evaluated["value"] == ".500 → .900"
-    assert evaluated["note"] == "+.400 · 95%: .871 to .923 of 500 problems"
+    assert evaluated["note"] == "+.400 · 95% interval .871 to .923, 500 problems"
     assert reward["value"].startswith(".300 → .")
     assert (steps["value"], steps["note"]) == ("40 of 40", "6m 00s · 9.00 s per step")
     assert trained["value"] == "400.0k"
@@ -275,6 +275,17 @@ def test_the_headline_has_scores_before_and_after_with_their_interval(tmp_path):
     assert plan["rows"] == [["machine", "1 process · CPU"]]
     assert given["rows"] == [["steps", "40", "200", "sums.yaml:5"], ["optim.lr", "2e-06", "1e-06", "command line"]]
     assert next(row for row in metrics["rows"] if row[0] == "policy/lr")[-1] == "learning rate"
+
+
+def test_what_was_measured_once_has_no_change_and_test_sets_come_before_others(tmp_path):
+    run = make_run(tmp_path / "a", 1)
+    rows = [{"step": 0, **evaluation(0.5)}, {"step": 1, "policy/loss": 2.0, "eval/sums-validation/mean": 0.25}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = report_data(read_run(run.path))
+    held_out, other = data["cards"][:2]
+    assert held_out == {"label": "evaluation sums", "value": ".500", "note": "95% interval .456 to .544, 500 problems"}
+    assert other == {"label": "evaluation sums-validation", "value": ".250", "note": "step 1"}
+    assert chart(data["charts"], "Loss")["note"] == "", "GRPO's losses alone are near 0"
 
 
 def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch, capsys):

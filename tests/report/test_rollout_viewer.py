@@ -122,7 +122,10 @@ def test_rollouts_are_filtered_by_each_of_their_facts(show):
     many = [rollout(step, number) for step in (1, 5) for number in range(6)]
     many[0]["tool_calls"], many[1]["tool_calls"] = [call()], [call("timeout", result="Error: no answer")]
     many[2]["reward"] = None
+    del many[0]["record"]
     page = show(data_of(many))
+    assert "null" not in page.locator("#rollouts").inner_text()
+    assert page.locator("[aria-selected=true] .rv-start").text_content() == "answer 1", "the first with tokens"
     count = page.locator(".rv-count")
 
     def filtered(name, value, expected):
@@ -137,6 +140,7 @@ def test_rollouts_are_filtered_by_each_of_their_facts(show):
     filtered("tools", "called", 2)
     filtered("tools", "failed", 1)
     filtered("tools", "none", 10)
+    filtered("record", "yes", 11)
     filtered("least", "0.4", 4)
     filtered("most", "0.4", 9)  # what failed has no reward
     filtered("shortest", "14", 4)
@@ -327,6 +331,12 @@ def test_new_data_keep_filters_and_selection_and_none_leave_nothing(show):
     page.evaluate("renderRollouts(document.getElementById('rollouts'), null)")
     assert page.locator("#rollouts *").count() == 0
     page.keyboard.press("/")
+
+
+@pytest.mark.parametrize("rollouts", [[rollout(1, 0)], []])
+def test_steps_whose_files_cannot_be_read_are_named(show, rollouts):
+    page = show(data_of(rollouts) | {"unreadable": [3, 9]})
+    assert "The rollouts of step 3, 9 cannot be read" in page.locator("#rollouts").inner_text()
 
 
 def test_the_viewer_fits_a_narrow_page(show):

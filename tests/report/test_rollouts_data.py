@@ -121,7 +121,7 @@ def test_files_that_are_old_cut_or_empty_are_shown_as_far_as_they_go(tmp_path):
     cut.write_bytes(cut.read_bytes()[:-20])
     RolloutLog(tmp_path).write(3, [])
     data = rollouts_data(tmp_path, max_bytes=ROOM)
-    assert (data["steps"], data["num_steps"]) == ([1, 4], 4)
+    assert (data["steps"], data["num_steps"], data["unreadable"]) == ([1, 4], 4, [2])
     assert ["record" in row for row in data["rollouts"]] == [False] * 6 + [True] * 6
 
 

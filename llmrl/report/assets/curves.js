@@ -98,7 +98,7 @@
       const head = html("div", { class: "head" }, html("h3", {}, spec.title), this.at);
       this.element = html("article", { class: "chart" }, head, html("p", { class: "note" }, spec.note || ""));
       this.element.append(this.plot, this.legend);
-      this.values = this.lines.map((line, index) => this.legendEntry(line, index));
+      this.values = this.lines.map((line, index) => this.legendEntry(line, line.colour ?? index));
       this.listen();
     }
 
@@ -178,8 +178,9 @@
       const clip = svg("svg", { x: left, width: inside, height: HEIGHT, viewBox: `${left} 0 ${inside} ${HEIGHT}` });
       const nodes = this.axes(width, logarithmic ? logTicks(low, high) : ticks(low, high, 5));
       if (spec.band && !spec.stacked) clip.append(this.bandPath(spec.band, drawable));
-      this.lines.forEach((line, index) => clip.append(...this.linePaths(line, index, drawable)));
-      (spec.whiskers || []).forEach((set, index) => clip.append(...this.whiskers(set, index, drawable)));
+      this.lines.forEach((line, index) => clip.append(...this.linePaths(line, line.colour ?? index, drawable)));
+      (spec.whiskers || []).forEach((set, index) =>
+        clip.append(...this.whiskers(set, this.lines[index].colour ?? index, drawable)));
       this.mark = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
       this.plot.replaceChildren(...nodes, clip, this.mark);
       this.showCursor();

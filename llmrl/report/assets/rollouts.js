@@ -94,10 +94,10 @@ window.renderRollouts = (() => {
       this.data = data;
       this.rollouts = data.rollouts;
       this.control = new Set(data.control);
-      this.state = { query: "", step: "", stop: "", tools: "", sort: "step", descending: false, mode: "trained",
+      this.state = { query: "", step: "", stop: "", tools: "", record: "", sort: "step", descending: false, mode: "trained",
         view: "one", least: "", most: "", shortest: "", longest: "", selected: null, ...kept };
       const [name, before] = [(rollout) => JSON.stringify([rollout.step, rollout.group, rollout.completion]), this.state.selected];
-      this.state.selected = (before && this.rollouts.find((rollout) => name(rollout) === name(before))) ?? null;
+      this.state.selected = (before && this.rollouts.find((rollout) => name(rollout) === name(before))) ?? this.rollouts.find(({ record }) => record) ?? null;
       this.reaches = {};
       this.tokens = new WeakMap(); // span -> [record, place, span of its message]
       this.build();
@@ -108,6 +108,7 @@ window.renderRollouts = (() => {
       const field = (name, label, control) => make("label", {}, make("span", {}, label), this.bind(name, control));
       const choice = (...options) => make("select", {}, ...options.map(([value, label]) => make("option", { value }, visible(label, true))));
       const number = () => make("input", { type: "number", step: "any" });
+      const range = (name, low, high) => make("span", { class: "rv-range" }, field(low, `${name} from`, number()), field(high, "to", number()));
       const steps = this.data.steps.map((step) => [String(step), String(step)]);
       const stops = [...new Set(this.rollouts.map((rollout) => rollout.stop_reason))].sort().map((stop) => [stop, stop]);
       this.search = this.bind("query", make("input", { type: "search", placeholder: "search ( / )", "aria-label": "search in the texts" }));
@@ -116,8 +117,8 @@ window.renderRollouts = (() => {
         field("step", "step", choice(["", "all"], ...steps)),
         field("stop", "stop reason", choice(["", "all"], ...stops)),
         field("tools", "tools", choice(["", "all"], ["called", "called"], ["failed", "a call failed"], ["none", "not called"])),
-        field("least", "reward from", number()), field("most", "to", number()),
-        field("shortest", "tokens from", number()), field("longest", "to", number()),
+        field("record", "numbers per token", choice(["", "all"], ["yes", "recorded"])),
+        range("reward", "least", "most"), range("tokens", "shortest", "longest"),
         field("sort", "sort by", choice(["step", "step"], ["reward", "reward"], ["tokens", "length"], ["stop_reason", "stop reason"],
           ["calls", "tool calls"])),
         field("descending", "descending", make("input", { type: "checkbox" })), this.count);
@@ -128,11 +129,13 @@ window.renderRollouts = (() => {
         pointerover: (event) => this.showTip(event.target), pointerleave: () => this.hideTip(),
         focusin: (event) => this.showTip(event.target), focusout: () => this.hideTip() });
       this.tip = make("div", { class: "rv-tip", role: "tooltip", id: "rv-tip", hidden: true });
-      const sample = `${this.rollouts.length} of the ${this.data.num_rollouts} rollouts of steps ${this.data.steps.join(", ")}`;
+      const { num_rollouts: all, num_steps: ofRun } = this.data, count = this.rollouts.length, those = this.data.steps;
+      const sample = count === all && those.length === ofRun ? `All ${all} rollouts of the run.`
+        : `${count} of the ${all} rollouts of steps ${inWords(those)}; the run's folder has all ${ofRun} steps in rollouts/.`;
       this.element.classList.add("rv");
       this.element.replaceChildren(make("h2", {}, "Rollouts"),
-        make("p", { class: "rv-note" }, `${sample}; the run's folder has all ${this.data.num_steps} steps in rollouts/.`),
-        bar, make("div", { class: "rv-panes" }, this.list, this.detail), this.tip);
+        make("p", { class: "rv-note" }, sample),
+        ...unreadable(this.data), bar, make("div", { class: "rv-panes" }, this.list, this.detail), this.tip);
       this.ending = new AbortController();
       document.addEventListener("keydown", (event) => this.pageKey(event), { signal: this.ending.signal });
       new ResizeObserver(() => this.drawRows()).observe(this.list);
@@ -158,6 +161,7 @@ window.renderRollouts = (() => {
       this.found = this.sorted().filter((rollout) =>
         (state.step === "" || rollout.step === Number(state.step)) &&
         (state.stop === "" || rollout.stop_reason === state.stop) &&
+        (state.record === "" || rollout.record) &&
         (state.tools === "" || this.toolsFit(rollout, state.tools)) &&
         (!bounded || (rollout.reward !== null && rollout.reward >= least && rollout.reward <= most)) &&
         rollout.tokens >= shortest && rollout.tokens <= longest &&
@@ -276,7 +280,7 @@ window.renderRollouts = (() => {
       const group = this.rollouts.filter((other) => other.step === rollout.step && other.group === rollout.group);
       const elsewhere = this.rollouts.filter((other) => rollout.prompt_id && other.prompt_id === rollout.prompt_id && other.step !== rollout.step);
       const view = elsewhere.length || this.state.view !== "steps" ? this.state.view : "one";
-      const tab = (name, label, disabled) => make("button", { type: "button", "aria-pressed": String(view === name), disabled,
+      const tab = (name, label, disabled, title) => make("button", { type: "button", "aria-pressed": String(view === name), disabled, title,
         click: () => { this.state.view = name; this.drawDetail(); } }, label);
       const modes = make("select", { name: "mode" });
       for (const [mode, { label }] of Object.entries(MODES)) modes.append(make("option", { value: mode }, label));
@@ -284,8 +288,10 @@ window.renderRollouts = (() => {
       modes.addEventListener("input", () => { this.state.mode = modes.value; this.drawDetail(); this.detail.querySelector("[name=mode]").focus(); });
       const head = make("div", { class: "rv-head" },
         make("div", { class: "rv-tabs" }, tab("one", "conversation"), tab("group", `group of ${group.length}`, group.length < 2),
-          tab("steps", `other steps (${elsewhere.length})`, elsewhere.length === 0)),
-        make("label", {}, make("span", {}, "colour"), modes), this.legend());
+          tab("steps", `other steps (${elsewhere.length})`, elsewhere.length === 0, "the same prompt in other steps")),
+        ...(view === "one" && !rollout.record
+          ? [make("span", { class: "rv-note" }, "Its tokens are not recorded: token_records of each step are.")]
+          : [make("label", {}, make("span", {}, "colour"), modes), this.legend()]));
       const body = { one: () => this.drawOne(rollout), group: () => this.drawGroup(group), steps: () => this.drawSteps(rollout, elsewhere) };
       this.detail.replaceChildren(head, ...body[view]());
       this.detail.querySelector(".rv-token")?.setAttribute("tabindex", "0");
@@ -433,12 +439,20 @@ window.renderRollouts = (() => {
     }
   }
 
+  const inWords = (steps) => (steps.length > 2 && steps.at(-1) - steps[0] === steps.length - 1
+    ? `${steps[0]} to ${steps.at(-1)}` : steps.join(", "));
+
+  // What is said of files that are damaged.
+  const unreadable = (data) => (data?.unreadable?.length
+    ? [make("p", { class: "rv-note" }, `The rollouts of step ${inWords(data.unreadable)} cannot be read: their files are damaged or gone.`)]
+    : []);
+
   // Shows the data in the element; called again with new ones, it keeps filters and selection.
   return (element, data) => {
     const before = views.get(element);
     before?.ending.abort();
     if (!data || !data.rollouts.length) {
-      element.replaceChildren();
+      element.replaceChildren(...unreadable(data));
       return;
     }
     views.set(element, new Viewer(element, data, before?.state));
