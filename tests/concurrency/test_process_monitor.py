@@ -1,7 +1,5 @@
 """What is known of a child process that failed: its last lines, how it ended."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

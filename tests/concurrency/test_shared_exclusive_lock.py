@@ -1,7 +1,5 @@
 """The lock of an engine: equal keys share it, an update has it alone, and none is starved."""
 
-from __future__ import annotations
-
 import threading
 import time
 

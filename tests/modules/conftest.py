@@ -1,7 +1,5 @@
 """The tiny tokenizer and model, and the vLLM server that tests of several files share: starting one takes long."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION

@@ -3,8 +3,6 @@
 Every wait has a deadline, and every thread is joined.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 import threading

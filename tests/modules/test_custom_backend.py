@@ -2,8 +2,6 @@
 says how to make it, and modes, templates, padding, multi-turn streams, batching and losses come with the wrapper.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """``get_dist``: the categorical over the vocabulary at the chosen tokens, against the whole logits tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

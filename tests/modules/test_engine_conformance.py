@@ -3,8 +3,6 @@
 Expected log-probs are worked out here from the logits of one full forward per row.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Several sampled turns in the format of every built-in family: one stream of ids, and a history that renders as it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

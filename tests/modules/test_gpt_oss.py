@@ -1,7 +1,5 @@
 """Answers in the harmony format: the message of an answer is what the template would write as it was drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """token_logprobs equals the naive computation, for every head, padding and dtype, and never builds [B, T, V]."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

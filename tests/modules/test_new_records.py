@@ -1,7 +1,5 @@
 """Where a turn cannot continue the stream of the turn before, it starts a training record of its own."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

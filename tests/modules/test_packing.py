@@ -1,7 +1,5 @@
 """Packed rows score exactly like padded ones and see nothing of each other, or the model is not packed at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The ids that a turn adds to a stream: equal to a full render, refused where the template rewrites the past."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

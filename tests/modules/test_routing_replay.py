@@ -1,7 +1,5 @@
 """Routing replay: the trainer's forward pass with the experts that an engine chose, the gates by its own routers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Scoring (``generate=False``): padding is never a token, and what was scored is written beside its log-probs."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

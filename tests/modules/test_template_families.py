@@ -1,8 +1,6 @@
 """Every built-in chat template, by property: its text, its mask, its inverse, its prefixes, its markers."""
 # ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampled ids are the truth: from the engine through wrapper, environment and buffer to the loss, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase

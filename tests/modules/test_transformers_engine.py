@@ -1,7 +1,5 @@
 """TransformersEngine: what it samples, what it says about it, and whether rows keep out of each other's way."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Images in conversations: their tokens, their tensors along the rows, and log-probs that depend on the pixels."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """The LLM wrappers: what they read and write in every mode, and that the ids they write are the ids the engine saw."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

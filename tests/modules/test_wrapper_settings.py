@@ -1,7 +1,5 @@
 """The arguments of the wrappers: what each changes, what a new version keeps, and what is refused with a reason."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """Conversations of several turns through a wrapper: what a later turn continues, and when it restarts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

@@ -1,7 +1,5 @@
 """However a step is cut into micro-batches, and whether they are padded or packed, the gradient is the same to 1e-6."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

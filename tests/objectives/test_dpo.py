@@ -1,8 +1,6 @@
 """DPOLoss compares whole answers, however its pairs are cut into batches; values and gradients by hand, by plain logits
 and by TRL."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections import defaultdict

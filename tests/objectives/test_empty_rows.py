@@ -1,7 +1,5 @@
 """A conversation without a trained token changes nothing: no loss, no gradient, no metric, whatever the settings."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """The golden batch: 33 tokens in 8 sequences and 2 groups, float64, with the values that independent implementations of
 the same formulas agree on. Values to 1e-7 (printed with 8 digits), gradients with respect to the current log-probs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

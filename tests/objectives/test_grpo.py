@@ -1,7 +1,5 @@
 """GRPOLoss reads ragged and padded batches alike, adds up over micro-batches, and refuses what it cannot mean."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """GRPOLoss gives the values that other implementations give, and metrics that are what they are called."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a policy sampled is what the loss reads: right after sampling every ratio is 1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

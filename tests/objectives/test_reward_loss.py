@@ -1,7 +1,5 @@
 """RewardLoss on worked numbers, against Transformers' own classifier and TRL, however pairs are cut into batches."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 

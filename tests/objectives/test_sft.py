@@ -1,7 +1,5 @@
 """SFTLoss is a true token mean, leaves empty conversations out, and compares like with like in its KL."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

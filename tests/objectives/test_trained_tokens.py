@@ -1,7 +1,5 @@
 """Which tokens a loss trains: those that have a log-prob, and were sampled from something."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack

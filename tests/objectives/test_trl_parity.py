@@ -1,7 +1,5 @@
 """The same random batches through TRL's own functions and through ours. Runs where TRL is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import defaultdict
 from types import SimpleNamespace

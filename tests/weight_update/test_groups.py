@@ -1,7 +1,5 @@
 """Weights in groups: all of them, whole, and never many at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.multiprocessing as mp

@@ -1,7 +1,5 @@
 """Adapters reach an engine merged in copies, or alone; the trainer's model never changes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The probe finds an update that did not arrive, at the smallest learning rates, and never ends a healthy run."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

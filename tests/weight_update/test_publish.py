@@ -1,7 +1,5 @@
 """A set of weights arrives whole, under a version that the engine owns, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

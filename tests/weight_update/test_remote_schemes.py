@@ -1,7 +1,5 @@
 """Weights to other processes by Ray, by torch.distributed.rpc and from rank to rank: real ones, on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A sender hands weights to workers, each of which applies them whole at a boundary of its own, and answers."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """LoRA: an engine that is given an adapter, and one that is given merged weights, both score as the trainer does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The documented names over vLLM: each of them is an engine, or a function of one, that really works."""
 
-from __future__ import annotations
-
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What is decided before an engine runs: versions, arguments, request options. Most of it needs no vLLM."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

@@ -2,8 +2,6 @@
 silence is noticed. Needs no vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Mixtures of experts over vLLM: what they sample, and that new weights reach the experts as they reach the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Several servers as one engine: rows shared out, a killed server's rows asked again elsewhere, its return noticed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

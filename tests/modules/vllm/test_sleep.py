@@ -1,7 +1,5 @@
 """Sleep and wake: what an engine refuses meanwhile, and that it computes with the weights that woke it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 and nothing is left however it ends. Processes are really killed.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """vLLM with images: it reads the very ids and tensors that the trainer scores, and agrees on their log-probs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

@@ -4,8 +4,6 @@ with what was sent, whole, or with what it had before; what is damaged or missin
 The workers here are those of an engine in this process, which answer the same calls as those of another one.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
