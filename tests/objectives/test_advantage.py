@@ -68,15 +68,11 @@ def test_a_whole_group_is_written_at_once():
     ("sum", [[-0.5] * 2, [0.5] * 3]),  # 2 against 3
 ])  # fmt: skip
 def test_rewards_per_token_may_differ_in_length_within_a_group(trajectory_return, expected, at_once):
-    rows = LazyStackedTensorDict(
-        *[
-            TensorDict(
-                query="q",
-                next=TensorDict(reward=torch.tensor(rewards).view(-1, 1), done=torch.ones(1, dtype=torch.bool)),
-            )
-            for rewards in ([0.0, 2.0], [2.0, 0.0, 1.0])
-        ]
-    )
+    def row(*rewards):
+        after = TensorDict(reward=torch.tensor(rewards).view(-1, 1), done=torch.ones(1, dtype=torch.bool))
+        return TensorDict(query="q", next=after)
+
+    rows = LazyStackedTensorDict(row(0.0, 2.0), row(2.0, 0.0, 1.0))
     advantage = MCAdvantage(2, scale="none", trajectory_return=trajectory_return)
     outs = [advantage.inv(part) for part in ([rows] if at_once else rows.split(1))]
     assert outs[:-1] == [None] * (len(outs) - 1)
@@ -349,10 +345,9 @@ def test_a_selector_sees_the_batch_and_may_answer_with_indices_a_mask_or_none():
     masked = MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size: group["return"] < 5)
     assert lengths(masked.inv(batch([1, 1, 1], [0.0, 1.0, 9.0]))) == [1, 2]
     for wrong in ([0], [0, 0], [0, 7]):
+        chosen = MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size, wrong=wrong: wrong)
         with pytest.raises(DataError, match="must choose 2 different rows of 2"):
-            MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size, wrong=wrong: wrong).inv(
-                batch([1, 1], [0.0, 1.0])
-            )
+            chosen.inv(batch([1, 1], [0.0, 1.0]))
 
 
 def test_failed_candidates_are_not_chosen():
@@ -442,10 +437,8 @@ def test_raw_rewards_go_through_as_they_are():
 
 def test_a_quota_fills_a_buffer_to_its_groups_and_no_further():
     quota = GroupQuota(2)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(4),
-        transform=Compose(quota, MCAdvantage(2, scale="none", on_zero_variance="drop")),
-    )
+    transform = Compose(quota, MCAdvantage(2, scale="none", on_zero_variance="drop"))
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=transform)
     buffer.extend(batch([1, 1, 2, 2], [0.0, 1.0, 1.0, 1.0]))
     assert (len(buffer), quota.missing) == (2, 1)
     buffer.extend(batch([4, 3, 4, 3], [0.0, 1.0, 3.0, 2.0]))

@@ -63,9 +63,8 @@ def test_leave_one_out_against_the_loop_that_defines_it():
     for i in range(5):
         others = torch.cat([rewards[:i], rewards[i + 1 :]])
         assert plain[i].item() == pytest.approx((rewards[i] - others.mean()).item(), abs=1e-12)
-        assert scaled[i].item() == pytest.approx(
-            ((rewards[i] - others.mean()) / (others.std() + 1e-6)).item(), abs=1e-9
-        )
+        by_hand = (rewards[i] - others.mean()) / (others.std() + 1e-6)
+        assert scaled[i].item() == pytest.approx(by_hand.item(), abs=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
