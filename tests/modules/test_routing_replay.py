@@ -178,9 +178,6 @@ def test_the_transformers_engine_reports_the_routes_by_which_it_drew(family):
         assert torch.allclose(by_engine[0, len(prompt) :], log_probs, atol=1e-5)
 
 
-# --- on the way from the engine to the trainer
-
-
 def test_an_answer_in_pieces_keeps_the_routes_by_which_each_id_was_read_first():
     def piece(ids, num_read, expert):
         routes = torch.full((num_read, 1, 2), expert, dtype=torch.int16)
