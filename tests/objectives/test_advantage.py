@@ -157,7 +157,7 @@ def test_a_batch_of_whole_groups_waits_for_those_of_its_groups_that_came_before(
     assert written(advantage.inv(batch([1], [3.0]))) == {1: [-1.0, 1.0]}
 
 
-def test_groups_that_teach_nothing_can_be_dropped():
+def test_groups_of_equal_rewards_can_be_dropped():
     advantage = MCAdvantage(2, scale="none", on_zero_variance="drop")
     out = advantage.inv(batch([1, 1, 2, 2], [1.0, 1.0, 0.0, 1.0]))
     assert written(out) == {2: [-0.5, 0.5]}
@@ -187,7 +187,7 @@ def test_how_many_must_remain_is_a_choice():
     assert MCAdvantage(4, min_group_size=3).inv(batch([1] * 4, rewards)) is None
 
 
-def test_completions_by_different_weights_are_no_group():
+def test_completions_of_different_policy_versions_are_different_groups():
     advantage = MCAdvantage(2, scale="none")
     given = batch([1, 1, 1, 1], [0.0, 1.0, 5.0, 7.0], policy_version=torch.tensor([1, 2, 1, 2]))
     out = advantage.inv(given)
@@ -197,7 +197,7 @@ def test_completions_by_different_weights_are_no_group():
     assert MCAdvantage(2, policy_version_key=None).inv(mixed) is not None
 
 
-def test_the_queue_is_bounded_and_says_what_it_gave_up(caplog):
+def test_the_queue_is_bounded_and_says_what_it_evicted(caplog):
     advantage = MCAdvantage(2, max_queued_groups=3)
     for group in range(5):
         advantage.inv(batch([group], [1.0]))
@@ -280,7 +280,7 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selector": "best"}, "must be callable: got 'best'"),
     ],
 )
-def test_settings_that_make_no_group_are_refused(arguments, message):
+def test_invalid_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         MCAdvantage(**arguments)
 
@@ -304,7 +304,7 @@ def feed(advantage, rewards, group=1):
     return [None if out is None else out["next", "reward"].flatten().tolist() for out in outs]
 
 
-def test_candidates_are_written_as_soon_as_some_of_them_teach():
+def test_candidates_are_written_as_soon_as_rewards_among_them_differ():
     advantage = MCAdvantage(2, scale="none", candidate_group_size=5)
     assert feed(advantage, [0.0, 0.0, 1.0, 1.0, 0.0]) == [None, None, [0.0, 1.0], None, None]
     assert advantage.counters["queued"] == 0
@@ -320,7 +320,7 @@ def test_a_selection_can_wait_for_more_and_takes_the_extremes():
     assert written(advantage.inv(batch([3, 3, 3, 3], [0.5, 0.0, 1.0, 0.4]))) == {3: [-0.5, 0.5]}
 
 
-def test_candidates_that_never_teach_are_dropped_at_the_maximum():
+def test_candidates_of_equal_rewards_are_dropped_at_the_maximum():
     advantage = MCAdvantage(2, candidate_group_size=3)
     assert feed(advantage, [1.0, 1.0, 1.0]) == [None] * 3
     counters = advantage.counters

@@ -97,7 +97,7 @@ def test_whitening_is_that_of_the_tokens_written_out():
     assert tiny.abs().max() < 1e-2
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="one of group, population"):
         group_advantage(REWARDS, scale="std")
     with pytest.raises(ValueError, match=r"\[N, G\]"):

@@ -239,7 +239,7 @@ def test_a_missing_column_is_named(missing, settings, match):
 def test_columns_that_do_not_fit_the_tokens_are_refused():
     td = ragged()
     td[2]["log_probs", "full"] = torch.zeros(5)
-    with pytest.raises(ShapeError, match=r"got 5 values in row 2, whose conversation has 8 tokens"):
+    with pytest.raises(ShapeError, match=r"got 5 values in row 2, .*8 tokens"):
         GRPOLoss(tiny_scorer())(td)
     td = ragged(per_token=True)
     td[2]["advantage"] = torch.zeros(6, 1)  # one per response token: not aligned with the conversation
@@ -249,13 +249,27 @@ def test_columns_that_do_not_fit_the_tokens_are_refused():
         GRPOLoss(tiny_scorer())(td[0])
 
 
-def test_nan_on_a_trained_token_is_an_error_and_elsewhere_is_not():
-    td = ragged()
-    td[0]["log_probs", "full"][0] = math.nan  # prompt
-    assert GRPOLoss(tiny_scorer())(td).loss_objective.isfinite()
-    td[2]["log_probs", "full"][-1] = math.nan
-    with pytest.raises(DataError, match="NaN or inf in row 2"):
-        GRPOLoss(tiny_scorer())(td)
+REREAD = {"proximal": "recomputed", "kl_to_ref_coeff": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        (("log_probs", "full"), {}),
+        (("next", "ref_log_probs", "full"), REREAD),
+        (("proximal_log_probs", "full"), REREAD),
+    ],
+)
+def test_nan_on_a_trained_token_is_an_error_and_elsewhere_is_not(key, settings):
+    loss, td = GRPOLoss(tiny_scorer(), **settings), ragged()
+    td[1][key][0] = math.nan  # prompt
+    assert total_loss(loss(td)).isfinite()
+    td[1][key][-1] = math.nan
+    with pytest.raises(DataError, match=f"{key[-2]}.* must be finite.*NaN or inf in row 1"):
+        loss(td)
+
+
+def test_an_advantage_that_is_nan_is_an_error():
     td = ragged()
     td[4]["advantage"][:] = math.nan
     with pytest.raises(DataError, match=r"'advantage' must be finite.*row 4"):
@@ -286,17 +300,6 @@ def weighted_log_prob(scorer: TokenScorer, td: TensorDictBase) -> float:
         ids, mask = row["tokens", "full"][None], row["masks", "all_assistant_mask"][None]
         total += row["advantage"].item() * scorer(ids, torch.ones_like(ids), mask).log_probs.sum().item()
     return total
-
-
-@pytest.mark.parametrize("key", [("next", "ref_log_probs", "full"), ("proximal_log_probs", "full")])
-def test_nan_of_the_reference_or_the_proximal_policy_is_an_error_on_a_trained_token(key):
-    loss = GRPOLoss(tiny_scorer(), proximal="recomputed", kl_to_ref_coeff=0.1)
-    td = ragged()
-    td[1][key][0] = math.nan  # prompt
-    assert total_loss(loss(td)).isfinite()
-    td[1][key][-1] = math.nan
-    with pytest.raises(DataError, match=f"{key[-2]}.* must be finite.*row 1"):
-        loss(td)
 
 
 @pytest.mark.parametrize("surrogate", get_args(Surrogate))
