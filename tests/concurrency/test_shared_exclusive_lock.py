@@ -1,6 +1,4 @@
-"""The lock of an engine: equal keys share it, an update has it alone, and none is starved."""
-
-from __future__ import annotations
+"""The lock of an engine: equal keys share it, an update holds it exclusively, in order of arrival."""
 
 import threading
 import time
@@ -9,25 +7,12 @@ import pytest
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import DeadlineError
-
-PATIENCE_S = 20.0  # a test that would wait for ever fails after so long
+from tests.support.processes import wait_until
+from tests.support.vllm import PATIENCE_S, BackgroundCall
 
 
 def later():
     return time.monotonic() + PATIENCE_S
-
-
-def thread(target):
-    started = threading.Thread(target=target, daemon=True)
-    started.start()
-    return started
-
-
-def until(condition):
-    end = later()
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.002)
 
 
 @pytest.fixture
@@ -48,13 +33,13 @@ def test_requests_share_it_and_an_update_has_it_alone(lock):
         with lock.holding(object(), later(), "updating"):
             order.append(("update", lock.num_holders))
 
-    threads = [thread(request), thread(request)]
+    calls = [BackgroundCall(request), BackgroundCall(request)]
     both.wait(PATIENCE_S)
-    threads.append(thread(update))
-    until(lambda: lock.num_waiting)
+    calls.append(BackgroundCall(update))
+    wait_until(lambda: lock.num_waiting)
     both.wait(PATIENCE_S)
-    for one in threads:
-        one.join(PATIENCE_S)
+    for call in calls:
+        call.result()
     assert order == ["request", "request", ("update", 1)]
     assert lock.num_holders == 0
 
@@ -71,15 +56,15 @@ def test_requests_that_come_after_an_update_wait_behind_it(lock):
         with lock.holding("request", later(), "first"):
             leave.wait(PATIENCE_S)
 
-    threads = [thread(first)]
-    until(lambda: lock.num_holders)
+    calls = [BackgroundCall(first)]
+    wait_until(lambda: lock.num_holders)
     for number, (key, name) in enumerate([(object(), "update"), ("request", "second"), ("request", "third")]):
-        threads.append(thread(lambda key=key, name=name: enter(key, name)))
-        until(lambda number=number: lock.num_waiting == number + 1)
+        calls.append(BackgroundCall(lambda key=key, name=name: enter(key, name)))
+        wait_until(lambda number=number: lock.num_waiting == number + 1)
     assert order == []
     leave.set()
-    for one in threads:
-        one.join(PATIENCE_S)
+    for call in calls:
+        call.result()
     assert order[0] == "update"
     assert sorted(order[1:]) == ["second", "third"]
 
@@ -95,7 +80,7 @@ def test_a_deadline_names_the_phase_and_leaves_nothing_behind(lock):
         update = lock.holding(object(), time.monotonic() + 0.05, "loading version 3")
         with pytest.raises(DeadlineError, match=r"Engine: loading version 3 must begin .*: 1 other calls"), update:
             pass
-        thread(request).join(PATIENCE_S)
+        BackgroundCall(request).result()
         assert entered == [2]  # the update that gave up holds back no request
     assert lock.num_holders == 0
 
@@ -111,10 +96,10 @@ def test_the_hook_runs_only_where_there_are_holders_to_wait_for(lock):
         waiting.append(lock.num_waiting)
         leave.set()
 
-    running = thread(inside)
-    until(lambda: lock.num_holders)
+    running = BackgroundCall(inside)
+    wait_until(lambda: lock.num_holders)
     with lock.holding(object(), later(), "updating", hook):
-        running.join(PATIENCE_S)
+        running.result()
     with lock.holding(object(), later(), "updating", hook):
         pass
     assert waiting == [1]

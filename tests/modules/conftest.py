@@ -1,12 +1,9 @@
 """The tiny tokenizer and model, and the vLLM server that tests of several files share: starting one takes long."""
 
-from __future__ import annotations
-
 import pytest
 
-from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.testing import tiny_model, tiny_tokenizer
-from tests.support.vllm import serving
+from tests.support.vllm import serving_in_one_process
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +27,7 @@ def served_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def session_server(served_folder):
-    """A server in one process, which starts faster than vLLM's two."""
-    arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
-    arguments += ("--distributed-executor-backend", "uni")
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with serving(served_folder, *arguments, **environment) as server:
+    with serving_in_one_process(served_folder) as server:
         yield server
 
 

@@ -1,7 +1,5 @@
 """One forward for every family: generating, scoring and training log-probs agree, wherever the padding is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

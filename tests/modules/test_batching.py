@@ -1,9 +1,7 @@
-"""Requests of several threads as one call: who goes with whom, when, and what an error or an interrupt leaves behind.
+"""Requests of several threads batched into one call: grouping, timeouts, errors and interrupts.
 
 Every wait has a deadline, and every thread is joined.
 """
-
-from __future__ import annotations
 
 import pickle
 import random
@@ -15,15 +13,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, DeadlineError
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
+from llmrl.errors import DeadlineError
+from llmrl.modules.llm import LLMWrapperBase, SamplingParams, Tokens, TransformersWrapper
 from llmrl.modules.llm.engines import Engine, Generation, StopReason
 from llmrl.modules.llm.policies.batching import BatchingEngine
 from llmrl.testing import FakeEngine, tiny_model
+from tests.support.conversations import chats, fake_policy, history_td
+from tests.support.processes import wait_until
+from tests.support.vllm import BackgroundCall
 
 POISON = 666
-DEADLINE_S = 20.0  # of every wait in this file: reached only when something hangs
+DEADLINE_S = 120.0  # of every wait in this file: reached only when something hangs
 
 
 class EchoEngine:
@@ -81,14 +81,7 @@ def ask_together(engine, requests, params=None):
         return [future.result(timeout=DEADLINE_S) for future in futures]
 
 
-def wait_until(condition):
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.001)
-
-
-# --- who goes with whom -----------------------------------------------------------------------------------------------
+# --- grouping ---------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_an_engine_and_shows_what_its_engine_has():
@@ -252,12 +245,8 @@ def test_a_thousand_rounds_with_injected_failures():
                 failed += 1
             plan.append((request(*values), rng.choice(params), poisoned))
         plans.append(plan)
-    threads = [threading.Thread(target=work, args=(plan,), daemon=True) for plan in plans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    for call in [BackgroundCall(lambda plan=plan: work(plan)) for plan in plans]:
+        call.result()
     assert problems == []
     assert engine.state()["pending_futures"] == 0
     assert sum(len(call) > 4 for call in engine.calls) > 100, "no request has more than 4 rows: nothing was joined"
@@ -279,23 +268,13 @@ def test_an_interrupted_thread_leaves_the_others_served():
             return super().generate(prompts, params, seeds=seeds)
 
     engine = BatchingEngine(InterruptedOnce(), min_batch_size=3, timeout=DEADLINE_S)
-    outcomes = []
-
-    def ask(value):
-        try:
-            outcomes.append(engine.generate(request(value), SamplingParams()).ids[0].tolist())
-        except Interrupted:
-            outcomes.append("interrupted")
-
-    threads = [threading.Thread(target=ask, args=(value,), daemon=True) for value in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: "interrupted" in outcomes and engine.state()["queue_size"] == 2)
+    calls = [BackgroundCall(lambda n=n: engine.generate(request(n), SamplingParams())) for n in (1, 2, 3)]
+    wait_until(lambda: any(call.error for call in calls) and engine.state()["queue_size"] == 2)
     engine.drain(DEADLINE_S)
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert len(outcomes) == 3
-    assert outcomes.count("interrupted") == 1
+    for call in calls:
+        call.join(DEADLINE_S)
+    assert [type(call.error) for call in calls if call.value is None] == [Interrupted]
+    assert all(call.value.ids[0][0] == n for n, call in enumerate(calls, start=1) if call.error is None)
 
 
 def test_weights_are_updated_between_calls():
@@ -308,27 +287,19 @@ def test_weights_are_updated_between_calls():
             return generation
 
     engine = BatchingEngine(Slow(), timeout=DEADLINE_S)
-    stop = threading.Event()
-    versions, problems = [], []
+    stop, versions = threading.Event(), []
 
     def ask():
-        try:
-            while not stop.is_set():
-                versions.append(engine.generate(request(1), SamplingParams()).version)
-        except AssertionError as error:
-            problems.append(error)
+        while not stop.is_set():
+            versions.append(engine.generate(request(1), SamplingParams()).version)
 
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    calls = [BackgroundCall(ask) for _ in range(3)]
     for version in range(1, 51):
         engine.update_weights(None, version=version)
         time.sleep(0.001)
     stop.set()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-    assert problems == []
+    for call in calls:
+        call.result()
     assert engine.version == 50
     assert set(versions) <= set(range(51))
 
@@ -336,18 +307,10 @@ def test_weights_are_updated_between_calls():
 # --- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-def history_td(*questions, batch_size=None):
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    batch_size = [len(chats)] if batch_size is None else batch_size
-    prompt = History.from_chats(chats) if len(batch_size) else History.from_messages(chats[0])
-    container = ChatHistory.from_rows({"prompt": prompt}) if len(batch_size) else ChatHistory(prompt=prompt)
-    return TensorDict({"history": container}, batch_size)
-
-
 def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
     inner = FakeEngine(lambda prompt: tokenizer.decode(prompt[3:-5]), tokenizer=tokenizer)  # says what was asked
     policy = LLMWrapperBase(inner, tokenizer=tokenizer, min_batch_size=4, batching_timeout=DEADLINE_S)
-    inputs = [history_td("Hi", batch_size=[]), history_td("One", "Two"), history_td("And you?")]
+    inputs = [history_td(chats(["Hi"]))[0], history_td(chats(["One", "Two"])), history_td(chats(["And you?"]))]
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(policy, td) for td in inputs]
         single, double, other = (future.result(timeout=DEADLINE_S) for future in futures)
@@ -362,36 +325,18 @@ def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
     assert {"pending_futures", "lock_state", "max_batch_size"} <= state.keys()
     policy.cleanup_batching()
     assert policy.get_batching_state()["batching_enabled"] is False
-    assert policy(history_td("Hi")).batch_size == (1,)
+    assert policy(history_td(chats(["Hi"]))).batch_size == (1,)
 
 
 def test_batching_is_asked_for_by_name_or_by_a_size(tokenizer):
     def is_batching(**options):
-        engine = FakeEngine(["a"], tokenizer=tokenizer)
-        return LLMWrapperBase(engine, tokenizer=tokenizer, **options).get_batching_state()["batching_enabled"]
+        return fake_policy(tokenizer, ["a"], **options).get_batching_state()["batching_enabled"]
 
     assert not is_batching()
     assert not is_batching(batching=False)
     assert is_batching(batching=True)
     assert is_batching(min_batch_size=2)
     assert is_batching(max_batch_size=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_batch_size": 3, "max_batch_size": 2}, "min_batch_size must not exceed max_batch_size: got 3 and 2"),
-        ({"min_batch_size": 0}, "min_batch_size must be positive"),
-        ({"max_batch_size": -1}, "max_batch_size must be positive"),
-        ({"min_batch_size": 1.5}, "min_batch_size must be positive and whole: got 1.5"),
-        ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
-        ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
-        ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
-    ],
-)
-def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        LLMWrapperBase(FakeEngine(["a"], tokenizer=tokenizer), tokenizer=tokenizer, **options)
 
 
 def test_a_new_version_shares_the_queue_unless_it_is_told_another(tokenizer):

@@ -1,12 +1,11 @@
 """``get_dist``: the categorical over the vocabulary at the chosen tokens, against the whole logits tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.padding import lengths_mask
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Tokens, TransformersWrapper
 from llmrl.modules.llm.policies import scoring
@@ -14,8 +13,10 @@ from llmrl.modules.llm.policies.base import Backend
 from llmrl.modules.llm.policies.scoring import TokenCategorical
 from llmrl.testing import FakeEngine, tiny_model
 from tests.support.causal_models import Bigram
+from tests.support.conversations import chats, fake_policy, history_td
 
 TEMPERATURE = 0.7
+THREE_IDS = TensorDict({"tokens": Tokens.from_rows({"full": [torch.arange(3)]})}, [1])
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def policy(model, tokenizer):
 
 
 def answered(policy, *questions):
-    history = History.from_chats([[{"role": "user", "content": question}] for question in questions])
-    return policy(TensorDict({"history": ChatHistory.from_rows({"prompt": history})}, [len(questions)]))
+    return policy(history_td(chats(questions)))
 
 
 def whole_log_probs(model, ids):
@@ -42,6 +42,11 @@ def whole_log_probs(model, ids):
 
 def unpadded(values, td):
     return [row[: len(ids)] for row, ids in zip(values, td["tokens"].rows("full"), strict=True)]
+
+
+def attention_of(td):
+    lengths = [len(ids) for ids in td["tokens"].rows("full")]
+    return lengths_mask(lengths, max(lengths))
 
 
 def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model):
@@ -63,10 +68,9 @@ def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model):
 def test_its_log_probs_are_those_of_sampling_and_of_token_scores(policy):
     td = answered(policy, "Hi", "What is 12 + 30?")
     dist = policy.get_dist(td, masking_strategy="rlhf")
-    for row, log_prob in enumerate(unpadded(dist.log_prob(dist.tokens), td)):
-        torch.testing.assert_close(log_prob.detach(), td["log_probs"].rows("full")[row], atol=1e-5, rtol=0)
-    attention = torch.stack([torch.arange(dist.tokens.shape[1]) < len(ids) for ids in td["tokens"].rows("full")])
-    scores = policy.token_scores(dist.tokens, attention, dist.mask, entropy=True)
+    found = unpadded(dist.log_prob(dist.tokens).detach(), td)
+    torch.testing.assert_close(found, list(td["log_probs"].rows("full")), atol=1e-5, rtol=0)
+    scores = policy.token_scores(dist.tokens, attention_of(td), dist.mask, entropy=True)
     torch.testing.assert_close(dist.log_prob(dist.tokens), scores.log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(dist.entropy(), scores.entropy, atol=1e-5, rtol=0)
 
@@ -85,8 +89,7 @@ def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
 def test_gradients_flow_where_they_are_enabled(policy, model):
     td = answered(policy, "Hi", "Hello there")
     dist = policy.get_dist(td, masking_strategy="rlhf")
-    attention = torch.stack([torch.arange(dist.tokens.shape[1]) < len(ids) for ids in td["tokens"].rows("full")])
-    through = policy.token_scores(dist.tokens, attention, dist.mask).log_probs.sum()
+    through = policy.token_scores(dist.tokens, attention_of(td), dist.mask).log_probs.sum()
     weight = model.get_input_embeddings().weight
     [ours] = torch.autograd.grad(dist.log_prob(dist.tokens).sum(), weight)
     [expected] = torch.autograd.grad(through, weight)
@@ -99,12 +102,10 @@ def test_what_is_chosen(policy):
     td = answered(policy, "Hi", "What is 12 + 30?")
     full, assistant = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
     by_mask = {name: unpadded(policy.get_dist(td, masking_strategy=name).mask, td) for name in ("sft", "rlhf")}
-    for row, mask in enumerate(assistant):
-        assert torch.equal(by_mask["rlhf"][row], mask)
-        assert torch.equal(by_mask["sft"][row], mask)
-    without = td.select("tokens")
-    for row, mask in enumerate(unpadded(policy.get_dist(without, masking_strategy="sft").mask, td)):
-        assert torch.equal(mask, assistant[row])  # one turn: the response is what the assistant wrote
+    # without a mask too: in one turn the response is what the assistant wrote
+    by_mask["response"] = unpadded(policy.get_dist(td.select("tokens"), masking_strategy="sft").mask, td)
+    for masks in by_mask.values():
+        assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in assistant]
     own = [torch.arange(len(ids)) == len(ids) - 2 for ids in full]
     chosen = policy.get_dist(td, mask=own)
     assert [mask.nonzero().flatten().tolist() for mask in unpadded(chosen.mask, td)] == [[len(i) - 2] for i in full]
@@ -165,7 +166,7 @@ def test_samples_follow_the_probabilities_and_leave_other_tokens_alone():
     assert torch.equal(dist.log_prob(drawn)[:, 0, 2], torch.zeros(20_000))
 
 
-def test_nothing_chosen_is_no_error(policy):
+def test_an_empty_selection_is_allowed(policy):
     td = answered(policy, "Hi")
     dist = policy.get_dist(td, mask=[torch.zeros(len(td["tokens"].rows("full")[0]), dtype=torch.bool)])
     assert torch.equal(dist.sample(), dist.tokens)
@@ -186,13 +187,9 @@ def test_a_model_of_one_piece_is_called_as_it_is():
     torch.testing.assert_close(dist.logits, whole.table(ids[:2]))
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_engine_without_logits_says_what_to_use_instead(tokenizer):
-    policy = LLMWrapperBase(FakeEngine(["a"], tokenizer=tokenizer), tokenizer=tokenizer)
     with pytest.raises(NotImplementedError, match=r"FakeEngine gives log-probs.*get_new_version\(generate=False\)"):
-        policy.get_dist(TensorDict({"tokens": Tokens.from_rows({"full": [torch.arange(3)]})}, [1]))
+        fake_policy(tokenizer, ["a"]).get_dist(THREE_IDS)
 
 
 def test_what_does_not_fit_is_named(policy):
@@ -205,9 +202,7 @@ def test_what_does_not_fit_is_named(policy):
     as_lists = [[position > 1 for position in range(length)]]
     assert policy.get_dist(td, mask=as_lists).mask.sum() == length - 2
     with pytest.raises(MissingKeyError, match=r"'all_assistant_mask'.*use 'generic'"):
-        policy.get_dist(
-            TensorDict({"tokens": Tokens.from_rows({"full": [torch.arange(3)]})}, [1]), masking_strategy="rlhf"
-        )
+        policy.get_dist(THREE_IDS, masking_strategy="rlhf")
     dist = policy.get_dist(td)
     with pytest.raises(ShapeError, match="must end in the shape of the tokens"):
         dist.log_prob(dist.tokens[:, :-1])

@@ -3,8 +3,6 @@
 Expected log-probs are worked out here from the logits of one full forward per row.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,7 @@ from llmrl.modules.llm.engines import (
 from llmrl.modules.llm.policies.options import generation_options
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from tests.support.bigram import Bigram, BigramEngine
-from tests.support.vllm import assert_rows_close
+from tests.support.vllm import assert_rows_close, random_prompts
 
 MARKS = {"in_process": [pytest.mark.vllm], "async": [pytest.mark.vllm, pytest.mark.slow]}
 MARKS["server"] = MARKS["async"]
@@ -47,9 +45,8 @@ class Case:
 
 def kinds(*names):
     """Runs a test over engines of these kinds."""
-    return pytest.mark.parametrize(
-        "case", [pytest.param(name, marks=MARKS.get(name, [])) for name in names], indirect=True
-    )
+    marked = [pytest.param(name, marks=MARKS.get(name, [])) for name in names]
+    return pytest.mark.parametrize("case", marked, indirect=True)
 
 
 def make_engine(kind, model, request):
@@ -75,10 +72,8 @@ def case(request):
     if kind == "bigram":
         model, other = Bigram(VOCABULARY), Bigram(VOCABULARY, seed=1)
     else:  # heads of 32, which vLLM's attention on a CPU needs
-        architecture = "gemma" if kind == "server" else "qwen2"
-        model, other = (
-            tiny_model(tiny_tokenizer(), architecture=architecture, heads=2, seed=seed).eval() for seed in (0, 1)
-        )
+        options = {"architecture": "gemma" if kind == "server" else "qwen2", "heads": 2}
+        model, other = (tiny_model(tiny_tokenizer(), seed=seed, **options).eval() for seed in (0, 1))
     engine = make_engine(kind, model, request)
     yield Case(kind, engine, model, other)
     engine.close()
@@ -88,10 +83,8 @@ def case(request):
             engine.generate(make_prompts(1), SamplingParams())
 
 
-def make_prompts(num, seed=0, shortest=2, longest=9):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(shortest, longest + 1, (num,), generator=generator).tolist()
-    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+def make_prompts(num, **options):
+    return random_prompts(num, VOCABULARY, **options)
 
 
 def lists(rows):

@@ -1,21 +1,21 @@
 """Several sampled turns in the format of every built-in family: one stream of ids, and a history that renders as it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from llmrl.data.llm import History
 from llmrl.data.llm.templates import _BUILT_IN, find_template
 from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase
+from llmrl.modules.llm import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import FakeEngine, tiny_tokenizer
+from tests.support.conversations import prompt_after
 
 QUESTION, *FOLLOW_UPS = ({"role": "user", "content": text} for text in ("12+30?", "And 7*6?", "Sure, é?", "Thanks."))
 ANSWERS = ["It is 42.", "42,\n\nagain.", "Yes <b> é", "Bye."]
@@ -23,17 +23,13 @@ ANSWERS = ["It is 42.", "42,\n\nagain.", "Yes <b> é", "Bye."]
 
 def metaspace_tokenizer(template: str):
     """As Llama 2's: a space is a letter of its own, and one is put before each text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
     row = find_template(None, template)
     letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     vocab = {letter: index for index, letter in enumerate(letters)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",
@@ -57,9 +53,8 @@ def sampled_turns(tokenizer: Any, draw: Any) -> tuple[LLMWrapperBase, list[Any]]
     """A policy and the rows of its four turns; ``draw(renderer, prompt ids, turn)`` is what the engine answers."""
     renderer = Renderer(tokenizer)
     turns = iter(range(len(ANSWERS)))
-    engine = FakeEngine(
-        lambda prompt: draw(renderer, prompt, next(turns)), tokenizer=tokenizer, eos_token_ids=renderer.stop_token_ids
-    )
+    options = {"tokenizer": tokenizer, "eos_token_ids": renderer.stop_token_ids}
+    engine = FakeEngine(lambda prompt: draw(renderer, prompt, next(turns)), **options)
     policy = LLMWrapperBase(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 200})
     td = ChatEnv(batch_size=[1]).reset(TensorDict(query=column([QUESTION["content"]]), batch_size=[1]))
     rows = []
@@ -68,8 +63,7 @@ def sampled_turns(tokenizer: Any, draw: Any) -> tuple[LLMWrapperBase, list[Any]]
         rows.append(td[0])
         if follow_up is not None:
             td = step_mdp(td)
-            prompt = td["history"].prompt.extend(History.from_chats([[follow_up]]), inplace=False, dim=-1)
-            td["history"] = ChatHistory.from_rows({"prompt": prompt})
+            td["history"] = prompt_after(td["history"].prompt, [[follow_up]])
     return policy, rows
 
 
@@ -143,7 +137,6 @@ def test_a_quoted_control_token_keeps_the_spaces_around_it(name: str, quoted: st
     [row] = renderer.render([chat])
     [plain] = renderer.render([[chat[0] | {"content": "x" + quoted.replace("{}", "marker") + "x"}, chat[1]]])
     assert tokenizer.decode(row.ids) == tokenizer.decode(plain.ids).replace("marker", marker)
-    assert (row.ids == tokenizer.convert_tokens_to_ids(marker)).sum() == (
-        plain.ids == tokenizer.convert_tokens_to_ids(marker)
-    ).sum()
+    control = tokenizer.convert_tokens_to_ids(marker)
+    assert (row.ids == control).sum() == (plain.ids == control).sum()
     assert tokenizer.decode(row.ids[row.assistant_mask]) == tokenizer.decode(plain.ids[plain.assistant_mask])

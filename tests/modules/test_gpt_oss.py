@@ -1,17 +1,14 @@
 """Answers in the harmony format: the message of an answer is what the template would write as it was drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
 
 from llmrl.data.llm import History
 from llmrl.envs.llm.tool_calls import call_format
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.testing import tiny_tokenizer
+from tests.support.conversations import fake_policy, history_td
 
 USER, MORE = {"role": "user", "content": "What is 12+30?"}, {"role": "user", "content": "And 7 times 6?"}
 THOUGHT = "<|channel|>analysis<|message|>12 and 30.<|end|><|start|>assistant"
@@ -19,9 +16,7 @@ THOUGHT = "<|channel|>analysis<|message|>12 and 30.<|end|><|start|>assistant"
 
 def answered(answer: str, tokenizer: Any) -> dict[str, Any]:
     """The message that a wrapper makes of what a gpt-oss model wrote."""
-    policy = LLMWrapperBase(FakeEngine([answer], tokenizer=tokenizer), tokenizer=tokenizer)
-    prompt = ChatHistory.from_rows({"prompt": History.from_chats([[USER]])})
-    [chat] = policy(TensorDict({"history": prompt}, [1]))["history"].full.to_chats()
+    [chat] = fake_policy(tokenizer, [answer])(history_td([[USER]]))["history"].full.to_chats()
     return chat[-1]
 
 
@@ -31,10 +26,7 @@ def answered(answer: str, tokenizer: Any) -> dict[str, Any]:
         (f"{THOUGHT}<|channel|>final<|message|>It is 42.", {"content": "It is 42.", "reasoning_content": "12 and 30."}),
         ("<|channel|>final<|message|>It is 42.", {"content": "It is 42."}),
         ("<|channel|>analysis<|message|>12 and", {"content": "", "reasoning_content": "12 and"}),
-        (
-            f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>42",
-            {"content": "42", "reasoning_content": "12 and 30.\n" * 2},
-        ),
+        (f"{THOUGHT * 2}<|channel|>final<|message|>42", {"content": "42", "reasoning_content": "12 and 30.\n" * 2}),
         ("It is 42.", {"content": "It is 42."}),
         ("<|channel|>commentary<|message|>Let me see.", {"content": "<|channel|>commentary<|message|>Let me see."}),
         (f"{THOUGHT}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{}}", None),

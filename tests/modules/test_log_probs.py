@@ -1,31 +1,12 @@
 """token_logprobs equals the naive computation, for every head, padding and dtype, and never builds [B, T, V]."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm import log_probs as module
@@ -35,30 +16,28 @@ from tests.support.causal_models import (
     SMALL,
     Bigram,
     assert_same_gradients,
+    causal_lm,
     naive_scores,
     sharpened,
     weighted_gradients,
 )
 
-ARCHITECTURES = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=32)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(vocab_size=37, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
-                  max_position_embeddings=32, word_embed_proj_dim=8)
-    ),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5)),
-    "cohere": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
-    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
-}  # fmt: skip
+OPT = {"vocab_size": 37, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+ARCHITECTURES = {  # by model type
+    "qwen2": SMALL,
+    "qwen2-tied": SMALL | {"tie_word_embeddings": True},
+    "llama": SMALL,
+    "gpt2": {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "opt": OPT | {"max_position_embeddings": 32, "word_embed_proj_dim": 8},
+    "gemma2": SMALL | {"head_dim": 8, "final_logit_softcapping": 0.5},
+    "cohere": SMALL | {"logit_scale": 0.25},
+    "granite": SMALL | {"logits_scaling": 4.0},
+    "mixtral": SMALL | {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
 
 
 def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return sharpened(ARCHITECTURES[name]())
+    return causal_lm(name.removesuffix("-tied"), **ARCHITECTURES[name])
 
 
 def batch(rows: int = 3, length: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,9 +61,7 @@ def test_every_architecture_scores_like_its_own_logits_whatever_the_padding(name
 
     shift = (~attention).sum(-1)
     left_of = (torch.arange(ids.shape[1])[None] - shift[:, None]) % ids.shape[1]  # rolls each row to the right
-    left = token_logprobs(
-        model, ids.gather(1, left_of), attention.gather(1, left_of), select.gather(1, left_of), temperature=0.7
-    )
+    left = token_logprobs(model, *(x.gather(1, left_of) for x in (ids, attention, select)), temperature=0.7)
     torch.testing.assert_close(left.log_probs, expected.gather(1, left_of), atol=1e-4, rtol=1e-4)
 
 
@@ -113,10 +90,9 @@ def test_the_probe_sees_a_soft_cap_that_the_configuration_does_not_announce():
     scores = token_logprobs(model, ids, attention, select, entropy=True)
     torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, expected_entropy, atol=1e-5, rtol=1e-5)
-    expected_grads = weighted_gradients(model, naive_scores(model, ids, attention, select))
-    assert_same_gradients(
-        weighted_gradients(model, token_logprobs(model, ids, attention, select, entropy=True)), expected_grads
-    )
+    expected = weighted_gradients(model, naive_scores(model, ids, attention, select))
+    scores = token_logprobs(model, ids, attention, select, entropy=True)
+    assert_same_gradients(weighted_gradients(model, scores), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2", "gemma2", "cohere", "granite"])
@@ -136,9 +112,8 @@ def test_head_function_passes_gradcheck_in_float64():
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (5,))
     spec = module._HeadSpec(torch.float64, chunk=2, path=path, temperature=0.8, entropy=True)
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: module._HeadScores.apply(h, w, b, targets, spec)[:2], (hidden, head.weight, head.bias)
-    )
+    inputs = hidden, head.weight, head.bias
+    assert torch.autograd.gradcheck(lambda *x: module._HeadScores.apply(*x, targets, spec)[:2], inputs)
 
 
 def test_a_head_with_a_bias_or_an_adapter_is_scored_and_trained():
@@ -259,14 +234,11 @@ def test_nothing_selected_still_reaches_every_parameter(name, packing):
 
 def test_the_scorer_is_the_function_with_a_temperature():
     model = build("qwen2")
-    scorer = TokenScorer(model, temperature=0.5)
-    ids, attention, select = batch()
-    got = scorer.token_scores(ids, attention, select)
-    torch.testing.assert_close(got.log_probs, token_logprobs(model, ids, attention, select, temperature=0.5).log_probs)
+    scorer, inputs = TokenScorer(model, temperature=0.5), batch()
+    got = scorer.token_scores(*inputs)
+    torch.testing.assert_close(got.log_probs, token_logprobs(model, *inputs, temperature=0.5).log_probs)
     assert got.entropy is None
-    torch.testing.assert_close(
-        scorer(ids, attention, select, 1.0).log_probs, token_logprobs(model, ids, attention, select).log_probs
-    )
+    torch.testing.assert_close(scorer(*inputs, 1.0).log_probs, token_logprobs(model, *inputs).log_probs)
 
 
 def test_a_head_that_is_replaced_after_the_probe_is_used():

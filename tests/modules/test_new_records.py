@@ -1,7 +1,5 @@
 """Where a turn cannot continue the stream of the turn before, it starts a training record of its own."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -12,12 +10,13 @@ from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.errors import ConfigError, RewriteError
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Tokens
+from llmrl.modules.llm import ChatHistory, Tokens
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.testing import tiny_tokenizer
+from tests.support.conversations import fake_policy, history_td, prompt_after, rows
 
 THINKING = "<think>\nTwo and two.\n</think>\n\nIt is 4."
-SILENT_TWICE = (  # an answer is hidden as soon as the model is asked again, whoever spoke last
+SILENT_TWICE = (  # an answer is hidden as soon as the model is asked again
     "{% for m in messages %}{% if m.role != 'assistant' or not add_generation_prompt %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -26,10 +25,6 @@ SILENT_TWICE = (  # an answer is hidden as soon as the model is asked again, who
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny_tokenizer(template="qwen3")
-
-
-def wrapper(tokenizer, answers, **options):
-    return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
 
 
 def talk(policy, num_turns, questions=("What is 2+2?",), said="And now?", edit=None):
@@ -41,9 +36,8 @@ def talk(policy, num_turns, questions=("What is 2+2?",), said="And now?", edit=N
         td = env.step(policy(td))
         turns.append(td)
         if said is not None:
-            more = History.from_chats([[{"role": "user", "content": said}]] * len(questions))
-            prompt = td["next", "history"].prompt.extend(more, inplace=False, dim=-1)
-            td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
+            more = [[{"role": "user", "content": said}]] * len(questions)
+            td["next"].set("history", prompt_after(td["next", "history"].prompt, more))
         if edit is not None:
             edit(td["next"])
         td = env.step_mdp(td)
@@ -55,31 +49,31 @@ def flags(turns):
 
 
 def trained(td, row=0):
-    ids = td.get(("tokens", "full"), as_list=True)[row]
-    return ids[td.get(("masks", "all_assistant_mask"), as_list=True)[row]]
+    return rows(td, "tokens", "full")[row][rows(td, "masks", "all_assistant_mask")[row]]
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_a_turn_that_drops_thinking_starts_anew_with_nothing_of_the_old_stream(tokenizer, pad_output):
-    policy = wrapper(tokenizer, [THINKING, THINKING + " Still."], pad_output=pad_output, generate_kwargs={"top_k": 5})
+    options = {"pad_output": pad_output, "generate_kwargs": {"top_k": 5}}
+    policy = fake_policy(tokenizer, [THINKING, THINKING + " Still."], **options)
     turns = talk(policy, 3)
     assert flags(turns) == [[True], [True], [True]]
     for number, turn in enumerate(turns):
-        drawn = turn.get(("tokens", "response"), as_list=True)[0]
+        [drawn] = rows(turn, "tokens", "response")
         chat = turn["history"].prompt.to_chats()[0]
         assert torch.equal(policy.engine.prompts[number], policy.renderer.prompt_ids([chat])[0])
         assert "think" not in tokenizer.decode(policy.engine.prompts[number])
         assert torch.equal(trained(turn), drawn)
         for name in ("full", "plain"):
-            values = turn.get(("log_probs", name), as_list=True)[0]
+            [values] = rows(turn, "log_probs", name)
             assert int((values != 0).sum()) == len(drawn)
             assert not values[: -len(drawn)].any()
-        assert turn["text"].rows("full")[0] == tokenizer.decode(turn.get(("tokens", "full"), as_list=True)[0])
+        assert turn["text"].rows("full")[0] == tokenizer.decode(rows(turn, "tokens", "full")[0])
         assert turn["history"].full.to_chats()[0][1]["content"] == THINKING  # the view keeps everything
 
 
 def test_it_is_counted_and_said_once(tokenizer, caplog):
-    policy = wrapper(tokenizer, [THINKING])
+    policy = fake_policy(tokenizer, [THINKING])
     with caplog.at_level(logging.WARNING):
         talk(policy, 3, ["a", "b"])
     assert policy.counters == {"rewritten": 4}
@@ -90,20 +84,19 @@ def test_it_is_counted_and_said_once(tokenizer, caplog):
 
 def test_rows_of_one_batch_may_differ(tokenizer):
     answers = [THINKING, "It is 4.", "Five.", THINKING, "Six.", "Seven."]
-    policy = wrapper(tokenizer, answers)
+    policy = fake_policy(tokenizer, answers)
     turns = talk(policy, 3, ["think", "do not"])
     assert flags(turns) == [[True, True], [True, False], [False, True]]
     assert policy.counters == {"rewritten": 2}
     engine = policy.engine.prompts
-    first, second = turns[2].get(("tokens", "full"), as_list=True)
+    first, second = rows(turns[2], "tokens", "full")
     assert torch.equal(first[: len(engine[4])], engine[4])
     assert torch.equal(second[: len(engine[5])], engine[5])
     assert tokenizer.decode(trained(turns[2], 0)) == "Five.<|im_end|>Six.<|im_end|>"
     assert tokenizer.decode(trained(turns[2], 1)) == "Seven.<|im_end|>"
     assert tokenizer.decode(trained(turns[1], 1)) == f"It is 4.<|im_end|>{THINKING}<|im_end|>"
-    log_probs = turns[2].get(("log_probs", "full"), as_list=True)
-    masks = turns[2].get(("masks", "all_assistant_mask"), as_list=True)
-    assert [(row != 0).tolist() for row in log_probs] == [mask.tolist() for mask in masks]
+    masks = [mask.tolist() for mask in rows(turns[2], "masks", "all_assistant_mask")]
+    assert [(row != 0).tolist() for row in rows(turns[2], "log_probs", "full")] == masks
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_rows_of_one_batch_may_differ(tokenizer):
     ],
 )
 def test_the_template_decides_how_many_records_there_are(family, answer, options, expected):
-    policy = wrapper(tiny_tokenizer(template=family), [answer], **options)
+    policy = fake_policy(tiny_tokenizer(template=family), [answer], **options)
     assert flags(talk(policy, 3)) == expected
     assert policy.counters == {"rewritten": 2 * (family == "gpt_oss")}
 
@@ -123,27 +116,26 @@ def test_the_template_decides_how_many_records_there_are(family, answer, options
 def test_a_template_that_hides_answers_without_a_new_message_is_seen_too():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = SILENT_TWICE
-    policy = wrapper(tokenizer, ["It is 4."])
+    policy = fake_policy(tokenizer, ["It is 4."])
     assert flags(talk(policy, 2, said=None)) == [[True], [True]]
     assert torch.equal(*policy.engine.prompts)
 
 
 def test_it_can_be_an_error_that_names_the_way_out(tokenizer):
-    policy = wrapper(tokenizer, [THINKING], prefer_tokens="always")
+    policy = fake_policy(tokenizer, [THINKING], prefer_tokens="always")
     with pytest.raises(RewriteError, match=r"row 0 does not .*'qwen3' rewrites the past.*env.on_rewrite=new_record"):
         talk(policy, 2)
-    assert flags(talk(wrapper(tokenizer, ["It is 4."], prefer_tokens="always"), 2)) == [[True], [False]]
+    assert flags(talk(fake_policy(tokenizer, ["It is 4."], prefer_tokens="always"), 2)) == [[True], [False]]
     with pytest.raises(ConfigError, match="prefer_tokens must be True, False or 'always'"):
-        wrapper(tokenizer, ["a"], prefer_tokens="never")
+        fake_policy(tokenizer, ["a"], prefer_tokens="never")
 
 
 def test_a_transform_that_edits_the_past_drops_the_tokens_and_starts_a_record():
-    policy = wrapper(tiny_tokenizer(), ["It is 4.", "It is 5.", "Six."])
+    policy = fake_policy(tiny_tokenizer(), ["It is 4.", "It is 5.", "Six."])
 
     def forget(next_td):
-        chats = [
-            [chat[0], {"role": "user", "content": "Begin again."}] for chat in next_td["history"].prompt.to_chats()
-        ]
+        again = {"role": "user", "content": "Begin again."}
+        chats = [[chat[0], again] for chat in next_td["history"].prompt.to_chats()]
         next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}))
         del next_td["tokens"]
 
@@ -151,12 +143,12 @@ def test_a_transform_that_edits_the_past_drops_the_tokens_and_starts_a_record():
     assert flags(turns) == [[True], [True], [True]]
     for number, turn in enumerate(turns):
         assert len(turn["history"].prompt.to_chats()[0]) == (2 if number else 1)
-        assert torch.equal(trained(turn), turn.get(("tokens", "response"), as_list=True)[0])
+        assert torch.equal(trained(turn), rows(turn, "tokens", "response")[0])
         assert turn["text"].rows("prompt")[0].count("Begin again.") == (1 if number else 0)
 
 
 def test_a_transform_can_end_the_record_of_single_rows():
-    policy = wrapper(tiny_tokenizer(), ["one", "two", "three", "four"])
+    policy = fake_policy(tiny_tokenizer(), ["one", "two", "three", "four"])
 
     def forget_first(next_td):
         tokens = next_td["tokens"]
@@ -170,7 +162,7 @@ def test_a_transform_can_end_the_record_of_single_rows():
 
 
 def test_samples_of_a_prompt_share_the_flag(tokenizer):
-    policy = wrapper(tokenizer, [THINKING])
+    policy = fake_policy(tokenizer, [THINKING])
     [turn] = talk(policy, 1)
     more = policy.get_new_version(num_samples=3)
     root = ChatEnv(batch_size=[1]).step_mdp(turn)
@@ -193,10 +185,10 @@ def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_an_answer_that_was_cut_off_is_gone_on_with_where_nobody_speaks(pad_output):
+def test_a_truncated_answer_is_continued_where_no_message_follows(pad_output):
     tokenizer = tiny_tokenizer()
     begun = torch.tensor(tokenizer("It is").input_ids)
-    policy = wrapper(tokenizer, [begun, " 4."], pad_output=pad_output)
+    policy = fake_policy(tokenizer, [begun, " 4."], pad_output=pad_output)
     first, second = talk(policy, 2, said=None)
     assert flags([first, second]) == [[True], [False]]
     [whole] = first["tokens"].rows("full")
@@ -207,10 +199,8 @@ def test_an_answer_that_was_cut_off_is_gone_on_with_where_nobody_speaks(pad_outp
     assert tokenizer.decode(trained(second)) == "It is 4.<|im_end|>"
     assert second["text"].rows("full") == [tokenizer.decode(second["tokens"].rows("full")[0])]
     # then the user speaks
-    more = History.from_chats([[{"role": "user", "content": "And 3+3?"}]])
-    prompt = second["next", "history"].prompt.extend(more, inplace=False, dim=-1)
     td = ChatEnv(batch_size=[1]).step_mdp(second)
-    td.set("history", ChatHistory.from_rows({"prompt": prompt}))
+    td["history"] = prompt_after(second["next", "history"].prompt, [[{"role": "user", "content": "And 3+3?"}]])
     third = policy(td)
     assert third["new_record"].tolist() == [False]
     assert tokenizer.decode(policy.engine.prompts[2]).endswith(
@@ -220,22 +210,19 @@ def test_an_answer_that_was_cut_off_is_gone_on_with_where_nobody_speaks(pad_outp
 
 def test_an_unfinished_prompt_converts_to_the_ids_that_the_policy_is_given():
     tokenizer = tiny_tokenizer()
-    policy = wrapper(tokenizer, ["4."])
+    policy = fake_policy(tokenizer, ["4."])
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is ", "is_complete": False}]
-    td = policy(TensorDict(history=ChatHistory.from_rows({"prompt": History.from_chats([chat])}), batch_size=[1]))
+    td = policy(history_td([chat]))
     converted = td["history"].to_tokens(tokenizer)
     assert torch.equal(converted.rows("prompt")[0], policy.engine.prompts[0])
     assert tokenizer.decode(converted.rows("response")[0]).startswith("4.<|im_end|>")
 
 
 def test_a_chain_of_tool_calls_keeps_its_thinking_and_its_record(tokenizer):
-    policy = wrapper(tokenizer, [THINKING])
+    policy = fake_policy(tokenizer, [THINKING])
     env = ChatEnv(batch_size=[1])
     td = env.step(policy(env.reset(TensorDict(query=column(["2+2?"]), batch_size=[1]))))
-    prompt = td["next", "history"].prompt.extend(
-        History.from_chats([[{"role": "tool", "content": "4"}]]), inplace=False, dim=-1
-    )
-    td["next"].set("history", ChatHistory.from_rows({"prompt": prompt}))
+    td["next"].set("history", prompt_after(td["next", "history"].prompt, [[{"role": "tool", "content": "4"}]]))
     after = policy(env.step_mdp(td))
     assert after["new_record"].tolist() == [False]
     assert tokenizer.decode(trained(after)) == f"{THINKING}<|im_end|>" * 2

@@ -1,30 +1,12 @@
 """Packed rows score exactly like padded ones and see nothing of each other, or the model is not packed at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    masking_utils,
-)
+from transformers import masking_utils
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
@@ -40,30 +22,30 @@ from tests.support.causal_models import (
     SMALL,
     VOCABULARY,
     assert_same_gradients,
+    causal_lm,
     gradients,
     naive_scores,
-    sharpened,
     weighted_gradients,
 )
+from tests.support.losses import conversation
 
 GROUPED = SMALL | {"num_key_value_heads": 1}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
-DENSE = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, n_positions=16)),  # as long as the longest row, no longer
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
+DENSE = {  # by model type
+    "gpt2": GPT2 | {"n_positions": 16},  # as long as the longest row, no longer
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 8},
 }
 MODELS = DENSE | {
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**GROUPED, head_dim=8, sliding_window=4)),  # shorter than the rows
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2)),
+    "gemma2": GROUPED | {"head_dim": 8, "sliding_window": 4},  # shorter than the rows
+    "mixtral": GROUPED | {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 LENGTHS = [2, 16, 3, 7, 1, 5, 9, 4]
 
 
 def build(name: str, attention: str = "sdpa") -> nn.Module:
-    torch.manual_seed(0)
-    model = sharpened(MODELS[name]())
+    model = causal_lm(name, **MODELS[name])
     model.set_attn_implementation(attention)
     return model
 
@@ -101,15 +83,8 @@ def test_every_token_is_packed_once_and_comes_back(lengths: list[int], spare: in
     assert packed.input_ids.shape == packed.position_ids.shape == packed.segment_ids.shape
     assert packed.input_ids.shape[1] <= max(budget, 1)
     assert packed.index.unique().numel() == sum(lengths)
-    for number, (row, ids, positions, segments) in enumerate(
-        zip(
-            rows,
-            packed.unpack(packed.input_ids),
-            packed.unpack(packed.position_ids),
-            packed.unpack(packed.segment_ids),
-            strict=True,
-        )
-    ):
+    unpacked = [packed.unpack(column) for column in (packed.input_ids, packed.position_ids, packed.segment_ids)]
+    for number, (row, ids, positions, segments) in enumerate(zip(rows, *unpacked, strict=True)):
         assert ids.tolist() == row.tolist()
         assert positions.tolist() == list(range(len(row)))
         assert set(segments.tolist()) <= {number}
@@ -140,15 +115,10 @@ def test_a_sequence_longer_than_the_budget_and_no_sequence_are_refused():
 
 
 # Gemma 2 caps its attention scores, which SDPA cannot: newer versions of Transformers refuse the combination.
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        (name, attention)
-        for name in MODELS
-        for attention in ("sdpa", "eager")
-        if (name, attention) != ("gemma2", "sdpa")
-    ],
-)
+KERNELS = [(name, attention) for name in MODELS for attention in ("sdpa", "eager")[name == "gemma2" :]]
+
+
+@pytest.mark.parametrize(("name", "attention"), KERNELS)
 def test_packed_equals_one_by_one_in_log_probs_entropy_and_gradients(name: str, attention: str):
     model = build(name, attention)
     assert why_not_packed(model) is None
@@ -176,8 +146,7 @@ def test_padding_on_the_left_and_in_the_middle_is_packed_away():
     on = token_logprobs(model, ids, mask, mask, entropy=True, packing="on")
     off = token_logprobs(model, ids, mask, mask, entropy=True, packing="off")
     assert seen == [(2, 9), (3, 12)]
-    for got, expected in zip(on[:2], off[:2], strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(on[:2], off[:2], atol=1e-5, rtol=1e-5)
 
 
 @given(st.lists(st.integers(2, 9), min_size=2, max_size=5), st.data())
@@ -196,21 +165,9 @@ def test_perturbing_one_packed_row_leaves_the_others_bit_for_bit(name: str, leng
     assert (before[changed, 1:] - after[changed, 1:]).abs().sum() > 1e-3
 
 
-def conversation(index: int, prompt: int, response: int) -> TensorDict:
-    generator = torch.Generator().manual_seed(index)
-    length = prompt + response
-    mask = torch.arange(length) >= prompt
-    return TensorDict(
-        tokens=TensorDict(full=torch.randint(3, VOCABULARY, (length,), generator=generator)),
-        masks=TensorDict(all_assistant_mask=mask, all_attention_mask=torch.ones(length, dtype=torch.bool)),
-        log_probs=TensorDict(full=(-3.6 + 0.3 * torch.randn(length, generator=generator)) * mask),
-        advantage=torch.randn(1, 1, generator=generator),
-        group_id=torch.tensor(index // 2),
-    )
-
-
 def conversations() -> TensorDictBase:
-    return lazy_stack([conversation(i, p, r) for i, (p, r) in enumerate([(2, 3), (1, 14), (3, 1), (4, 0), (2, 6)])])
+    lengths = [(2, 3), (1, 14), (3, 1), (4, 0), (2, 6)]
+    return lazy_stack([conversation(i, *pair, group=i // 2, dtype=torch.float32) for i, pair in enumerate(lengths)])
 
 
 @pytest.mark.parametrize("loss_class", [GRPOLoss, SFTLoss])
@@ -269,9 +226,8 @@ def test_flash_attention_gets_one_row_without_filling(monkeypatch: pytest.Monkey
     expected = token_logprobs(model, ids, mask, select).log_probs
     monkeypatch.setattr(module, "has_varlen_attention", lambda model: True)
     seen = shapes_seen(model)
-    torch.testing.assert_close(
-        token_logprobs(model, ids, mask, select, packing="auto").log_probs, expected, atol=1e-5, rtol=1e-5
-    )
+    found = token_logprobs(model, ids, mask, select, packing="auto").log_probs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert seen[-1] == (1, sum(LENGTHS))
 
 
@@ -293,9 +249,8 @@ def test_a_step_of_the_recipes_has_one_switch_and_one_result():
     with Session(config) as session:
         for packing in ("off", "on", "auto"):
             model = build("qwen2")
-            updater = Updater(
-                session, TokenScorer(model), OptimSettings(lr=1e-2), steps=2, tokens_per_microbatch=64, packing=packing
-            )
+            options = {"steps": 2, "tokens_per_microbatch": 64, "packing": packing}
+            updater = Updater(session, TokenScorer(model), OptimSettings(lr=1e-2), **options)
             seen = shapes_seen(model)
             metrics = updater.step(SFTLoss(updater.scorer), conversations(), 1)
             results.append((seen, metrics["loss"], metrics["grad_norm"]))
@@ -319,19 +274,8 @@ def assert_stays_padded(model: nn.Module, reason: str) -> None:
 
 
 def test_a_model_that_counts_positions_itself_is_padded():
-    config = OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        ffn_dim=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        word_embed_proj_dim=16,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    assert_stays_padded(OPTForCausalLM(config).eval(), "a packed row")
+    sizes = {"ffn_dim": 24, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
+    assert_stays_padded(causal_lm("opt", **SMALL, **sizes), "a packed row")
 
 
 def test_a_transformers_that_does_not_see_packs_in_position_ids_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -348,9 +292,7 @@ def test_a_mask_without_its_causal_part_is_noticed(monkeypatch: pytest.MonkeyPat
         if attention_mask is None:
             segment = (position_ids[0].diff(prepend=position_ids[0, :1]) != 1).cumsum(0)
             attention_mask = (segment[:, None] == segment)[None, None]
-        return forward(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
-        )
+        return forward(input_ids, attention_mask, position_ids, use_cache=use_cache)
 
     monkeypatch.setattr(body, "forward", within_rows_only)
     assert_stays_padded(model, "other hidden states than a padded one")
@@ -369,9 +311,7 @@ def test_a_model_that_fails_without_a_mask_is_padded(monkeypatch: pytest.MonkeyP
     forward = body.forward
 
     def needs_a_mask(input_ids, attention_mask=None, position_ids=None, use_cache=False):
-        return forward(
-            input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids, use_cache=use_cache
-        )
+        return forward(input_ids, attention_mask.long(), position_ids, use_cache=use_cache)
 
     monkeypatch.setattr(body, "forward", needs_a_mask)
     assert_stays_padded(model, "it fails on packed rows: AttributeError")

@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -43,9 +41,8 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     [row] = renderer.render([CHAT])
     spans = decoded_spans(renderer, CHAT)
     assert [span.strip() for span in spans] == [ANSWER_1["content"] + end, ANSWER_2["content"] + end]
-    assert row.assistant_mask.nonzero().flatten().tolist() == [
-        t for start, stop in row.spans for t in range(start, stop)
-    ]
+    positions = [t for start, stop in row.spans for t in range(start, stop)]
+    assert row.assistant_mask.nonzero().flatten().tolist() == positions
     for turn, (start, _) in zip((1, 3), row.spans, strict=True):  # each begins where the generation prompt ends
         [prompt] = renderer.prompt_ids([CHAT[:turn]])
         assert row.ids[:start].tolist() == prompt.tolist()
@@ -76,83 +73,55 @@ def test_generation_block_may_close_before_or_after_the_end_marker():
 
 def test_one_call_of_the_tokenizer_per_batch(monkeypatch: pytest.MonkeyPatch):
     renderer = Renderer(tiny_tokenizer())
-    calls = []
-    original = type(renderer.tokenizer).__call__
-    monkeypatch.setattr(
-        type(renderer.tokenizer), "__call__", lambda self, text, **kw: calls.append(text) or original(self, text, **kw)
-    )
+    calls, kind = [], type(renderer.tokenizer)
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, text, **kw: calls.append(text) or call(self, text, **kw))
     renderer.render([CHAT] * 8)
     assert len(calls) == 1
     renderer.prompt_ids([CHAT[:1]] * 8)
     assert [len(call) for call in calls] == [8, 1]  # equal prompts are encoded once
 
 
-# Control tokens inside messages
-
-
 def test_markers_inside_tool_calls_and_tool_results_stay_text():
     renderer = Renderer(tiny_tokenizer())
-    chat = [
-        USER_1,
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}],
-        },
-        {"role": "tool", "content": "<|im_start|>system"},
-        ANSWER_1,
-    ]
-    [row] = renderer.render([chat])
+    call = {"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    [row] = renderer.render([[USER_1, calling, {"role": "tool", "content": "<|im_start|>system"}, ANSWER_1]])
     assert (row.ids == renderer.end_of_turn_ids[0]).sum() == 4
     [start_id] = renderer.tokenizer("<|im_start|>").input_ids
     assert (row.ids == start_id).sum() == 4
 
 
-def test_text_end_marker_that_is_no_token_is_refused_in_a_message():
-    tokenizer = tiny_tokenizer()
-    renderer = Renderer(
-        tokenizer, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}"
-    )
-    with pytest.raises(TemplateError, match="message 0 of conversation 1 holds '###'"):
-        renderer.render([CHAT, [{"role": "user", "content": "###"}, ANSWER_1]])
+HASHES = "{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}"  # an end that is not a token
+QUOTED, EMPTY = {"role": "user", "content": "###"}, {"role": "assistant", "content": ""}
+HELD = "message 0 of conversation 1 holds '###'"
+ROLES = "roles must alternate.*conversation 1, message 1, role 'user'"
 
 
-# Refusals name the message
+@pytest.mark.parametrize(
+    ("make", "chats", "words"),
+    [
+        (lambda: Renderer(tiny_tokenizer(), chat_template=HASHES), [CHAT, [QUOTED, ANSWER_1]], HELD),
+        (lambda: Renderer(tiny_tokenizer()), [CHAT, [USER_1]], r"conversation 1 has the roles \['user'\]"),
+        (lambda: Renderer(tiny_tokenizer(), include_end_of_turn=False), [[*CHAT[:3], EMPTY]], "message 3 .*has none"),
+        (lambda: family("mistral"), [CHAT, [USER_1, USER_2, ANSWER_1]], ROLES),
+        (lambda: Renderer(tiny_tokenizer()), [["hello"]], "got str for message 0 of conversation 0"),
+    ],
+    ids=["end marker", "no answer", "empty answer", "by the template", "type"],
+)
+def test_conversations_that_cannot_be_trained_are_refused_by_message(make, chats, words):
+    with pytest.raises(TemplateError, match=words):
+        make().render(chats)
 
 
-def test_conversation_without_assistant_message_is_refused():
-    renderer = Renderer(tiny_tokenizer())
-    with pytest.raises(TemplateError, match=r"conversation 1 has the roles \['user'\]"):
-        renderer.render([CHAT, [USER_1]])
-    assert renderer.render([[USER_1]], add_generation_prompt=True)[0].spans == []
-
-
-def test_empty_answer_without_end_of_turn_is_refused():
-    renderer = Renderer(tiny_tokenizer(), include_end_of_turn=False)
-    with pytest.raises(TemplateError, match="message 3 of conversation 0 has none"):
-        renderer.render([[*CHAT[:3], {"role": "assistant", "content": ""}]])
-
-
-def test_template_that_refuses_a_conversation_names_the_message():
-    renderer = family("mistral")
-    with pytest.raises(TemplateError, match=r"roles must alternate.*conversation 1, message 1, role 'user'"):
-        renderer.render([CHAT, [USER_1, USER_2, ANSWER_1]])
-
-
-def test_message_that_is_no_mapping_is_named():
-    with pytest.raises(TemplateError, match="got str for message 0 of conversation 0"):
-        Renderer(tiny_tokenizer()).render([["hello"]])
+def test_a_prompt_alone_has_no_spans():
+    assert Renderer(tiny_tokenizer()).render([[USER_1]], add_generation_prompt=True)[0].spans == []
 
 
 def test_answer_that_the_template_changes_later_is_still_found():
     renderer = Renderer(tiny_tokenizer(), chat_template=DROPS_THINKING)
-    chat = [
-        USER_1,
-        {"role": "assistant", "content": "<think>hm</think>42."},
-        USER_2,
-        {"role": "assistant", "content": "43."},
-    ]
-    assert decoded_spans(renderer, chat) == ["42.<|im_end|>", "43.<|im_end|>"]
+    thinking, plain = ({"role": "assistant", "content": text} for text in ("<think>hm</think>42.", "43."))
+    assert decoded_spans(renderer, [USER_1, thinking, USER_2, plain]) == ["42.<|im_end|>", "43.<|im_end|>"]
 
 
 THOUGHTFUL = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
@@ -197,9 +166,6 @@ def test_a_call_is_trained_whole_where_the_prompt_opens_a_thought(name: str):
     assert decoded_spans(renderer, [USER_1, calling, USER_2, ANSWER_1])[0] == called
 
 
-# extend: one growing stream
-
-
 def test_prompts_do_not_share_memory():
     first, second = Renderer(tiny_tokenizer()).prompt_ids([[USER_1], [USER_1]])
     first[0] = -1
@@ -214,23 +180,16 @@ def test_stop_tokens_are_the_end_of_turn_and_the_tokenizers_eos():
 
 
 def test_template_kwargs_and_tools_reach_the_template():
-    renderer = Renderer(
-        tiny_tokenizer(),
-        chat_template="{{ style }}{{ tools | length if tools else 0 }}"
-        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
-        template_kwargs={"style": "brief"},
-    )
+    template = "{{ style }}{{ tools | length if tools else 0 }}"
+    template += "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = Renderer(tiny_tokenizer(), chat_template=template, template_kwargs={"style": "brief"})
     [ids] = renderer.prompt_ids([[USER_1]], tools=[{"type": "function"}])
     assert renderer.tokenizer.decode(ids) == "brief1What is 12+30?<|im_end|>"
 
 
 def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer):
-    chat = [
-        {"role": "user", "content": "It is 42. Say: It is 42."},
-        {"role": "assistant", "content": "It is 42."},
-        {"role": "user", "content": "It is 42."},
-        {"role": "assistant", "content": "It is 42."},
-    ]
+    asked, again = ({"role": "user", "content": text} for text in ("It is 42. Say: It is 42.", "It is 42."))
+    chat = [asked, ANSWER_1, again, ANSWER_1]
     [row] = renderer.render([chat])
     assert [span.strip() for span in decoded_spans(renderer, chat)] == ["It is 42." + renderer.codec.end_of_turn] * 2
     [second_prompt] = renderer.prompt_ids([chat[:3]])

@@ -1,7 +1,5 @@
 """The ids that a turn adds to a stream: equal to a full render, refused where the template rewrites the past."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,11 +19,8 @@ from tests.support.rendering import (
     reference_ids,
 )
 
-CALL = {
-    "role": "assistant",
-    "content": "Let me see.",
-    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
-}
+ADD = {"function": {"name": "add", "arguments": {"a": 1}}}
+CALL = {"role": "assistant", "content": "Let me see.", "tool_calls": [ADD]}
 TOOL_1, TOOL_2 = {"role": "tool", "content": "42"}, {"role": "tool", "content": "forty-two é"}
 TURNS = [  # what the assistant says, and what the environment adds after it
     (CALL, [TOOL_1]),
@@ -175,10 +170,7 @@ def test_extend_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
     chat = [USER_1, ANSWER_1] * 50
     stream = renderer.render([chat])[0].ids[:-1]
     renderer.extend([stream], [[*chat, USER_2]], [1])  # the pattern is verified once
-    lengths = []
-    render = renderer.codec.render
-    monkeypatch.setattr(
-        renderer.codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw)
-    )
+    lengths, codec, render = [], renderer.codec, renderer.codec.render
+    monkeypatch.setattr(codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw))
     renderer.extend([stream], [[*chat, USER_3]], [1])
     assert max(lengths) <= 4

@@ -1,7 +1,5 @@
 """Routing replay: the trainer's forward pass with the experts that an engine chose, the gates by its own routers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -178,9 +176,6 @@ def test_the_transformers_engine_reports_the_routes_by_which_it_drew(family):
         assert given.shape == (1, len(whole))
         by_engine = token_logprobs(model, whole[None], everywhere, everywhere, routes=routes[None]).log_probs
         assert torch.allclose(by_engine[0, len(prompt) :], log_probs, atol=1e-5)
-
-
-# --- on the way from the engine to the trainer
 
 
 def test_an_answer_in_pieces_keeps_the_routes_by_which_each_id_was_read_first():

@@ -1,7 +1,5 @@
 """Scoring (``generate=False``): padding is never a token, and what was scored is written beside its log-probs."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -16,6 +14,7 @@ from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
 from llmrl.testing import FakeEngine, tiny_model
+from tests.support.conversations import chats, fake_policy, history_td
 
 ROWS = [torch.arange(3, 8), torch.arange(10, 22)]
 
@@ -36,15 +35,8 @@ def padded(side="left"):
     return pad_rows(ROWS, value=0, side=side), lengths_mask(sizes, max(sizes), side=side)
 
 
-def asked(question="Hi"):
-    return [{"role": "user", "content": question}]
-
-
 def answered(*questions):
-    return History.from_chats([[*asked(question), {"role": "assistant", "content": "Yes."}] for question in questions])
-
-
-# --- padding ----------------------------------------------------------------------------------------------------------
+    return History.from_chats([[*chat, {"role": "assistant", "content": "Yes."}] for chat in chats(questions)])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -57,8 +49,7 @@ def test_the_attention_mask_decides_what_is_scored(scorer, expected, key, dtype,
     log_probs = scorer.get_new_version(attention_mask_key=key)(td)["log_probs"].full
     assert log_probs.shape == ids.shape
     assert not log_probs[~mask].any()
-    for row, values in enumerate(expected):
-        torch.testing.assert_close(log_probs[row][mask[row]], values, atol=1e-5, rtol=0)
+    torch.testing.assert_close([log_probs[row][mask[row]] for row in (0, 1)], list(expected), atol=1e-5, rtol=0)
 
 
 def test_distributions_leave_padding_out_by_the_attention_mask(scorer):
@@ -92,8 +83,7 @@ def test_the_input_key_decides_which_ids_are_scored(scorer, expected):
     td = TensorDict(tokens=Tokens.from_rows({"full": [row.flip(0) for row in ROWS]}), batch_size=[2])
     td["other"] = Tokens.from_rows({"full": ROWS})
     out = scorer.get_new_version(input_key=("other", "full"))(td)
-    for got, values in zip(out["log_probs"].rows("full"), expected, strict=True):
-        torch.testing.assert_close(got, values)
+    torch.testing.assert_close(list(out["log_probs"].rows("full")), list(expected))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -116,17 +106,12 @@ def test_a_later_turn_of_padded_prompts_is_asked_without_the_padding(tokenizer, 
 
 
 def test_padded_rows_that_were_stacked_lazily_keep_the_lengths_of_their_answers(tokenizer):
-    engine = FakeEngine(["Yes.", "Not at all."], tokenizer=tokenizer)
-    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=True)
-    td = policy(TensorDict(history=ChatHistory(prompt=History.from_chats([asked()] * 2)), batch_size=[2]))
+    td = fake_policy(tokenizer, ["Yes.", "Not at all."], pad_output=True)(history_td(chats(["Hi"] * 2)))
     expected = td["masks"].all_assistant_mask.sum(1).tolist()
     assert expected[0] < expected[1]
     for batch in (td, lazy_stack([td[0], td[1]])):
         assert response_lengths(batch, "test").tolist() == expected
         assert list(map(len, _ids(batch, batch["tokens"], "response"))) == expected
-
-
-# --- what is written beside the log-probs -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -137,7 +122,7 @@ def test_what_was_scored_is_written_beside_its_log_probs(tokenizer, mode, inplac
     ids = full.to_tokens(tokenizer)
     given = {"history": full, "text": full.to_text(tokenizer), "tokens": ids}[mode]
     options = {"input_mode": mode, "generate": False, "inplace": inplace, "pad_output": pad_output}
-    policy = LLMWrapperBase(FakeEngine(["x"], tokenizer=tokenizer), tokenizer=tokenizer, **options)
+    policy = fake_policy(tokenizer, ["x"], **options)
     out = policy(TensorDict({mode: given}, [2]))
     assert [key for key in policy.out_keys if key not in out.keys()] == []
     for row, real in enumerate(out["masks"].rows("all_attention_mask")):
@@ -152,11 +137,11 @@ def test_what_was_scored_is_written_beside_its_log_probs(tokenizer, mode, inplac
 
 @pytest.mark.parametrize("inplace", [True, False, "empty"])
 def test_scoring_an_answered_batch_keeps_its_prompts_and_responses(tokenizer, inplace):
-    policy = LLMWrapperBase(FakeEngine(["Yes.", "No."], tokenizer=tokenizer), tokenizer=tokenizer)
-    td = policy(TensorDict(history=ChatHistory(prompt=History.from_chats([asked()] * 2)), batch_size=[2]))
+    policy = fake_policy(tokenizer, ["Yes.", "No."])
+    td = policy(history_td(chats(["Hi"] * 2)))
     out = policy.get_new_version(generate=False, inplace=inplace)(td.copy())
     assert out["text"].rows("response") == ["Yes.<|im_end|>", "No.<|im_end|>"]
-    assert out["history"].chats("prompt") == [asked()] * 2
+    assert out["history"].chats("prompt") == chats(["Hi"] * 2)
     for name in ("all_attention_mask", "all_assistant_mask"):
         pairs = zip(out["masks"].rows(name), td["masks"].rows(name), strict=True)
         assert all(torch.equal(got, want) for got, want in pairs)
@@ -164,21 +149,15 @@ def test_scoring_an_answered_batch_keeps_its_prompts_and_responses(tokenizer, in
 
 def test_text_is_made_of_the_ids_where_only_those_are_there(tokenizer):
     tokens = ChatHistory.from_rows({"full": answered("Hi")}).to_tokens(tokenizer)
-    policy = LLMWrapperBase(FakeEngine(["x"], tokenizer=tokenizer), tokenizer=tokenizer, generate=False)
-    out = policy(TensorDict(tokens=tokens, batch_size=[1]))
+    out = fake_policy(tokenizer, ["x"], generate=False)(TensorDict(tokens=tokens, batch_size=[1]))
     assert out["text"].rows("full") == tokens.to_text(tokenizer).rows("full")
     assert "history" not in out.keys()
-
-
-# --- what a wrapper shows, and what it refuses ------------------------------------------------------------------------
 
 
 def test_a_wrapper_shows_the_keys_and_options_that_it_uses(tokenizer):
     keys = {f"{name}_key": f"my_{name}" for name in ("history", "text", "tokens", "masks", "log_probs")}
     options = {"max_tokens": 7, "stop": ["."], "temperature": 0.5}
-    policy = LLMWrapperBase(
-        FakeEngine(["x"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode="text", generate_kwargs=options, **keys
-    )
+    policy = fake_policy(tokenizer, ["x"], input_mode="text", generate_kwargs=options, **keys)
     assert {name: getattr(policy, name) for name in keys} == keys
     assert policy.input_mode == "text"
     assert policy.generate_kwargs == {"max_new_tokens": 7, "stop_sequences": ["."], "temperature": 0.5}
@@ -186,7 +165,7 @@ def test_a_wrapper_shows_the_keys_and_options_that_it_uses(tokenizer):
 
 
 def test_a_missing_input_is_a_key_error_and_a_value_error(tokenizer):
-    policy = LLMWrapperBase(FakeEngine(["x"], tokenizer=tokenizer), tokenizer=tokenizer)
+    policy = fake_policy(tokenizer, ["x"])
     for kind in (MissingKeyError, KeyError, ValueError):
         with pytest.raises(kind, match=r"Expected .*'history', 'prompt'.* key in the input") as caught:
             policy(TensorDict(answer=torch.zeros(1), batch_size=[1]))
@@ -196,16 +175,16 @@ def test_a_missing_input_is_a_key_error_and_a_value_error(tokenizer):
 @pytest.mark.parametrize(
     ("mode", "given", "message"),
     [
-        ("history", {"history": "Hi"}, "Expected History object under .*: got str"),
-        ("history", {"history": torch.zeros(1)}, "Expected History object under .*: got Tensor"),
-        ("history", {"history": ChatHistory(prompt="Hi")}, "Expected History object under .*: got str"),
-        ("history", {"history": ChatHistory(prompt=torch.zeros(1))}, "Expected History object under .*: got Tensor"),
-        ("history", {"history": Text(prompt="Hi")}, "Expected History object under .*: got str"),
-        ("text", {"text": "Hi"}, "Expected str under .*: got str in its place"),
-        ("tokens", {"tokens": torch.zeros(1)}, "Expected int64.* under .*: got Tensor in its place"),
+        ("history", {"history": "Hi"}, "Expected History .*got str"),
+        ("history", {"history": torch.zeros(1)}, "Expected History .*got Tensor"),
+        ("history", {"history": ChatHistory(prompt="Hi")}, "Expected History .*got str"),
+        ("history", {"history": ChatHistory(prompt=torch.zeros(1))}, "Expected History .*got Tensor"),
+        ("history", {"history": Text(prompt="Hi")}, "Expected History .*got str"),
+        ("text", {"text": "Hi"}, "Expected str .*got str in its place"),
+        ("tokens", {"tokens": torch.zeros(1)}, "Expected int64.*got Tensor in its place"),
     ],
 )
 def test_an_input_of_another_kind_is_named_at_the_call(tokenizer, mode, given, message):
-    policy = LLMWrapperBase(FakeEngine(["x"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    policy = fake_policy(tokenizer, ["x"], input_mode=mode)
     with pytest.raises(TypeError, match=message):
         policy(TensorDict(given, []))

@@ -1,8 +1,6 @@
 """Every built-in chat template, by property: its text, its mask, its inverse, its prefixes, its markers."""
 # ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -36,9 +34,6 @@ from tests.support.template_families import (
 
 def test_every_built_in_family_is_in_the_table():
     assert sorted(FAMILIES) == sorted(_BUILT_IN)
-
-
-# Text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,18 +105,15 @@ def test_gpt_oss_keeps_the_analysis_of_calls_until_the_question_is_answered():
     thinking = CALLING | {"reasoning_content": "I shall add."}
     answer = ANSWER | {"reasoning_content": "That was it."}
     open_question = written("gpt_oss", [USER, thinking, RESULT], add_generation_prompt=True)
-    analysis = (
-        "<|channel|>analysis<|message|>I shall add.<|end|><|start|>assistant<|channel|>commentary to=functions.add"
-    )
-    assert analysis in open_question
+    analysis = "<|channel|>analysis<|message|>I shall add.<|end|><|start|>assistant<|channel|>commentary to="
+    assert f"{analysis}functions.add" in open_question
     answered = written("gpt_oss", [USER, thinking, RESULT, answer])
     assert answered.startswith(open_question), "up to the answer nothing is rewritten"
     assert "That was it." in answered
     later = written("gpt_oss", [USER, thinking, RESULT, answer, MORE, LAST])
     assert "I shall add." not in later
     assert "That was it." not in later
-    chat = [USER, thinking, RESULT, answer]
-    assert History.from_text(answered, chat_template_name="gpt_oss").to_chats() == chat
+    assert History.from_text(answered, chat_template_name="gpt_oss").to_chats() == [USER, thinking, RESULT, answer]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].calls])
@@ -139,7 +131,7 @@ def test_format_without_system_turn_refuses_it(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_content_that_is_no_string_is_refused_instead_of_written_as_python(name: str):
+def test_content_that_is_not_a_string_is_refused_instead_of_written_as_python(name: str):
     parts = [{"type": "text", "text": "Hi"}]
     for chat in ([USER | {"content": parts}, ANSWER], [USER, ANSWER | {"content": parts}]):
         with pytest.raises(TemplateError, match="must render the conversation"):
@@ -151,9 +143,6 @@ def test_content_that_is_no_string_is_refused_instead_of_written_as_python(name:
 def test_tool_call_needs_no_content(name: str, content: dict[str, Any]):
     calling = {"role": "assistant", "tool_calls": [CALL]} | content
     assert written(name, [USER, calling, RESULT, ANSWER]) == FAMILIES[name].calls
-
-
-# Mask
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -180,16 +169,12 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(name: str):
 def test_answer_whose_end_the_template_rewrites_needs_generation_blocks():
     """Without blocks an answer lasts up to its end marker; here the first one's is gone and the last one's is found."""
     tokenizer = tiny_tokenizer(template="gpt_oss")
-    tokenizer.chat_template = tokenizer.chat_template.replace("{%- generation %}", "").replace(
-        "{%- endgeneration %}", ""
-    )
+    for block in ("{%- generation %}", "{%- endgeneration %}"):
+        tokenizer.chat_template = tokenizer.chat_template.replace(block, "")
     renderer = Renderer(tokenizer)
     assert trained(renderer, [USER, ANSWER]) == ("<|channel|>final<|message|>It is 42.<|return|>",)
     with pytest.raises(TemplateError, match="message 1 of conversation 0 is not, another turn begins"):
         renderer.render([[USER, ANSWER, MORE, LAST]])
-
-
-# Inverse
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,15 +201,15 @@ def test_random_contents_are_read_back_and_masked_character_for_character(name: 
         words = ["".join(generator.choices(PIECES, k=generator.randrange(1, 9))).strip() or "x" for _ in plain]
         chat = [message | {"content": word} for message, word in zip(plain, words, strict=True)]
         assert History.from_text(written(name, chat), chat_template_name=name).to_chats() == chat
-        spans = [
-            span.replace(old["content"], new["content"])
-            for span, old, new in zip(expected, (ANSWER, LAST), (chat[-3], chat[-1]), strict=True)
-        ]
+        changes = zip(expected, (ANSWER, LAST), (chat[-3], chat[-1]), strict=True)
+        spans = [span.replace(old["content"], new["content"]) for span, old, new in changes]
         assert list(trained(renderer, chat)) == spans
 
 
 TWO_CALLS = CALLING | {"content": "Let me see.", "tool_calls": [CALL, CALL]}
+CHAIN = [USER, TWO_CALLS, RESULT, RESULT | {"content": "2\n3"}, CALLING, RESULT | {"content": "{}"}, ANSWER]
 THOUGHT = {"reasoning_content": "12 and 30\nmake 42"}
+THINKING = [ANSWER | THOUGHT, CALLING | THOUGHT, CALLING]
 
 
 @pytest.mark.parametrize(
@@ -232,16 +217,9 @@ THOUGHT = {"reasoning_content": "12 and 30\nmake 42"}
     [
         *[(name, [USER, ANSWER | {"content": ""}]) for name in NAMES],
         *[(name, [USER, CALLING, RESULT, ANSWER]) for name in WITH_CALLS],
-        *[
-            (name, [USER, TWO_CALLS, RESULT, RESULT | {"content": "2\n3"}, CALLING, RESULT | {"content": "{}"}, ANSWER])
-            for name in ("qwen", "qwen3", "deepseek")
-        ],
+        *[(name, CHAIN) for name in ("qwen", "qwen3", "deepseek")],
         # the line end before a call was missed once, so that the <think> block stayed in the content
-        *[
-            (name, [USER, message])
-            for name in ("qwen3", "gpt_oss")
-            for message in (ANSWER | THOUGHT, CALLING | THOUGHT, CALLING)
-        ],
+        *[(name, [USER, message]) for name in ("qwen3", "gpt_oss") for message in THINKING],
     ],
 )
 def test_reading_inverts_writing_of_empty_answers_tool_calls_and_thinking(name: str, chat: list[dict[str, Any]]):
@@ -265,9 +243,6 @@ def test_text_of_another_format_is_refused(name: str):
         History.from_text("hello", chat_template_name=name)
 
 
-# Prefixes
-
-
 @pytest.mark.parametrize("name", [name for name in WITH_CALLS if not _BUILT_IN[name].rewrites])
 def test_stream_goes_on_after_a_tool_call(name: str):
     renderer = family(name)
@@ -287,9 +262,6 @@ def test_family_that_rewrites_the_past_says_so_and_is_refused_as_a_stream(name: 
     [whole] = renderer.render([[USER, thinking]])
     with pytest.raises(TemplateError, match="rewrites the past"):
         renderer.extend([whole.ids[: whole.spans[-1][1]]], [[USER, thinking, MORE]], [1])
-
-
-# Qwen 3's thinking
 
 
 def test_thinking_is_dropped_once_the_user_speaks_again_but_not_before_a_tool_answers():
@@ -317,9 +289,6 @@ def test_analysis_is_trained_with_the_answer_it_leads_to():
     assert spans == (f"{analysis}<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",)
     prompt = written("gpt_oss", [USER], current_date="2025-06-28", reasoning_effort="high")
     assert "cutoff: 2024-06\nCurrent date: 2025-06-28\n\nReasoning: high\n\n# Valid" in prompt
-
-
-# Markers inside messages
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -377,11 +346,3 @@ def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
     end = renderer.codec.end_of_turn
     assert end.strip()
     assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_empty_answer_is_a_message(name: str):
-    chat = [USER, ANSWER | {"content": ""}]
-    history = History.from_text(written(name, chat), chat_template_name=name)
-    assert history.to_chats() == chat
-    assert history.is_complete == [True, True]

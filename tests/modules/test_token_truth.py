@@ -1,20 +1,17 @@
 """Sampled ids are the truth: from the engine through wrapper, environment and buffer to the loss, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.utils import step_mdp
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, TokenScores
+from llmrl.modules.llm import LLMWrapperBase, TokenScores
 from llmrl.objectives.llm import GRPOLoss
-from tests.support.conversations import Recorder
+from tests.support.conversations import Recorder, prompt_after
 
 NUM = 1000
 
@@ -63,9 +60,7 @@ def dialog(policy, questions, num_turns=1, tool=None):
         td = env.step(policy(td))
         if turn + 1 < num_turns:
             after = step_mdp(td)
-            said = History.from_chats([[tool(turn)]] * len(questions))
-            prompt = after["history"].prompt.extend(said, inplace=False, dim=-1)
-            after["history"] = ChatHistory.from_rows({"prompt": prompt})
+            after["history"] = prompt_after(after["history"].prompt, [[tool(turn)]] * len(questions))
             after["group_id"] = td["group_id"]
             td = after
     td["advantage"] = torch.ones(len(questions), 1, 1)

@@ -1,7 +1,5 @@
 """TransformersEngine: what it samples, what it says about it, and whether rows keep out of each other's way."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,14 +9,10 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.log_probs import token_logprobs
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model
+from tests.support.vllm import random_prompts
 
 NO_STOP = 100_000  # an id that no model here can draw
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +25,6 @@ def make_engine(model, tokenizer=None, **options):
     return TransformersEngine(model, tokenizer=tokenizer, **options)
 
 
-def make_prompts(num, vocabulary, seed=0, shortest=2, longest=9):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(shortest, longest + 1, (num,), generator=generator).tolist()
-    return [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
-
-
 def rescored(model, prompts, generation, temperature, which="log_probs"):
     """Log-probs of the drawn ids from one full forward, row by row, beside what the engine said."""
     for prompt, ids, said in zip(prompts, generation.ids, getattr(generation, which), strict=True):
@@ -47,44 +35,32 @@ def rescored(model, prompts, generation, temperature, which="log_probs"):
         yield scores.log_probs[0, len(prompt) :].detach(), said
 
 
-# --- log-probs --------------------------------------------------------------------------------------------------------
-
-
 def test_greedy_equals_hugging_face(model, tokenizer):
-    prompts = make_prompts(5, model.config.vocab_size)
+    prompts = random_prompts(5, model.config.vocab_size)
     engine = make_engine(model, eos_token_ids=tokenizer.eos_token_id)
     ours = engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))
     for prompt, ids in zip(prompts, ours.ids, strict=True):
-        theirs = model.generate(
-            input_ids=prompt[None],
-            attention_mask=torch.ones_like(prompt[None]),
-            do_sample=False,
-            max_new_tokens=12,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        theirs = model.generate(**inputs, **ends, do_sample=False, max_new_tokens=12)
         assert ids.tolist() == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "mistral", "qwen3"])
 def test_padding_changes_nothing_on_any_architecture(tokenizer, architecture):
     model = tiny_model(tokenizer, architecture=architecture, hidden_size=32, heads=2)
-    prompts = make_prompts(4, model.config.vocab_size)
+    prompts = random_prompts(4, model.config.vocab_size)
     params = SamplingParams(max_new_tokens=6)
     padded = make_engine(model).generate(prompts, params, seeds=range(4))
     grouped = make_engine(model, pad_inputs=False).generate(prompts, params, seeds=range(4))
-    for a, b, logp_a, logp_b in zip(padded.ids, grouped.ids, padded.log_probs, grouped.log_probs, strict=True):
-        assert a.tolist() == b.tolist()
-        torch.testing.assert_close(logp_a, logp_b, atol=1e-5, rtol=0)
+    assert [ids.tolist() for ids in padded.ids] == [ids.tolist() for ids in grouped.ids]
+    torch.testing.assert_close(padded.log_probs, grouped.log_probs, atol=1e-5, rtol=0)
     for expected, said in rescored(model, prompts, padded, 1.0):
         torch.testing.assert_close(said, expected, atol=1e-5, rtol=0)
 
 
-# --- rows are independent ---------------------------------------------------------------------------------------------
-
-
 def test_splitting_a_call_changes_nothing(model):
-    prompts, params = make_prompts(8, model.config.vocab_size), SamplingParams(max_new_tokens=5)
+    prompts, params = random_prompts(8, model.config.vocab_size), SamplingParams(max_new_tokens=5)
     whole = make_engine(model).generate(prompts, params, seeds=range(8))
     split = make_engine(model, max_batch_tokens=30).generate(prompts, params, seeds=range(8))
     assert [ids.tolist() for ids in split.ids] == [ids.tolist() for ids in whole.ids]
@@ -105,9 +81,6 @@ def test_uniforms_of_neighbouring_seeds_and_steps_are_uncorrelated():
     assert abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1]) < 0.02
 
 
-# --- truncation arithmetic --------------------------------------------------------------------------------------------
-
-
 def kept(logits, **options):
     return (truncate(torch.tensor([logits]), SamplingParams(**options))[0] > -math.inf).tolist()
 
@@ -123,9 +96,8 @@ def test_truncation_keeps_what_it_says():
 
 
 def test_the_short_cut_for_top_p_equals_sorting_everything():
-    logits = (
-        torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 1, 2, 5] * 2)[:, None]
-    )
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0))
+    logits *= torch.tensor([0.1, 1, 2, 5] * 2)[:, None]
     ours = truncate(logits, SamplingParams(top_p=0.9)) > -math.inf
     values, order = logits.softmax(-1).sort(descending=True)
     inside = values.cumsum(-1) - values < 0.9
@@ -139,21 +111,15 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert penalize_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 2.0]]
 
 
-# --- how rows end -----------------------------------------------------------------------------------------------------
-
-
 def test_stop_strings_need_a_tokenizer(model):
     with pytest.raises(ConfigError, match="tokenizer"):
-        make_engine(model).generate(make_prompts(1, 50), SamplingParams(stop_strings=("x",)))
-
-
-# --- the model is left as it was --------------------------------------------------------------------------------------
+        make_engine(model).generate(random_prompts(1, 50), SamplingParams(stop_strings=("x",)))
 
 
 def test_training_flags_and_gradients_survive_a_call(tokenizer):
     model = tiny_model(tokenizer, hidden_size=16, heads=2).train()
     frozen = model.model.layers[0].eval()
-    make_engine(model).generate(make_prompts(2, 100), SamplingParams(max_new_tokens=3))
+    make_engine(model).generate(random_prompts(2, 100), SamplingParams(max_new_tokens=3))
     assert model.training
     assert not frozen.training
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
@@ -161,7 +127,7 @@ def test_training_flags_and_gradients_survive_a_call(tokenizer):
 
 
 def test_score_buckets_rows_and_returns_them_in_order(model):
-    rows = make_prompts(7, model.config.vocab_size, shortest=3, longest=30)
+    rows = random_prompts(7, model.config.vocab_size, shortest=3, longest=30)
     masks = [torch.arange(len(row)) % 2 == 0 for row in rows]
     split = make_engine(model, max_batch_tokens=40).score(rows, temperature=0.7)
     masked = make_engine(model).score(rows, temperature=0.7, masks=masks)
@@ -173,19 +139,11 @@ def test_score_buckets_rows_and_returns_them_in_order(model):
         torch.testing.assert_close(masked[row], expected, atol=1e-5, rtol=0)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def small(tokenizer, seed=0, **options):
-    return tiny_model(tokenizer, hidden_size=16, heads=2, layers=1, seed=seed, **options)
-
-
 def test_tied_weights_need_one_name_and_must_agree(tokenizer):
-    model = small(tokenizer, seed=2)
+    model = tiny_model(tokenizer, hidden_size=16, heads=2, layers=1, seed=2)
     model.config.tie_word_embeddings = True
     model.tie_weights()
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    assert tied
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     engine = make_engine(model)
     weights = {name: value + 1 for name, value in model.state_dict().items()}
     engine.update_weights({name: value for name, value in weights.items() if name != "lm_head.weight"}, version=1)
@@ -217,5 +175,4 @@ def test_pad_equal_to_eos_is_safe(model, tokenizer):
     same = make_engine(model, eos_token_ids=eos, pad_token_id=eos).generate(prompts, params, seeds=range(3))
     other = make_engine(model, eos_token_ids=eos, pad_token_id=1).generate(prompts, params, seeds=range(3))
     assert [ids.tolist() for ids in same.ids] == [ids.tolist() for ids in other.ids]
-    for a, b in zip(same.log_probs, other.log_probs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    torch.testing.assert_close(same.log_probs, other.log_probs, atol=1e-6, rtol=0)

@@ -1,7 +1,5 @@
 """Images in conversations: their tokens, their tensors along the rows, and log-probs that depend on the pixels."""
 
-from __future__ import annotations
-
 import base64
 import io
 
@@ -9,18 +7,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.llm.chat import History
 from llmrl.data.llm.images import load_image
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import DataError, TemplateError
-from llmrl.modules.llm import ChatHistory, TransformersWrapper
+from llmrl.modules.llm import TransformersWrapper
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.vision import load_processor, model_class, read_media, write_media
 from llmrl.objectives.llm import GRPOLoss
 from llmrl.testing import tiny_tokenizer
+from tests.support.conversations import history_td, prompt_after, rows
 from tests.support.images import SIZES, asks, noise, own_log_probs, sharp_model
 
 TEXT = {"role": "user", "content": "no image here"}
@@ -37,23 +35,11 @@ def policy_of(vlm, **options):
     return TransformersWrapper(model, tokenizer=processor, **{"generate_kwargs": generate_kwargs, **options})
 
 
-def batch_of(chats):
-    return TensorDict(history=ChatHistory.from_rows({"prompt": History.from_chats(chats)}), batch_size=[len(chats)])
-
-
-def column(td, *key):
-    return td.get(key, as_list=True)
-
-
-# --- tokens of images -------------------------------------------------------------------------------------------------
-
-
 def test_ids_and_tensors_are_those_of_the_processor(vlm):
     processor, _ = vlm
     chat = [asks(*SIZES[:2]), {"role": "assistant", "content": "noise"}, asks(SIZES[2], seed=1)]
-    made = processor.apply_chat_template(
-        [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    made = processor.apply_chat_template([chat], **options)
     renderer = Renderer(processor)
     [ids] = renderer.prompt_ids([chat])
     assert ids.tolist() == made["input_ids"][0].tolist()
@@ -81,18 +67,13 @@ def test_an_image_may_be_given_in_any_form_and_is_the_same_image(vlm, tmp_path):
     (tmp_path / "a.png").write_bytes(file.getvalue())
     text = base64.b64encode(file.getvalue()).decode()
     forms = [{"image": image}, {"path": str(tmp_path / "a.png")}, {"bytes": file.getvalue()}, {"base64": text}]
-    forms += [
-        {"image": {"bytes": file.getvalue(), "path": None}},
-        {"image_url": {"url": f"data:image/png;base64,{text}"}},
-    ]
-    rows = Renderer(vlm[0]).render(
-        [
-            [{"role": "user", "content": [{"type": "image", **form}]}, {"role": "assistant", "content": "a"}]
-            for form in forms
-        ]
-    )
-    for row in rows:
-        assert torch.equal(row.media["pixel_values"], rows[0].media["pixel_values"])
+    forms += [{"image": {"bytes": file.getvalue(), "path": None}}]
+    forms += [{"image_url": {"url": f"data:image/png;base64,{text}"}}]
+    asked = [{"role": "user", "content": [{"type": "image", **form}]} for form in forms]
+    first, *others = Renderer(vlm[0]).render([[user, {"role": "assistant", "content": "a"}] for user in asked])
+    assert len(others) == 5
+    for row in others:
+        assert torch.equal(row.media["pixel_values"], first.media["pixel_values"])
 
 
 def test_images_that_cannot_be_read_are_named(vlm, tmp_path):
@@ -125,15 +106,10 @@ def test_processor_and_model_are_loaded_from_a_folder(vlm, tmp_path):
     assert type(model_class(str(tmp_path)).from_pretrained(tmp_path)) is type(model)
 
 
-# --- log-probs --------------------------------------------------------------------------------------------------------
-
-
 def rows_of(vlm, chats):
-    renderer = Renderer(vlm[0])
-    rows = renderer.render(
-        [[*chat, {"role": "assistant", "content": f"It is {n} things."}] for n, chat in enumerate(chats)]
-    )
-    return [row.ids for row in rows], [row.media for row in rows]
+    answered = [[*chat, {"role": "assistant", "content": f"It is {n} things."}] for n, chat in enumerate(chats)]
+    rendered = Renderer(vlm[0]).render(answered)
+    return [row.ids for row in rendered], [row.media for row in rendered]
 
 
 def test_scores_are_those_of_the_model_whatever_the_padding(vlm):
@@ -159,7 +135,7 @@ def test_what_the_engine_reports_is_what_the_trainer_scores(vlm):
     renderer = Renderer(vlm[0])
     chats = [[asks(*SIZES[:2])], [TEXT], [asks(SIZES[2], seed=1)], [asks(SIZES[0], seed=2)], [asks(SIZES[0], seed=3)]]
     ids = renderer.prompt_ids(chats)
-    media = [row for row in rows_of(vlm, chats)[1]]
+    _, media = rows_of(vlm, chats)
     assert ids[3].tolist() == ids[4].tolist()  # two images of one size: not one prompt
     engine = TransformersEngine(model, eos_token_ids=(), pad_token_id=0, seed=0)
     drawn = engine.generate(ids, SamplingParams(max_new_tokens=20), media=media, seeds=[0, 1, 2, 3, 3])
@@ -169,9 +145,8 @@ def test_what_the_engine_reports_is_what_the_trainer_scores(vlm):
         torch.testing.assert_close(scores[len(own) :], log_probs, atol=1e-5, rtol=0)
     alone = engine.generate(ids[:1], SamplingParams(max_new_tokens=20), media=media[:1], seeds=[0])
     assert alone.ids[0].tolist() == drawn.ids[0].tolist()
-    text = engine.generate(
-        ids[1:2], SamplingParams(max_new_tokens=20), seeds=[1]
-    )  # after images: positions are its own
+    # after images: positions are its own
+    text = engine.generate(ids[1:2], SamplingParams(max_new_tokens=20), seeds=[1])
     assert text.ids[0].tolist() == drawn.ids[1].tolist()
 
 
@@ -198,51 +173,41 @@ def test_a_sampled_image_token_is_an_ordinary_token(vlm):
     torch.testing.assert_close(scores[-4:], expected, atol=1e-5, rtol=0)
 
 
-# --- a policy and its turns -------------------------------------------------------------------------------------------
-
-
 def test_turns_with_images_are_one_stream_and_score_as_they_were_sampled(vlm):
     policy = policy_of(vlm)
-    td = policy(batch_of([[asks(SIZES[0])], [TEXT]]))
+    td = policy(history_td([[asks(SIZES[0])], [TEXT]]))
     after = TensorDict(next_prompt(td), batch_size=[2])
-    shown = History.from_chats([[{**asks(SIZES[1], seed=4), "role": "tool"}], [asks(SIZES[2], seed=5)]])
-    after["history"].prompt = after["history"].prompt.extend(shown, inplace=False, dim=-1)
+    shown = [[{**asks(SIZES[1], seed=4), "role": "tool"}], [asks(SIZES[2], seed=5)]]
+    after["history"] = prompt_after(after["history"].prompt, shown)
     second = policy(after)
-    for row in range(2):
-        assert column(second, "tokens", "full")[row][: len(column(td, "tokens", "full")[row])].equal(
-            column(td, "tokens", "full")[row]
-        )
-        assert not column(second, "masks", "all_assistant_mask")[row][column(second, "media", "positions")[row]].any()
-    assert [len(grid) for grid in column(second, "media", "image_grid_thw")] == [2, 1]
     scored = policy.get_new_version(generate=False)(second.select("tokens", "masks", "media"))
-    for row in range(2):
-        mask = column(second, "masks", "all_assistant_mask")[row]
-        torch.testing.assert_close(
-            column(scored, "log_probs", "full")[row][mask],
-            column(second, "log_probs", "full")[row][mask],
-            atol=1e-5,
-            rtol=0,
-        )
+    masks = rows(second, "masks", "all_assistant_mask")
+    for row, first in enumerate(rows(td, "tokens", "full")):
+        assert rows(second, "tokens", "full")[row][: len(first)].equal(first)
+        assert not masks[row][rows(second, "media", "positions")[row]].any()
+        again, drawn = (rows(batch, "log_probs", "full")[row][masks[row]] for batch in (scored, second))
+        torch.testing.assert_close(again, drawn, atol=1e-5, rtol=0)
+    assert [len(grid) for grid in rows(second, "media", "image_grid_thw")] == [2, 1]
 
 
 def test_media_travel_through_a_buffer_to_the_loss(vlm):
     policy = policy_of(vlm, num_samples=2)
-    td = policy(batch_of([[asks(*SIZES[:2])], [TEXT], [asks(SIZES[2], seed=1)]])).reshape(-1)
+    td = policy(history_td([[asks(*SIZES[:2])], [TEXT], [asks(SIZES[2], seed=1)]])).reshape(-1)
     td = td.select("tokens", "masks", "log_probs", "media")
     td["advantage"] = torch.linspace(-1, 1, 6).view(6, 1, 1)
     buffer = ReplayBuffer(storage=LazyStackStorage(6))
     buffer.extend(td)
     loss = GRPOLoss(policy_of(vlm, generate=False))
-    rows = buffer[:]
-    whole = loss(rows)
+    batch = buffer[:]
+    whole = loss(batch)
     assert abs(float(whole.ratio_mean) - 1) < 1e-5
     assert abs(float(whole.ratio_max) - 1) < 1e-4
-    counts = loss.count_step(rows)
-    parts = [loss(rows[torch.tensor(part)], normalizer=counts).loss_objective for part in ([5, 2], [0, 3, 4], [1])]
+    counts = loss.count_step(batch)
+    parts = [loss(batch[torch.tensor(part)], normalizer=counts).loss_objective for part in ([5, 2], [0, 3, 4], [1])]
     torch.testing.assert_close(sum(parts), whole.loss_objective)
-    other = [{**row, "pixel_values": row["pixel_values"].flip(0)} for row in read_media(rows)]
-    rows.set("media", write_media(other, [6]))
-    assert abs(float(loss(rows).ratio_mean) - 1) > 1e-2
+    other = [{**row, "pixel_values": row["pixel_values"].flip(0)} for row in read_media(batch)]
+    batch.set("media", write_media(other, [6]))
+    assert abs(float(loss(batch).ratio_mean) - 1) > 1e-2
 
 
 def test_gradients_reach_the_vision_tower(vlm):

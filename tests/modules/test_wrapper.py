@@ -1,7 +1,5 @@
 """The LLM wrappers: what they read and write in every mode, and that the ids they write are the ids the engine saw."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -109,15 +107,12 @@ def test_in_and_out_keys(tokenizer, mode, containers):
 def test_the_views_say_what_was_answered(tokenizer):
     td = fake_policy(tokenizer, ["It is 42.", "Fine."])(history_td(chats(QUESTIONS[:2])))
     assert td["history"].full.to_chats()[1] == [*chats()[1], {"role": "assistant", "content": "Fine."}]
-    assert td["history"].response.to_chats() == [
-        [{"role": "assistant", "content": "It is 42."}],
-        [{"role": "assistant", "content": "Fine."}],
-    ]
+    answers = [[{"role": "assistant", "content": content}] for content in ("It is 42.", "Fine.")]
+    assert td["history"].response.to_chats() == answers
     text = td["text"]
     assert text.rows("response") == ["It is 42.<|im_end|>", "Fine.<|im_end|>"]
-    assert text.rows("prompt")[0] == tokenizer.apply_chat_template(
-        chats()[0], tokenize=False, add_generation_prompt=True
-    )
+    prompt = tokenizer.apply_chat_template(chats()[0], tokenize=False, add_generation_prompt=True)
+    assert text.rows("prompt")[0] == prompt
     assert text.rows("full") == [p + r for p, r in zip(text.rows("prompt"), text.rows("response"), strict=True)]
     assert td["stop_reason"].tolist() == [StopReason.EOS] * 2
     assert td["tokens"].covered.tolist() == [2, 2]
@@ -153,12 +148,6 @@ def test_where_the_output_goes(tokenizer):
     assert new is not td
     assert "answer" not in new.keys()
     assert "answer" not in policy.get_new_version(inplace="empty")(td).keys()
-
-
-def test_an_inplace_call_does_not_change_the_prompt(tokenizer):
-    td = history_td(chats())
-    fake_policy(tokenizer, ["a"])(td)
-    assert td["history"].prompt.to_chats() == chats()
 
 
 # --- log-probs: generation and scoring agree --------------------------------------------------------------------------
@@ -203,9 +192,8 @@ def test_scoring_reads_the_tokens_and_not_the_text(make_policy, model, tokenizer
     stream = torch.randint(0, len(tokenizer), (1000,), generator=torch.Generator().manual_seed(0))
     assert "\ufffd" in tokenizer.decode(stream)
     td = history_td(chats(["Hi"]))
-    td["history"] = ChatHistory.from_rows(
-        {"full": History.from_chats([[*chats()[0], {"role": "assistant", "content": "x"}]])}
-    )
+    answered = History.from_chats([[*chats()[0], {"role": "assistant", "content": "x"}]])
+    td["history"] = ChatHistory.from_rows({"full": answered})
     td["tokens"] = Tokens.from_rows({"full": [stream]})
     scorer = make_policy(model, tokenizer, generate=False)
     out = scorer(td)
@@ -218,21 +206,22 @@ def test_scoring_reads_the_tokens_and_not_the_text(make_policy, model, tokenizer
 def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tokenizer, mode):
     whole = [[*chat, {"role": "assistant", "content": "It is 42."}] for chat in chats()]
     rendered = Renderer(tokenizer).render(whole)
-    if mode == "history":
-        td = TensorDict({"history": ChatHistory.from_rows({"full": History.from_chats(whole)})}, [3])
-    elif mode == "text":
-        td = TensorDict({"text": Text.from_rows({"full": tokenizer.batch_decode([row.ids for row in rendered])})}, [3])
-    else:
-        td = TensorDict({"tokens": Tokens.from_rows({"full": [row.ids for row in rendered]})}, [3])
+    ids = [row.ids for row in rendered]
+    texts = tokenizer.batch_decode(ids)
+    forms = {
+        "history": ChatHistory.from_rows({"full": History.from_chats(whole)}),
+        "text": Text.from_rows({"full": texts}),
+        "tokens": Tokens.from_rows({"full": ids}),
+    }
     policy = make_policy(model, tokenizer, input_mode=mode, generate=False)
-    out = policy(td)
+    out = policy(TensorDict({mode: forms[mode]}, [3]))
     for row in range(3):
-        assert torch.equal(rows(out, "tokens", "full")[row], rendered[row].ids)
+        assert torch.equal(rows(out, "tokens", "full")[row], ids[row])
         assert rows(out, "log_probs", "full")[row].requires_grad == (policy.scorer is not None)
         if mode == "history":
             assert torch.equal(rows(out, "masks", "all_assistant_mask")[row], rendered[row].assistant_mask)
     if mode != "tokens":
-        assert out["text"].rows("full") == tokenizer.batch_decode([row.ids for row in rendered])
+        assert out["text"].rows("full") == texts
         assert out["text"].prompt is out["text"].response is None
 
 
@@ -354,11 +343,10 @@ def test_options_of_one_call_override_single_options(make_policy, model, tokeniz
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_padded_output(make_policy, model, tokenizer, mode):
-    policy = make_policy(
-        model, tokenizer, input_mode=mode, pad_output=True, generate_kwargs={"max_new_tokens": 5, "seed": 1}
-    )
+    options = {"generate_kwargs": {"max_new_tokens": 5, "seed": 1}}
+    policy = make_policy(model, tokenizer, input_mode=mode, pad_output=True, **options)
     td = policy(input_td(mode, tokenizer))
-    ragged = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 1})(history_td(chats()))
+    ragged = make_policy(model, tokenizer, **options)(history_td(chats()))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
     assert tokens.padded
     assert masks.padded
@@ -371,7 +359,5 @@ def test_padded_output(make_policy, model, tokenizer, mode):
         assert torch.equal(masks.all_assistant_mask[row][kept], rows(ragged, "masks", "all_assistant_mask")[row])
         torch.testing.assert_close(log_probs.full[row][kept], rows(ragged, "log_probs", "full")[row])
         assert torch.equal(masks.all_assistant_mask[row].nonzero()[0], torch.tensor([tokens.prompt.shape[1]]))
-    scored = policy.get_new_version(generate=False)(td.copy())
-    torch.testing.assert_close(
-        scored["log_probs"].full[masks.all_assistant_mask], log_probs.full[masks.all_assistant_mask], atol=1e-5, rtol=0
-    )
+    scored, mask = policy.get_new_version(generate=False)(td.copy()), masks.all_assistant_mask
+    torch.testing.assert_close(scored["log_probs"].full[mask], log_probs.full[mask], atol=1e-5, rtol=0)

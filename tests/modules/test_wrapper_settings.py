@@ -1,7 +1,5 @@
 """The arguments of the wrappers: what each changes, what a new version keeps, and what is refused with a reason."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import pickle
@@ -47,19 +45,10 @@ ARGUMENTS = {
 }
 
 
-# --- a new version, a copy --------------------------------------------------------------------------------------------
-
-
 def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokenizer):
-    policy = TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        generate_kwargs={"max_new_tokens": 4, "temperature": 0.5},
-        text_key="words",
-        pad_output=True,
-        inplace=False,
-        prefer_tokens=False,
-    )
+    options = {"text_key": "words", "pad_output": True, "inplace": False, "prefer_tokens": False}
+    options |= {"generate_kwargs": {"max_new_tokens": 4, "temperature": 0.5}}
+    policy = TransformersWrapper(model, tokenizer=tokenizer, **options)
     policy.engine.update_weights(None, version=7)
     scorer = policy.get_new_version(generate=False)
     back = scorer.get_new_version(generate=True)
@@ -89,22 +78,17 @@ def test_a_new_version_keeps_every_argument(tokenizer, name):
 
 
 def test_a_pickled_policy_answers_alike(model, tokenizer):
-    policy = TransformersWrapper(
-        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 5, "seed": 3}, batching=True
-    )
+    options = {"generate_kwargs": {"max_new_tokens": 5, "seed": 3}, "batching": True}
+    policy = TransformersWrapper(model, tokenizer=tokenizer, **options)
     other = pickle.loads(pickle.dumps(policy))
-    assert rows(other(history_td(chats())), "tokens", "full")[2].tolist() == (
-        rows(policy(history_td(chats())), "tokens", "full")[2].tolist()
-    )
-
-
-# --- what is set, and what is refused ---------------------------------------------------------------------------------
+    ours, theirs = (rows(one(history_td(chats())), "tokens", "full")[2].tolist() for one in (policy, other))
+    assert theirs == ours
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temprature": 1.0}, "unknown option 'temprature'. Did you mean 'temperature'"),
+        ({"temprature": 1.0}, "'temprature'.* 'temperature'"),
         ({"num_beams": 4}, "num_beams must be 1"),
         ({"temperature": -0.1}, "temperature must be non-negative"),
         ({"top_p": 2.0}, r"top_p must be within \[0, 1\]"),
@@ -129,9 +113,8 @@ def test_generation_options_are_checked_at_construction(tokenizer, options, mess
 
 
 def test_legacy_option_names(tokenizer):
-    policy = fake_policy(
-        tokenizer, ["Hello there, you"], generate_kwargs={"max_tokens": 2, "n": 3, "max_new_tokens": 50}
-    )
+    options = {"max_tokens": 2, "n": 3, "max_new_tokens": 50}
+    policy = fake_policy(tokenizer, ["Hello there, you"], generate_kwargs=options)
     out = policy(history_td(chats()))
     assert out.batch_size == (3, 3)
     assert len(out[0, 0]["tokens"].response) == 2
@@ -152,6 +135,13 @@ def test_legacy_option_names(tokenizer):
         ({"num_samples": True}, "num_samples must be positive and whole: got True"),
         ({"text_key": "history"}, "each container must have a key of its own"),
         ({"tokenizer_kwargs": {"tools_given": True}}, "does not use the variable"),
+        ({"min_batch_size": 3, "max_batch_size": 2}, "must not exceed max_batch_size: got 3 and 2"),
+        ({"min_batch_size": 0}, "min_batch_size must be positive"),
+        ({"max_batch_size": -1}, "max_batch_size must be positive"),
+        ({"min_batch_size": 1.5}, "min_batch_size .*whole: got 1.5"),
+        ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
+        ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
+        ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
@@ -191,11 +181,8 @@ def test_custom_keys_and_input_key(tokenizer):
 def test_text_and_history_mode_options_of_the_tokenizer(tokenizer):
     policy = fake_policy(tokenizer, ["yes"], generate_kwargs={"skip_special_tokens": True})
     assert policy(history_td(chats()))["text"].rows("response") == ["yes"] * 3
-    named = fake_policy(
-        tokenizer,
-        ["yes"],
-        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]",
-    )
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]"
+    named = fake_policy(tokenizer, ["yes"], chat_template=template)
     assert named(history_td(chats()))["text"].rows("prompt")[0] == "[user]Hi<|im_end|>[assistant]"
 
 
@@ -207,11 +194,10 @@ def test_an_empty_batch_is_an_error(tokenizer, batch_size, generate):
         policy(TensorDict({}, batch_size))
 
 
-class Collector:
-    pass
-
-
 def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
+    class Collector:
+        pass
+
     policy, collector = fake_policy(tokenizer, ["a"]), Collector()
     assert policy.collector is None
     policy.register_collector(collector)
@@ -262,7 +248,7 @@ def test_options_of_one_call_are_refused_where_nothing_is_generated(tokenizer):
         fake_policy(tokenizer, ["a"], generate=False)(history_td(chats()), generate_kwargs={"max_new_tokens": 1})
 
 
-def test_a_batch_that_is_no_tensordict_is_named(tokenizer):
+def test_a_batch_that_is_not_a_tensordict_is_named(tokenizer):
     with pytest.raises(TypeError, match="the input must be a TensorDict: got dict"):
         fake_policy(tokenizer, ["a"])({"history": None})
 
@@ -281,14 +267,14 @@ def test_prompts_that_are_not_one_per_row_are_refused_before_anything_is_generat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"presence_penalty": 3}, r"presence_penalty must be a number within \[-2, 2\]: got 3"),
-        ({"min_tokens": 1.5}, "min_tokens must be a non-negative integer: got 1.5"),
+        ({"presence_penalty": 3}, r"presence_penalty .*\[-2, 2\]: got 3"),
+        ({"min_tokens": 1.5}, "min_tokens .*non-negative integer: got 1.5"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
-        ({"best_of": 4}, "best_of=4 is not supported: log-probs say nothing of answers that were picked"),
+        ({"best_of": 4}, "best_of=4 is not supported: .*picked"),
         ({"truncate_prompt_tokens": 5}, "is not supported: the model would see other ids"),
         ({"include_stop_str_in_output": False}, "is not supported: a response is what was drawn"),
         ({"prompt_logprobs": 1}, "is not supported: a wrapper with generate=False"),
-        ({"presence_penalti": 0.1}, "unknown option 'presence_penalti'. Did you mean 'presence_penalty'?"),
+        ({"presence_penalti": 0.1}, "'presence_penalti'.* 'presence_penalty'"),
     ],
 )
 def test_options_of_vllm_that_cannot_be_honoured_say_why(options, message):
@@ -305,7 +291,7 @@ def test_options_of_vllm_are_known_to_its_wrapper_alone(tokenizer, model):
     request = request_options(params, stop_token_ids=(9,))
     assert {name: request[name] for name in handed_on} == handed_on
     assert request["stop_token_ids"] == []
-    with pytest.raises(ConfigError, match="unknown option 'min_tokens'; it is an option of vLLM alone"):
+    with pytest.raises(ConfigError, match=r"'min_tokens'.*of vLLM alone"):
         TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"min_tokens": 2})
     with pytest.raises(ConfigError, match="presence_penalty is an option of another engine"):
         TransformersWrapper(model, tokenizer=tokenizer).engine.generate([torch.tensor([1])], params)

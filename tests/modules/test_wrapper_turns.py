@@ -1,7 +1,5 @@
 """Conversations of several turns through a wrapper: what a later turn continues, and when it restarts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -33,26 +31,20 @@ def test_rows_that_start_afresh_are_rendered_among_rows_that_go_on(tokenizer):
     first = policy(history_td(chats(["Hi", "Hello"])))
     td = carried(first, tool={"role": "user", "content": "more"})
     empty = torch.zeros(0, dtype=torch.int64)
-    td["history"] = ChatHistory.from_rows(
-        {"prompt": History.stack([History.from_messages(chats(["New"])[0]), td["history"].prompt[1]])}
-    )
-    td["tokens"] = Tokens.from_rows(
-        {"prompt": [empty, rows(td, "tokens", "prompt")[1]], "covered": torch.tensor([0, 2])}
-    )
-    td["masks"] = Masks.from_rows(
-        {"prompt_assistant_mask": [empty.bool(), rows(td, "masks", "prompt_assistant_mask")[1]]}
-    )
+    ids, mask = rows(td, "tokens", "prompt")[1], rows(td, "masks", "prompt_assistant_mask")[1]
+    [new] = chats(["New"])
+    asked = History.stack([History.from_messages(new), td["history"].prompt[1]])
+    td["history"] = ChatHistory.from_rows({"prompt": asked})
+    td["tokens"] = Tokens.from_rows({"prompt": [empty, ids], "covered": torch.tensor([0, 2])})
+    td["masks"] = Masks.from_rows({"prompt_assistant_mask": [empty.bool(), mask]})
     td["log_probs"] = LogProbs.from_rows({"prompt": [empty.float(), rows(td, "log_probs", "prompt")[1]]})
     out = policy(td)
-    assert torch.equal(policy.engine.prompts[2], Renderer(tokenizer).prompt_ids(chats(["New"]))[0])
-    assert torch.equal(
-        policy.engine.prompts[3][: len(rows(first, "tokens", "full")[1])], rows(first, "tokens", "full")[1]
-    )
+    assert torch.equal(policy.engine.prompts[2], Renderer(tokenizer).prompt_ids([new])[0])
+    before, lengths = rows(first, "tokens", "full")[1], [len(answer) for answer in policy.engine.answers]
+    assert torch.equal(policy.engine.prompts[3][: len(before)], before)
     assert out["text"].rows("full")[0].startswith("<|im_start|>user\nNew")
-    assert [int(mask.sum()) for mask in rows(out, "masks", "all_assistant_mask")] == [
-        len(policy.engine.answers[2]),
-        len(policy.engine.answers[1]) + len(policy.engine.answers[3]),
-    ]
+    trained = [int(mask.sum()) for mask in rows(out, "masks", "all_assistant_mask")]
+    assert trained == [lengths[2], lengths[1] + lengths[3]]
 
 
 def test_asking_the_same_prompt_again_uses_the_same_ids(tokenizer):
@@ -61,12 +53,10 @@ def test_asking_the_same_prompt_again_uses_the_same_ids(tokenizer):
     policy(td)
     assert torch.equal(policy.engine.prompts[0], policy.engine.prompts[1])
     later = policy(carried(td, tool={"role": "user", "content": "more"}))
-    mask = rows(later, "masks", "all_assistant_mask")[0]
-    again = policy(later)
+    before = int(rows(later, "masks", "all_assistant_mask")[0].sum())
+    [mask] = rows(policy(later), "masks", "all_assistant_mask")
     assert torch.equal(policy.engine.prompts[2], policy.engine.prompts[3])
-    assert rows(again, "masks", "all_assistant_mask")[0].sum() == mask.sum() - len(policy.engine.answers[2]) + len(
-        policy.engine.answers[3]
-    )
+    assert mask.sum() == before - len(policy.engine.answers[2]) + len(policy.engine.answers[3])
 
 
 def test_text_mode_tokenises_only_what_was_appended(tokenizer):

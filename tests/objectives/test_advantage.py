@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import math
 
@@ -70,15 +68,11 @@ def test_a_whole_group_is_written_at_once():
     ("sum", [[-0.5] * 2, [0.5] * 3]),  # 2 against 3
 ])  # fmt: skip
 def test_rewards_per_token_may_differ_in_length_within_a_group(trajectory_return, expected, at_once):
-    rows = LazyStackedTensorDict(
-        *[
-            TensorDict(
-                query="q",
-                next=TensorDict(reward=torch.tensor(rewards).view(-1, 1), done=torch.ones(1, dtype=torch.bool)),
-            )
-            for rewards in ([0.0, 2.0], [2.0, 0.0, 1.0])
-        ]
-    )
+    def row(*rewards):
+        after = TensorDict(reward=torch.tensor(rewards).view(-1, 1), done=torch.ones(1, dtype=torch.bool))
+        return TensorDict(query="q", next=after)
+
+    rows = LazyStackedTensorDict(row(0.0, 2.0), row(2.0, 0.0, 1.0))
     advantage = MCAdvantage(2, scale="none", trajectory_return=trajectory_return)
     outs = [advantage.inv(part) for part in ([rows] if at_once else rows.split(1))]
     assert outs[:-1] == [None] * (len(outs) - 1)
@@ -163,7 +157,7 @@ def test_a_batch_of_whole_groups_waits_for_those_of_its_groups_that_came_before(
     assert written(advantage.inv(batch([1], [3.0]))) == {1: [-1.0, 1.0]}
 
 
-def test_groups_that_teach_nothing_can_be_dropped():
+def test_groups_of_equal_rewards_can_be_dropped():
     advantage = MCAdvantage(2, scale="none", on_zero_variance="drop")
     out = advantage.inv(batch([1, 1, 2, 2], [1.0, 1.0, 0.0, 1.0]))
     assert written(out) == {2: [-0.5, 0.5]}
@@ -193,7 +187,7 @@ def test_how_many_must_remain_is_a_choice():
     assert MCAdvantage(4, min_group_size=3).inv(batch([1] * 4, rewards)) is None
 
 
-def test_completions_by_different_weights_are_no_group():
+def test_completions_of_different_policy_versions_are_different_groups():
     advantage = MCAdvantage(2, scale="none")
     given = batch([1, 1, 1, 1], [0.0, 1.0, 5.0, 7.0], policy_version=torch.tensor([1, 2, 1, 2]))
     out = advantage.inv(given)
@@ -203,7 +197,7 @@ def test_completions_by_different_weights_are_no_group():
     assert MCAdvantage(2, policy_version_key=None).inv(mixed) is not None
 
 
-def test_the_queue_is_bounded_and_says_what_it_gave_up(caplog):
+def test_the_queue_is_bounded_and_says_what_it_evicted(caplog):
     advantage = MCAdvantage(2, max_queued_groups=3)
     for group in range(5):
         advantage.inv(batch([group], [1.0]))
@@ -286,7 +280,7 @@ def test_a_batch_without_an_end_is_refused():
         ({"grpo_size": 4, "candidate_group_size": 8, "candidate_selector": "best"}, "must be callable: got 'best'"),
     ],
 )
-def test_settings_that_make_no_group_are_refused(arguments, message):
+def test_invalid_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         MCAdvantage(**arguments)
 
@@ -310,7 +304,7 @@ def feed(advantage, rewards, group=1):
     return [None if out is None else out["next", "reward"].flatten().tolist() for out in outs]
 
 
-def test_candidates_are_written_as_soon_as_some_of_them_teach():
+def test_candidates_are_written_as_soon_as_rewards_among_them_differ():
     advantage = MCAdvantage(2, scale="none", candidate_group_size=5)
     assert feed(advantage, [0.0, 0.0, 1.0, 1.0, 0.0]) == [None, None, [0.0, 1.0], None, None]
     assert advantage.counters["queued"] == 0
@@ -326,7 +320,7 @@ def test_a_selection_can_wait_for_more_and_takes_the_extremes():
     assert written(advantage.inv(batch([3, 3, 3, 3], [0.5, 0.0, 1.0, 0.4]))) == {3: [-0.5, 0.5]}
 
 
-def test_candidates_that_never_teach_are_dropped_at_the_maximum():
+def test_candidates_of_equal_rewards_are_dropped_at_the_maximum():
     advantage = MCAdvantage(2, candidate_group_size=3)
     assert feed(advantage, [1.0, 1.0, 1.0]) == [None] * 3
     counters = advantage.counters
@@ -351,10 +345,9 @@ def test_a_selector_sees_the_batch_and_may_answer_with_indices_a_mask_or_none():
     masked = MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size: group["return"] < 5)
     assert lengths(masked.inv(batch([1, 1, 1], [0.0, 1.0, 9.0]))) == [1, 2]
     for wrong in ([0], [0, 0], [0, 7]):
+        chosen = MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size, wrong=wrong: wrong)
         with pytest.raises(DataError, match="must choose 2 different rows of 2"):
-            MCAdvantage(2, candidate_group_size=3, candidate_selector=lambda group, size, wrong=wrong: wrong).inv(
-                batch([1, 1], [0.0, 1.0])
-            )
+            chosen.inv(batch([1, 1], [0.0, 1.0]))
 
 
 def test_failed_candidates_are_not_chosen():
@@ -444,10 +437,8 @@ def test_raw_rewards_go_through_as_they_are():
 
 def test_a_quota_fills_a_buffer_to_its_groups_and_no_further():
     quota = GroupQuota(2)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(4),
-        transform=Compose(quota, MCAdvantage(2, scale="none", on_zero_variance="drop")),
-    )
+    transform = Compose(quota, MCAdvantage(2, scale="none", on_zero_variance="drop"))
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=transform)
     buffer.extend(batch([1, 1, 2, 2], [0.0, 1.0, 1.0, 1.0]))
     assert (len(buffer), quota.missing) == (2, 1)
     buffer.extend(batch([4, 3, 4, 3], [0.0, 1.0, 3.0, 2.0]))

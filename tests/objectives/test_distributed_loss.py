@@ -1,7 +1,5 @@
 """Two processes under DDP and FSDP2 compute the gradients of one process, though their shares of the tokens differ."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,8 +1,6 @@
 """DPOLoss compares whole answers, however its pairs are cut into batches; values and gradients by hand, by plain logits
 and by TRL."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections import defaultdict
@@ -12,15 +10,14 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.objectives import merge_outputs, total_loss
+from llmrl.objectives import total_loss
 from llmrl.objectives.llm import DPOLoss
 from llmrl.objectives.llm.functional import bradley_terry, preference
-from tests.support.causal_models import SMALL, gradients, naive_scores, sharpened
-from tests.support.losses import Recorded
+from tests.support.causal_models import SMALL, assert_same_gradients, causal_lm, gradients, naive_scores
+from tests.support.losses import Recorded, assert_same_step, run_step
 
 
 def pair(chosen, rejected, chosen_mask, rejected_mask, reference=None):
@@ -30,6 +27,12 @@ def pair(chosen, rejected, chosen_mask, rejected_mask, reference=None):
         num_chosen=torch.tensor(len(chosen)),
     )
     return row if reference is None else row.set("reference_log_probs", torch.tensor(reference))
+
+
+def answers(row):
+    """Ids and mask of the chosen answer, and of the rejected one."""
+    ids, mask, cut = row["tokens", "full"], row["masks", "all_assistant_mask"], int(row["num_chosen"])
+    return (ids[:cut], mask[:cut]), (ids[cut:], mask[cut:])
 
 
 def worked(**settings):
@@ -103,50 +106,32 @@ def random_pairs(count, seed=0):
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return sharpened(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
+    return causal_lm("qwen2", **SMALL)
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_log_probs_and_gradients_are_those_of_plain_logits(model, packing):
     batch = random_pairs(5)
-    scorer = TokenScorer(model)
-    scorer.use_packing(packing)
-    loss = DPOLoss(scorer, beta=0.3)
+    loss = DPOLoss(TokenScorer(model, packing=packing), beta=0.3)
     ours = gradients(model, total_loss(loss(batch)))
-    margins, sums = [], []
-    for row in batch.unbind(0):
-        cut = int(row["num_chosen"])
-        answers = []
-        for ids, mask in (
-            (row["tokens", "full"][:cut], row["masks", "all_assistant_mask"][:cut]),
-            (row["tokens", "full"][cut:], row["masks", "all_assistant_mask"][cut:]),
-        ):
-            scores = naive_scores(model, ids[None], torch.ones_like(ids[None], dtype=torch.bool), mask[None])
-            answers.append(scores[0].sum())
-        sums.append(torch.stack(answers).detach())
-        margins.append(answers[0] + 7.0 - answers[1] - 5.0)
-    expected = gradients(model, -nn.functional.logsigmoid(0.3 * torch.stack(margins)).mean())
-    torch.testing.assert_close(loss.sequence_log_probs(batch), torch.stack(sums), atol=1e-4, rtol=1e-5)
-    assert ours.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, atol=1e-5, rtol=1e-4)
+
+    def log_prob(ids, mask):
+        return naive_scores(model, ids[None], torch.ones(1, len(ids), dtype=torch.bool), mask[None])[0].sum()
+
+    sums = torch.stack([torch.stack([log_prob(*answer) for answer in answers(row)]) for row in batch.unbind(0)])
+    margins = sums[:, 0] + 7.0 - sums[:, 1] - 5.0
+    expected = gradients(model, -nn.functional.logsigmoid(0.3 * margins).mean())
+    torch.testing.assert_close(loss.sequence_log_probs(batch), sums.detach(), atol=1e-4, rtol=1e-5)
+    assert_same_gradients(ours, expected)
 
 
 def test_micro_batches_change_nothing(model):
     batch = random_pairs(7)
     loss = DPOLoss(TokenScorer(model), kind="ipo", beta=0.3)
-    whole = loss(batch)
-    expected = gradients(model, total_loss(whole))
-    counts = loss.count_step(batch)
-    assert (counts.sequences, counts.tokens) == (7, whole.tokens.item())
-    parts = [loss(batch[rows], normalizer=counts) for rows in (slice(0, 1), slice(1, 5), slice(5, 7))]
-    got = gradients(model, sum(total_loss(part) for part in parts))
-    merged = merge_outputs(parts)
-    for name in ("loss_dpo", "pairs_right", "margin", "chosen_log_prob", "rejected_log_prob", "tokens"):
-        assert getattr(merged, name).item() == pytest.approx(getattr(whole, name).item(), rel=1e-5)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5)
+    whole, counts = run_step(loss, batch), loss.count_step(batch)
+    assert (counts.sequences, counts.tokens) == (7, whole[0]["tokens"])
+    parts = run_step(loss, batch[:1], batch[1:5], batch[5:], normalizer=counts)
+    assert_same_step(parts, whole, rtol=1e-5, gradient=1e-6)
 
 
 def test_a_row_without_trained_tokens_changes_nothing():
@@ -196,12 +181,8 @@ def test_values_and_gradients_are_those_of_trl(kind):
     log_probs = loss.actor_network.log_prob.detach().clone().requires_grad_()
     mask = torch.tensor([[0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
     shifted = log_probs[:, 1:] * mask[:, 1:]
-    same = SimpleNamespace(
-        log_probs=shifted,
-        entropy=torch.zeros(4, 2),
-        mean_logits=torch.zeros(4, 2),
-        is_top1=torch.zeros(4, 2, dtype=torch.bool),
-    )
+    zeros = torch.zeros(4, 2)
+    same = SimpleNamespace(log_probs=shifted, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
     alone = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -227,10 +208,7 @@ def test_values_and_gradients_are_those_of_trl(kind):
         "ref_rejected_logps": torch.tensor([-2.0, -1.0]),
     }
     if kind == "ipo":  # TRL divides sums by lengths, ours compares means: the same with a reference that is a mean
-        inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = (
-            torch.tensor([-4.0, -4.0]),
-            torch.tensor([-2.0, -2.0]),
-        )
+        inputs |= {"ref_chosen_logps": torch.tensor([-4.0, -4.0]), "ref_rejected_logps": torch.tensor([-2.0, -2.0])}
     theirs = DPOTrainer._compute_loss(trainer, lambda **_: same, inputs, return_outputs=False)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     (theirs_gradient,) = torch.autograd.grad(theirs, log_probs)

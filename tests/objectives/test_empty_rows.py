@@ -1,7 +1,5 @@
 """A conversation without a trained token changes nothing: no loss, no gradient, no metric, whatever the settings."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -48,22 +46,17 @@ PLACES = {"first": [EMPTY, *FULL], "between": [FULL[0], EMPTY, FULL[1]], "last":
 
 
 def sft_settings() -> list[dict]:
+    names = ("reduction", "normalize_by_seq_length", "loss_function")
+    choices = itertools.product(("mean", "sum", "none"), (True, False), ("sft", "minor_sft"))
     reductions = [{"reduction": "token", "loss_function": "sft"}]
-    reductions += [
-        {"reduction": reduction, "normalize_by_seq_length": normalize, "loss_function": function}
-        for reduction, normalize, function in itertools.product(
-            ("mean", "sum", "none"), (True, False), ("sft", "minor_sft")
-        )
-    ]
+    reductions += [dict(zip(names, values, strict=True)) for values in choices]
     return [{**one, "kl_to_ref_coeff": kl} for one in reductions for kl in (None, 0.3)]
 
 
 def grpo_settings() -> list[dict]:
     names = ("token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum", "none")
     common = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.1, "entropy_coeff": 0.01}
-    return [
-        {**common, "aggregation": name, **({"max_length": 8} if name == "dr_grpo" else {})} for name in names
-    ]  # fmt: skip
+    return [{**common, "aggregation": name, "max_length": 8 if name == "dr_grpo" else None} for name in names]
 
 
 CASES = [(SFTLoss, settings) for settings in sft_settings()] + [(GRPOLoss, settings) for settings in grpo_settings()]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -65,9 +63,8 @@ def test_leave_one_out_against_the_loop_that_defines_it():
     for i in range(5):
         others = torch.cat([rewards[:i], rewards[i + 1 :]])
         assert plain[i].item() == pytest.approx((rewards[i] - others.mean()).item(), abs=1e-12)
-        assert scaled[i].item() == pytest.approx(
-            ((rewards[i] - others.mean()) / (others.std() + 1e-6)).item(), abs=1e-9
-        )
+        by_hand = (rewards[i] - others.mean()) / (others.std() + 1e-6)
+        assert scaled[i].item() == pytest.approx(by_hand.item(), abs=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
@@ -100,7 +97,7 @@ def test_whitening_is_that_of_the_tokens_written_out():
     assert tiny.abs().max() < 1e-2
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="one of group, population"):
         group_advantage(REWARDS, scale="std")
     with pytest.raises(ValueError, match=r"\[N, G\]"):

@@ -1,7 +1,5 @@
 """GRPOLoss gives the values that other implementations give, and metrics that are what they are called."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -106,19 +104,21 @@ def test_a_vetoed_sequence_counts_as_masked_and_not_in_the_loss(golden):
     assert ((per_token.loss_objective != 0).any(-1) == ~dropped).all()
 
 
-def test_metrics_on_worked_numbers():
-    ratio = torch.tensor([[1.0, 0.5, 2.0, 1.0, 2.0]])
-    td = TensorDict(
-        tokens=TensorDict(full=torch.zeros(1, 5, dtype=torch.int64), batch_size=[1]),
-        masks=TensorDict(
-            all_assistant_mask=torch.tensor([[False, True, True, True, False]]),
-            all_attention_mask=torch.ones(1, 5, dtype=torch.bool),
-            batch_size=[1],
-        ),
-        log_probs=TensorDict(full=torch.zeros(1, 5), batch_size=[1]),
+def one_row(mask: list[bool], log_probs: torch.Tensor) -> TensorDict:
+    """A conversation with the advantage 1."""
+    mask = torch.tensor([mask])
+    return TensorDict(
+        tokens=TensorDict(full=torch.zeros_like(mask, dtype=torch.int64), batch_size=[1]),
+        masks=TensorDict(all_assistant_mask=mask, all_attention_mask=torch.ones_like(mask), batch_size=[1]),
+        log_probs=TensorDict(full=log_probs, batch_size=[1]),
         advantage=torch.ones(1, 1, 1),
         batch_size=[1],
     )
+
+
+def test_metrics_on_worked_numbers():
+    ratio = torch.tensor([[1.0, 0.5, 2.0, 1.0, 2.0]])
+    td = one_row([False, True, True, True, False], torch.zeros(1, 5))
     output = GRPOLoss(Recorded(ratio.log()))(td)
     assert output.tokens == 3
     assert output.clip_fraction_high.item() == pytest.approx(1 / 3)  # 2.0 with A > 0
@@ -175,14 +175,7 @@ def test_an_actor_in_bfloat16_is_compared_in_float32(how):
             return td.set("log_probs", TensorDict(full=low, batch_size=td.batch_size))
 
     low = torch.tensor([[-1.0, -1.25]], dtype=torch.bfloat16)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    td = TensorDict(
-        tokens=TensorDict(full=torch.zeros(1, 2, dtype=torch.int64), batch_size=[1]),
-        masks=TensorDict(all_assistant_mask=mask, all_attention_mask=mask, batch_size=[1]),
-        log_probs=TensorDict(full=low.float() + 1e-3, batch_size=[1]),  # nearer than bfloat16 can tell
-        advantage=torch.ones(1, 1, 1),
-        batch_size=[1],
-    )
+    td = one_row([True, True], low.float() + 1e-3)  # nearer than bfloat16 can tell
     output = GRPOLoss(Recorded(low) if how == "scores" else Writes())(td)
     assert output.loss_objective.dtype == torch.float32
     assert output.mismatch_mean.item() == pytest.approx(1e-3, rel=1e-3)

@@ -1,7 +1,5 @@
 """Settings of GRPOLoss: refused combinations, one name per setting, presets in words."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

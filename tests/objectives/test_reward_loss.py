@@ -1,9 +1,9 @@
 """RewardLoss on worked numbers, against Transformers' own classifier and TRL, however pairs are cut into batches."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.reward_scorer import RewardScorer
-from llmrl.objectives import merge_outputs, total_loss
+from llmrl.objectives import total_loss
 from llmrl.objectives.llm import RewardLoss
-from tests.objectives.test_dpo import pair, random_pairs, sigmoid
-from tests.support.causal_models import SMALL, gradients, sharpened
+from tests.objectives.test_dpo import answers, pair, random_pairs, sigmoid
+from tests.support.causal_models import SMALL, assert_same_gradients, gradients, sharpened
+from tests.support.losses import assert_same_step, run_step
 
 
 class Given(nn.Module):
@@ -97,17 +98,14 @@ def test_the_gradient_of_a_pair():
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = Qwen2Config(**SMALL, num_labels=1)
-    return sharpened(Qwen2ForSequenceClassification(config))
+    return sharpened(Qwen2ForSequenceClassification(Qwen2Config(**SMALL, num_labels=1)))
 
 
 def test_rewards_are_those_of_the_classifier_that_transformers_reads(model):
     batch = random_pairs(4)
     ours = RewardLoss(RewardScorer(model)).pair_rewards(batch)
     for row, rewards in zip(batch.unbind(0), ours, strict=True):
-        cut = int(row["num_chosen"])
-        halves = row["tokens", "full"][:cut], row["tokens", "full"][cut:]
-        alone = [model(input_ids=ids[None]).logits.item() for ids in halves]
+        alone = [model(input_ids=ids[None]).logits.item() for ids, _ in answers(row)]
         assert rewards.tolist() == pytest.approx(alone, abs=1e-4)
 
 
@@ -117,16 +115,9 @@ def test_rewards_are_those_of_the_classifier_that_transformers_reads(model):
 def test_micro_batches_change_nothing(model, settings):
     batch = random_pairs(7)
     loss = RewardLoss(RewardScorer(model), **settings)
-    whole = loss(batch)
-    expected = gradients(model, total_loss(whole))
-    counts = loss.count_step(batch)
-    parts = [loss(batch[rows], normalizer=counts) for rows in (slice(0, 1), slice(1, 5), slice(5, 7))]
-    got = gradients(model, sum(total_loss(part) for part in parts))
-    merged = merge_outputs(parts)
-    for name in ("loss_reward", "pairs_right", "margin", "chosen_reward", "rejected_reward", "tokens"):
-        assert getattr(merged, name).item() == pytest.approx(getattr(whole, name).item(), rel=1e-5, abs=1e-6)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-4)
+    whole = run_step(loss, batch)
+    parts = run_step(loss, batch[:1], batch[1:5], batch[5:], normalizer=loss.count_step(batch))
+    assert_same_step(parts, whole, atol=1e-6, rtol=1e-5, gradient=1e-6)
 
 
 def test_what_cannot_be_compared_is_refused():
@@ -144,8 +135,6 @@ def test_what_cannot_be_compared_is_refused():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("margins", [None, [0.5, -0.25, 1.0, 0.0]])
 def test_values_and_gradients_are_those_of_trl(model, margins):
-    from types import SimpleNamespace
-
     from trl import RewardTrainer
 
     batch = random_pairs(4)
@@ -153,9 +142,7 @@ def test_values_and_gradients_are_those_of_trl(model, margins):
         batch["margin"] = torch.tensor(margins)
     ours = total_loss(RewardLoss(RewardScorer(model))(batch))
     expected = gradients(model, ours)
-    rows = batch.unbind(0)
-    halves = [row["tokens", "full"][: int(row["num_chosen"])] for row in rows]
-    halves += [row["tokens", "full"][int(row["num_chosen"]) :] for row in rows]
+    halves = [answers(row)[side][0] for side in (0, 1) for row in batch.unbind(0)]
     inputs = {
         "input_ids": nn.utils.rnn.pad_sequence(halves, batch_first=True),
         "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in halves], batch_first=True),
@@ -163,15 +150,9 @@ def test_values_and_gradients_are_those_of_trl(model, margins):
     inputs |= {} if margins is None else {"margin": torch.tensor(margins)}
     same = {"device": torch.device("cpu"), "gather": lambda x: x, "gather_for_metrics": lambda x: x}
     args = SimpleNamespace(center_rewards_coefficient=None)
-    state = {"aux_loss_enabled": False, "_metrics": {"train": _Lists(), "eval": _Lists()}, "_total_train_tokens": 0}
-    state |= {"_tp_size": 1}
+    state = {"aux_loss_enabled": False, "_metrics": defaultdict(lambda: defaultdict(list))}
+    state |= {"_total_train_tokens": 0, "_tp_size": 1}
     trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(**same), args=args, **state)
     theirs = RewardTrainer.compute_loss(trainer, model, inputs)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    for name, gradient in gradients(model, theirs).items():
-        torch.testing.assert_close(expected[name], gradient, atol=1e-5, rtol=1e-4)
-
-
-class _Lists(dict):
-    def __missing__(self, key):
-        return self.setdefault(key, [])
+    assert_same_gradients(expected, gradients(model, theirs))

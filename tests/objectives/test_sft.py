@@ -1,7 +1,5 @@
 """SFTLoss is a true token mean, leaves empty conversations out, and compares like with like in its KL."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,10 +12,11 @@ from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.modules.llm.policies import ChatHistory, TransformersWrapper
+from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm import SFTLoss, StepCounts, count_step
 from llmrl.testing import tiny_model, tiny_tokenizer
+from tests.support.conversations import history_td
 from tests.support.losses import Recorded, conversation
 
 LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt
@@ -28,16 +27,14 @@ def recorded(rows: list[list[float]] = LOG_PROBS) -> Recorded:
     return Recorded(nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True))
 
 
+def conversation_of(ids: torch.Tensor, mask: torch.Tensor) -> TensorDict:
+    return TensorDict(tokens=TensorDict(full=ids), masks=TensorDict(all_assistant_mask=mask))
+
+
 def batch(reference: list[list[float]] | None = None) -> TensorDictBase:
-    rows = []
-    for i, mask in enumerate(MASKS):
-        row = TensorDict(
-            tokens=TensorDict(full=torch.arange(len(mask))),
-            masks=TensorDict(all_assistant_mask=torch.tensor(mask, dtype=torch.bool)),
-        )
-        if reference is not None:
-            row["next", "ref_log_probs", "full"] = torch.tensor(reference[i])
-        rows.append(row)
+    rows = [conversation_of(torch.arange(len(mask)), torch.tensor(mask, dtype=torch.bool)) for mask in MASKS]
+    for row, values in zip(rows, reference or [], strict=reference is not None):
+        row["next", "ref_log_probs", "full"] = torch.tensor(values)
     return lazy_stack(rows)
 
 
@@ -116,12 +113,7 @@ def test_messages_are_rendered_and_give_the_loss_of_their_tokens():
     tokenizer = tiny_tokenizer()
     scorer = TokenScorer(tiny_model(tokenizer))
     rendered = Renderer(tokenizer).render(CHATS)
-    tokens = lazy_stack(
-        [
-            TensorDict(tokens=TensorDict(full=row.ids), masks=TensorDict(all_assistant_mask=row.assistant_mask))
-            for row in rendered
-        ]
-    )
+    tokens = lazy_stack([conversation_of(row.ids, row.assistant_mask) for row in rendered])
     from_messages = SFTLoss(scorer, tokenizer)(history_batch())
     assert from_messages.loss_sft == SFTLoss(scorer)(tokens).loss_sft
     assert from_messages.tokens == sum(int(row.assistant_mask.sum()) for row in rendered)
@@ -145,11 +137,9 @@ def test_after_overfitting_one_example_generation_says_it_and_stops():
     end = int(row.assistant_mask.nonzero()[-1])  # the end of the turn is learned too
     assert row.ids[end] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model(input_ids=row.ids[None]).logits[0, end - 1].softmax(-1)[row.ids[end]] > 0.99
-    policy = TransformersWrapper(
-        model.eval(), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "temperature": 0.0}
-    )
-    prompt = ChatHistory(prompt=History.from_chats([CHATS[0][:1]]), batch_size=[1])
-    out = policy(TensorDict(history=prompt, batch_size=[1]))
+    options = {"max_new_tokens": 32, "temperature": 0.0}
+    policy = TransformersWrapper(model.eval(), tokenizer=tokenizer, generate_kwargs=options)
+    out = policy(history_td([CHATS[0][:1]]))
     assert out["stop_reason"].tolist() == [StopReason.EOS]
     assert out["history"].response.to_chats()[0][-1]["content"] == "4"
 
@@ -164,9 +154,8 @@ def test_kl_to_a_reference_that_is_the_policy_is_exactly_zero_for_a_real_model(t
     masks = td.get(("masks", "all_assistant_mask"), as_list=True)
     width = max(map(len, rows))
     with torch.no_grad():  # scored as one batch of the same shape, as the recipes do
-        scores = scorer.token_scores(
-            *(pad_rows(column, length=width) for column in (rows, [torch.ones_like(mask) for mask in masks], masks))
-        )
+        columns = rows, [torch.ones_like(mask) for mask in masks], masks
+        scores = scorer.token_scores(*(pad_rows(column, length=width) for column in columns))
     for row, values in zip(td.unbind(0), scores.log_probs, strict=True):
         row["next", "ref_log_probs", "full"] = values[: len(row["tokens", "full"])].clone()
     for settings in ({}, {"reduction": "mean"}, {"loss_function": "minor_sft"}):
@@ -181,10 +170,10 @@ def test_kl_to_a_reference_that_is_the_policy_is_exactly_zero_for_a_real_model(t
 
 def test_what_is_missing_or_does_not_fit_is_named():
     loss = SFTLoss(recorded(), kl_to_ref_coeff=0.1)
-    with pytest.raises(MissingKeyError, match="Couldn't find the ref log-prob"):
+    with pytest.raises(MissingKeyError, match="find the ref log-prob"):
         loss(batch())
     short = [row[:-1] for row in LOG_PROBS]
-    with pytest.raises(ShapeError, match="got 2 values in row 0, whose conversation has 3 tokens"):
+    with pytest.raises(ShapeError, match=r"got 2 values in row 0, .*3 tokens"):
         loss(batch(short))
     with pytest.raises(MissingKeyError, match="keys present: 'other'"):
         loss(TensorDict(other=torch.zeros(2), batch_size=[2]))

@@ -1,7 +1,5 @@
 """Which tokens a loss trains: those that have a log-prob, and were sampled from something."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -29,18 +27,12 @@ def batch(padding: str | None) -> TensorDict:
         if padding is None:
             return [torch.tensor(row, dtype=dtype) for row in rows]
         before = [(width - len(row)) * padding.startswith("left") for row in rows]
-        return [
-            torch.tensor([0] * at + row + [0] * (width - at - len(row)), dtype=dtype)
-            for at, row in zip(before, rows, strict=True)
-        ]
+        wide = [[0] * at + row + [0] * (width - at - len(row)) for at, row in zip(before, rows, strict=True)]
+        return list(torch.tensor(wide, dtype=dtype))
 
-    columns = zip(
-        column(ROWS, torch.int64),
-        column(MASKS, torch.bool),
-        column([[1] * len(row) for row in ROWS], torch.bool),
-        column([[-1.5 * flag for flag in row] for row in MASKS], torch.float64),
-        strict=True,
-    )
+    attention = column([[1] * len(row) for row in ROWS], torch.bool)
+    log_probs = column([[-1.5 * flag for flag in row] for row in MASKS], torch.float64)
+    columns = zip(column(ROWS, torch.int64), column(MASKS, torch.bool), attention, log_probs, strict=True)
     rows = [
         TensorDict(
             tokens=TensorDict(full=ids),
@@ -92,10 +84,8 @@ def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_supervised_traini
 @pytest.mark.parametrize("aggregation", ["token", "seq-mean", "seq-sum", "prompt-mean", "sum"])
 def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_a_policy_gradient(aggregation, strategy, padding):
     actor, td = scorer(), batch(padding)
-    per_row = [
-        [-advantage * (log_prob + 1.5).exp() for log_prob in row]
-        for row, advantage in zip(worked_log_probs(actor.model), ADVANTAGES, strict=True)
-    ]
+    ratios = [[(log_prob + 1.5).exp() for log_prob in row] for row in worked_log_probs(actor.model)]
+    per_row = [[-advantage * ratio for ratio in row] for row, advantage in zip(ratios, ADVANTAGES, strict=True)]
     sums, means = [sum(row) for row in per_row], [sum(row) / len(row) for row in per_row]
     expected = {
         "token": sum(sums) / 5,
@@ -108,9 +98,7 @@ def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_a_policy_gradient
     output = loss(td)
     check(output.loss_objective, expected, actor.model)
     assert loss.count_step(td) == count_step(td) == StepCounts(5, 2, 2, {0: 4, 1: 1})
-    assert output.ratio_mean.item() == pytest.approx(
-        sum((log_prob + 1.5).exp().item() for row in worked_log_probs(actor.model) for log_prob in row) / 5
-    )
+    assert output.ratio_mean.item() == pytest.approx(sum(sum(row).item() for row in ratios) / 5)
 
 
 def test_the_first_token_of_a_row_weighs_nothing_in_whitened_advantages():

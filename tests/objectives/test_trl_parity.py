@@ -1,7 +1,5 @@
 """The same random batches through TRL's own functions and through ours. Runs where TRL is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import defaultdict
 from types import SimpleNamespace
@@ -28,18 +26,13 @@ CASES = {  # name: TRL's settings, ours
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"aggregation": "token", "clip_epsilon": (0.2, 0.28)}),
     "bnpo": ({"loss_type": "bnpo"}, {"aggregation": "token"}),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "dr_grpo", "max_length": L_MAX}),
-    "cispo": (  # TRL's epsilon_high is the bound itself
-        {"loss_type": "cispo", "epsilon_high": 1.3},
-        {"surrogate": "cispo", "clip_epsilon": (1.0, 0.3)},
-    ),
+    # TRL's epsilon_high is the bound itself
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"surrogate": "cispo", "clip_epsilon": (1.0, 0.3)}),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
         {"ratio_level": "sequence", "clip_epsilon": (0.05, 0.06), "aggregation": "seq-mean"},
     ),
-    "luspo": (
-        {"loss_type": "luspo", "importance_sampling_level": "token"},
-        {"aggregation": "seq-sum"},
-    ),
+    "luspo": ({"loss_type": "luspo", "importance_sampling_level": "token"}, {"aggregation": "seq-sum"}),
     "sapo": ({"loss_type": "sapo"}, {"surrogate": "sapo", "aggregation": "seq-mean"}),
     "two-sided": ({"loss_type": "dapo", "delta": 1.5}, {"dual_clip": 1.5}),
     "kl": ({"loss_type": "dapo", "beta": 0.1}, {"kl_to_ref_coeff": 0.1}),
@@ -48,32 +41,13 @@ CASES = {  # name: TRL's settings, ours
         {"kl_to_ref_coeff": 0.1, "kl_estimator": "k3-weighted", "aggregation": "seq-mean"},
     ),
     "on-policy": ({"loss_type": "dapo", "on_policy": True}, {"proximal": "detach"}),
-    "token truncation": (
-        {"loss_type": "dapo", "correct": "token_truncate"},
-        {"correction": "tis", "correction_cap": 1.2},
-    ),
-    "token mask": (
-        {"loss_type": "dapo", "correct": "token_mask"},
-        {"correction": "mask", "correction_band": (0.0, 1.2)},
-    ),
-    "sequence truncation": (
-        {"loss_type": "dapo", "correct": "sequence_truncate"},
-        {"correction": "seq-tis", "correction_cap": 1.2},
-    ),
-    "sequence mask": (
-        {"loss_type": "dapo", "correct": "sequence_mask"},
-        {"correction": "seq-mask", "correction_cap": 1.2},
-    ),
-}  # fmt: skip
-TRL_DEFAULTS = {
-    "loss_type": "dapo",
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.2,
-    "beta": 0.0,
-    "importance_sampling_level": "token",
-    "delta": None,
-    "use_bias_correction_kl": False,
+    "token truncation": ({"correct": "token_truncate"}, {"correction": "tis", "correction_cap": 1.2}),
+    "token mask": ({"correct": "token_mask"}, {"correction": "mask", "correction_band": (0.0, 1.2)}),
+    "sequence truncation": ({"correct": "sequence_truncate"}, {"correction": "seq-tis", "correction_cap": 1.2}),
+    "sequence mask": ({"correct": "sequence_mask"}, {"correction": "seq-mask", "correction_cap": 1.2}),
 }
+TRL_DEFAULTS = {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}
+TRL_DEFAULTS |= {"importance_sampling_level": "token", "delta": None, "use_bias_correction_kl": False}
 
 
 @pytest.fixture(params=range(4))
@@ -114,19 +88,11 @@ def trl_loss(numbers: SimpleNamespace, settings: dict) -> tuple[float, torch.Ten
     one_process = SimpleNamespace(
         num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value, sync_gradients=True
     )
+    arguments = {name: settings.pop(name) for name in ("delta", "use_bias_correction_kl")}
+    arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "steps_per_generation": 1}
     vars(trainer).update(
-        epsilon_low=settings["epsilon_low"],
-        epsilon_high=settings["epsilon_high"],
-        beta=settings["beta"],
-        loss_type=settings["loss_type"],
-        importance_sampling_level=settings["importance_sampling_level"],
-        args=SimpleNamespace(
-            delta=settings["delta"],
-            use_bias_correction_kl=settings["use_bias_correction_kl"],
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
-            steps_per_generation=1,
-        ),
+        **settings,
+        args=SimpleNamespace(**arguments),
         model=nn.Module().train(),
         accelerator=one_process,
         top_entropy_quantile=1.0,

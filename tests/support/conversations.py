@@ -22,6 +22,11 @@ def history_td(conversations):
     return TensorDict({"history": prompt}, [len(conversations)])
 
 
+def prompt_after(history, chats):
+    """The prompts of conversations that go on with ``chats``, as the container of a batch."""
+    return ChatHistory.from_rows({"prompt": history.extend(History.from_chats(chats), inplace=False, dim=-1)})
+
+
 def fake_policy(tokenizer, answers, **options):
     return LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer, **options)
 
@@ -56,8 +61,7 @@ class AskAgain(Transform):
         chats = prompt.to_chats()
         if self.hook is not None:
             self.hook(chats)
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * len(chats))
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
+        next_td["history"] = prompt_after(prompt, [[{"role": "user", "content": "Go on."}]] * len(chats))
         if (tokens := td.get("tokens", None)) is not None and tokens.rows("full") is not None:
             assert next_td["tokens"].rows("prompt") is not None
         stop = torch.tensor(["stop" in chat[-1]["content"] for chat in chats]).view(-1, 1)

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from llmrl.modules.llm.engines import TransformersEngine
+from llmrl.modules.llm.engines.vllm.compat import EXTENSION
+from tests.support.processes import wait_until
 
 PATIENCE_S = 120.0  # after which a test that would wait for ever fails
 
@@ -83,13 +85,6 @@ def open_sockets():
     return count
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
-
 class BackgroundCall(threading.Thread):
     """A call in a thread of its own."""
 
@@ -113,16 +108,26 @@ class BackgroundCall(threading.Thread):
         return self.value
 
 
+def scorer(model):
+    """Log-probs of sequences from full forwards of the Transformers library."""
+    return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
+
+
 def trainer_log_probs(model, prompts, generation, temperature=1.0):
-    """The log-probs of the drawn ids, from full forwards of the Transformers library."""
+    """What ``scorer`` says of the drawn ids."""
     full = [torch.cat(row) for row in zip(prompts, generation.ids, strict=True)]
-    scores = TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(full, temperature=temperature)
+    scores = scorer(model)(full, temperature=temperature)
     return [score[len(prompt) :] for score, prompt in zip(scores, prompts, strict=True)]
 
 
 def assert_rows_close(rows, expected, atol=1e-4):
-    for row, other in zip(rows, expected, strict=True):
-        torch.testing.assert_close(row, other, atol=atol, rtol=0)
+    torch.testing.assert_close(list(rows), list(expected), atol=atol, rtol=0)
+
+
+def random_prompts(num, vocabulary, seed=0, shortest=2, longest=9):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (num,), generator=generator).tolist()
+    return [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def stepped(model, seed=0, size=0.02):
@@ -225,6 +230,13 @@ def serving(folder, *arguments, **settings):
     finally:
         server.process.terminate()
         server._await_end()
+
+
+def serving_in_one_process(folder):
+    """A `Server` that takes weights and reports processed log-probs; in one process it starts faster than in two."""
+    arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
+    arguments += ("--distributed-executor-backend", "uni")
+    return serving(folder, *arguments, VLLM_SERVER_DEV_MODE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
 class SameScores:

@@ -1,16 +1,14 @@
 """Adapters reach an engine merged in copies, or alone; the trainer's model never changes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 
 from llmrl.errors import UnsupportedError
-from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import adapter_folder, merged_weights, weight_groups
+from tests.support.vllm import scorer, stepped
 
 peft = pytest.importorskip("peft")
 IDS = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([70, 8, 9, 10, 400, 12])]
@@ -21,16 +19,11 @@ def adapted(architecture="qwen2", seed=0, **options):
     model = tiny_model(tiny_tokenizer(), architecture=architecture, heads=2)
     settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]} | options
     model = peft.get_peft_model(model, peft.LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    return stepped(model, seed, size=0.1).eval()
 
 
 def scores(model):
-    return torch.cat(TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score(IDS))
+    return torch.cat(scorer(model)(IDS))
 
 
 def merged_model(model, groups):

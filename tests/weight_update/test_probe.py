@@ -1,7 +1,5 @@
 """The probe finds an update that did not arrive, at the smallest learning rates, and never ends a healthy run."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -55,14 +53,12 @@ class Noisy:
 def test_a_thousand_healthy_pushes_have_no_warning(level):
     sides = Noisy(level)
     probe = sides.probe()
-    warnings = 0
     for push in range(1000):
         sides.update()
         mean, warning = probe.prove(sides.arrive, *sides.scorers())
-        warnings += bool(warning)
+        assert warning == ""
         if push % 100 == 0:
             assert mean == pytest.approx(level, rel=0.5)
-    assert warnings == 0
 
 
 def test_noise_that_grows_slowly_is_followed():
@@ -141,14 +137,14 @@ def test_only_sampled_tokens_count():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_is_no_number_never_passes(value):
+def test_scores_that_are_not_finite_never_pass(value):
     trainer, engine = scorer([0.0, -1.0, -2.0], [0.0, -3.0]), scorer([0.0, -1.0, -2.0], [0.0, value])
     with pytest.raises(WeightSyncError, match="the engine scores token 1 of row 1"):
         SyncProbe().use(IDS, MASKS, engine, trainer)
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ShapeError, match=r"the engine must score every token: got shapes \[\(3,\)\]"):
+    with pytest.raises(ShapeError, match=r"score every token: got shapes \[\(3,\)\]"):
         SyncProbe().use(IDS, MASKS, scorer([0.0, -1.0, -2.0]), scorer([0.0, -1.0, -2.0], [0.0, -3.0]))
     with pytest.raises(ShapeError, match=r"got \(1,\) and \(1,\) in row 0"):
         SyncProbe().use([torch.tensor([1])], [torch.tensor([True])], None, None)
@@ -176,7 +172,6 @@ def test_a_dropped_push_of_a_real_model_is_found_at_a_learning_rate_of_a_million
         optimizer.step()
         optimizer.zero_grad()
         lost = iter([step == 3, False])
-        mean, warning = probe.prove(
-            lambda lost=lost: next(lost) or publish(model, engine), engine.score, trainer_scores
-        )
+        push = lambda lost=lost: next(lost) or publish(model, engine)  # noqa: E731
+        mean, warning = probe.prove(push, engine.score, trainer_scores)
         assert ("to the last bit" in warning) == (step == 3), (step, mean, warning)

@@ -1,7 +1,5 @@
 """Weights to other processes by Ray, by torch.distributed.rpc and from rank to rank: real ones, on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -32,9 +30,8 @@ FORK = mp.get_context("fork")
 
 def make_model(value=0.0):
     model = nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
     return model
 
 
@@ -77,12 +74,10 @@ def run(world, *roles, context=FORK):
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port, and held open
     problems = context.SimpleQueue()
-    processes = [
-        context.Process(target=play, args=(role, rank, world, store.port, problems), daemon=True)
-        for rank, role in enumerate(roles)
-    ]
-    for process in processes:
-        process.start()
+    processes = []
+    for rank, role in enumerate(roles):
+        processes.append(context.Process(target=play, args=(role, rank, world, store.port, problems), daemon=True))
+        processes[-1].start()
     processes[0].join(300)
     for process in processes:
         process.kill()
@@ -134,6 +129,7 @@ def gloo_trainer(rank, world):
     with pytest.raises((DeadlineError, WorkerError), match="worker 1"):
         sender.update_weights(make_model(6))
     sender.unregister_worker(1)
+    sender.scheme.timeout = 60.0
     sender.update_weights(make_model(7))
 
 
@@ -212,9 +208,11 @@ def test_calls_bring_weights_to_workers_that_take_them_at_once_or_when_they_poll
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def with_ray(test):
+    return pytest.mark.ray(pytest.mark.slow(pytest.mark.filterwarnings("ignore::ResourceWarning")(test)))
+
+
+@with_ray
 def test_actors_take_weights_from_the_object_store(cluster):
     actor_class = cluster.remote(Holder).options(num_cpus=0, max_concurrency=1)
     actors = [actor_class.remote() for _ in range(2)]
@@ -247,9 +245,7 @@ def test_actors_take_weights_from_the_object_store(cluster):
     assert cluster.get(actors[1].values.remote()) == [5.0, 7.0]
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@with_ray
 def test_an_actor_that_collects_in_a_thread_takes_weights_there(cluster):
     actor = cluster.remote(Holder).options(num_cpus=0).remote()
     scheme = RayWeightSyncScheme(timeout=60)
@@ -262,9 +258,7 @@ def test_an_actor_that_collects_in_a_thread_takes_weights_there(cluster):
     assert cluster.get(actor.threads_that_applied.remote()) == ["collecting"]
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@with_ray
 def test_a_transforms_module_in_an_actor_belongs_to_no_worker(cluster):
     actor = cluster.remote(Holder).options(num_cpus=0).remote()
     collector = SimpleNamespace(transform=[SimpleNamespace(actor=actor)])

@@ -1,7 +1,5 @@
 """A sender hands weights to workers, each of which applies them whole at a boundary of its own, and answers."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from types import SimpleNamespace
@@ -14,11 +12,7 @@ from torch import nn
 
 from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, WeightSyncError, WorkerError
 from llmrl.testing import tiny_model
-from llmrl.weight_update import (
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-)
+from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 
 FORK = mp.get_context("fork")
 SCHEMES = pytest.mark.parametrize("make_scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
@@ -156,7 +150,7 @@ def test_a_worker_that_never_polls_is_named_at_the_deadline_and_may_recover(make
 def test_more_weights_than_a_pipe_holds_wait_for_a_worker_that_is_late(make_scheme):
     sender, receiver = connect(make_scheme(), target := nn.Linear(1000, 1000))
     sender.update_weights(source := nn.Linear(1000, 1000))
-    assert receiver.receive(5) == 1
+    assert receiver.receive(60) == 1
     assert torch.equal(source.weight, target.weight)
 
 
@@ -204,13 +198,12 @@ def test_worker_ids_choose_who_gets_a_version(make_scheme):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_hugging_face_model_with_buffers_that_are_not_saved_and_tied_weights(make_scheme, dtype):
     source, target = tiny_model(), tiny_model().to(dtype)
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(1)
+    for parameter in source.parameters():
+        parameter.data.add_(1)
     sender, receiver = connect(make_scheme(), target)
     for weights in (TensorDict.from_module(source), source, source.state_dict()):
         sender.update_weights(weights)
-        receiver.receive(5)
+        receiver.receive(60)
         sender.wait()
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, source.state_dict()[name].to(dtype)), name
@@ -226,10 +219,9 @@ def test_weights_of_a_gpu_reach_a_model_on_it_or_in_main_memory(make_scheme, the
     for version in (1, 2, 3):
         sender.update_weights(fill(source, version))
         fill(source, -1)
-        assert receiver.receive(5) == version
-    assert {(tensor.device.type, tensor.float().mean().item()) for tensor in target.state_dict().values()} == {
-        (there, 3.0)
-    }
+        assert receiver.receive(60) == version
+    tensors = target.state_dict().values()
+    assert {(tensor.device.type, tensor.float().mean().item()) for tensor in tensors} == {(there, 3.0)}
 
 
 def test_shared_memory_is_one_block_for_all_workers_and_two_in_turn():
@@ -239,8 +231,8 @@ def test_shared_memory_is_one_block_for_all_workers_and_two_in_turn():
     for version in range(1, 6):
         sender.update_weights(make_model(version))
         assert (first.receive(1), second.receive(1)) == (version, version)
-        with torch.no_grad():
-            models[0][0].weight.fill_(-version)  # a worker must not do this: it shows that the other one sees it
+        # a worker must not do this: it shows that the other one sees it
+        nn.init.constant_(models[0][0].weight, -version)
         assert (models[1][0].weight == -version).all()
         assert (models[1][0].bias == version).all()
     assert len(sender._transports[1]._known) == 2
@@ -358,8 +350,17 @@ def use_all_the_time(scheme, theirs, results, stop):
     results.put((taken, torn))
 
 
-def push_all_the_time(make_scheme, versions, seconds=0.0):
-    """Pushes to three workers, one of which is killed on the way."""
+def push_until_noticed(sender, named):
+    for _ in range(2):  # the first one may still be handed over
+        for tensor in named.values():
+            tensor.fill_(sender.version + 1)
+        sender.update_weights(named)
+
+
+@SCHEMES
+@pytest.mark.parametrize(("versions", "seconds"), [(20, 0.0), pytest.param(200, 15.0, marks=pytest.mark.slow)])
+def test_no_worker_ever_sees_half_of_an_update(make_scheme, versions, seconds):
+    """Of three workers one is killed on the way."""
     sender, results = make_scheme(timeout=60.0).create_sender(), FORK.SimpleQueue()
     stop = FORK.RawValue("b")  # without a lock, which the killed worker might hold
     named, workers = {f"weight_{n}": torch.zeros(20_000) for n in range(20)}, []
@@ -388,21 +389,3 @@ def push_all_the_time(make_scheme, versions, seconds=0.0):
     found = [results.get() for _ in range(2)]
     assert [torn for _, torn in found] == [0, 0]
     assert sender.version - 2 <= min(taken for taken, _ in found) <= sender.version
-
-
-def push_until_noticed(sender, named):
-    for _ in range(2):  # the first one may still be handed over
-        for tensor in named.values():
-            tensor.fill_(sender.version + 1)
-        sender.update_weights(named)
-
-
-@SCHEMES
-def test_no_worker_ever_sees_half_of_an_update(make_scheme):
-    push_all_the_time(make_scheme, versions=20)
-
-
-@pytest.mark.slow
-@SCHEMES
-def test_no_worker_ever_sees_half_of_an_update_for_longer(make_scheme):
-    push_all_the_time(make_scheme, versions=200, seconds=15.0)

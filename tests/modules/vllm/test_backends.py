@@ -1,10 +1,9 @@
 """The documented names over vLLM: each of them is an engine, or a function of one, that really works."""
 
-from __future__ import annotations
-
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def free_port():
     ("arguments", "message"),
     [
         ({"devices": [0], "num_devices": 1}, "exclude each other"),
-        ({"num_devices": 0}, "num_devices must be at least 1: got 0"),
+        ({"num_devices": 0}, "num_devices .*at least 1: got 0"),
         ({"devices": [torch.device("cpu")]}, "a GPU with a number: got cpu"),
         ({"devices": [1, 1], "make_ray_worker": False}, r"different GPUs, at least one: got \[1, 1\]"),
         ({"enable_fp32_output": True, "dtype": "bfloat16"}, "needs dtype float32: got 'bfloat16'"),
@@ -89,15 +88,8 @@ def test_a_group_on_the_cpu_broadcasts_beside_the_default_one():
 
 @pytest.mark.vllm
 def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
-    engine = make_vllm_worker(
-        model_name=folder,
-        make_ray_worker=False,
-        enforce_eager=True,
-        enable_fp32_output=True,
-        max_model_len=128,
-        eos_token_ids=(),
-    )
-    try:
+    options = {"enforce_eager": True, "enable_fp32_output": True, "max_model_len": 128, "eos_token_ids": ()}
+    with closing(make_vllm_worker(model_name=folder, make_ray_worker=False, **options)) as engine:
         assert isinstance(engine, LLMOnDevice)
         assert isinstance(engine, VLLMEngine)
         model, reference = trainer(seed=1)
@@ -124,8 +116,6 @@ def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
         assert call(vLLMWorker.check_weights_changed) == [True]
         engine.core.llm.reset_prefix_cache()
         PROBE(engine.score, reference.score)
-    finally:
-        engine.close()
 
 
 @pytest.mark.vllm
@@ -143,15 +133,13 @@ def test_an_engine_in_a_ray_actor_is_a_policy_like_any_other(folder):
         with pytest.raises(WeightSyncError, match=r"missing model.norm.weight"):
             engine.update_weights({n: t for n, t in model.state_dict().items() if n != "model.norm.weight"}, version=6)
         assert engine.version == 5
-        drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=4), seeds=[1, 2])
-        again = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 4}).engine.generate(
-            PROMPTS, SamplingParams(max_new_tokens=4), seeds=[1, 2]
-        )
+        short, policy = SamplingParams(max_new_tokens=4), vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 4})
+        drawn, again = (one.generate(PROMPTS, short, seeds=[1, 2]) for one in (engine, policy.engine))
         assert drawn.version == 5
         assert [ids.tolist() for ids in drawn.ids] == [ids.tolist() for ids in again.ids]
         ray.kill(engine._actor)
         with pytest.raises(RolloutError, match="the actor must live to answer generate"):
-            engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
+            engine.generate(PROMPTS, short)
         engine.close()
         engine.close()
         with pytest.raises(RolloutError, match=r"close\(\) was called"):

@@ -1,7 +1,5 @@
 """What is decided before an engine runs: versions, arguments, request options. Most of it needs no vLLM."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess
@@ -29,10 +27,8 @@ def some_vllm(**changes):
         def reset_prefix_cache(self): ...
 
     arguments = "logprobs_mode worker_extension_cls enforce_eager kv_cache_memory_bytes max_model_len"
-    options = (
-        "max_tokens temperature top_p top_k min_p repetition_penalty seed stop stop_token_ids ignore_eos logprobs "
-    )
-    options += "prompt_logprobs flat_logprobs detokenize skip_special_tokens output_kind"
+    options = "max_tokens temperature top_p top_k min_p repetition_penalty seed stop stop_token_ids ignore_eos "
+    options += "logprobs prompt_logprobs flat_logprobs detokenize skip_special_tokens output_kind"
     return SimpleNamespace(**{"LLM": LLM, "EngineArgs": taking(arguments), "SamplingParams": taking(options)} | changes)
 
 
@@ -46,11 +42,9 @@ def taking(names):
     return called
 
 
-def test_a_version_is_accepted_for_what_it_has():
+def test_a_version_is_accepted_for_what_it_has_and_what_it_lacks_is_named():
     assert compat.missing_capabilities(some_vllm()) == []
 
-
-def test_what_a_version_lacks_is_named():
     class OldLLM:
         def generate(self, prompts, sampling_params): ...
         def reset_prefix_cache(self): ...
@@ -158,30 +152,28 @@ def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once()
     assert (options["temperature"], options["top_k"], options["stop_token_ids"]) == (0.0, 0, [2, 9, 3])
 
 
-def test_what_is_no_model_is_refused():
-    with pytest.raises(ConfigError, match=r"must be a folder or hub name.*got dict"):
-        VLLMEngine({})
-    with pytest.raises(ConfigError, match="max_model_len can only be set when the engine is built"):
-        VLLMEngine("http://localhost:1", max_model_len=5)
-    with pytest.raises(ConfigError, match="device is decided by vLLM"):
-        vLLMWrapper("anything", tokenizer=tiny_tokenizer(), device="cpu")
+URL = "http://localhost:1"
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: VLLMEngine({}), "must be a folder or hub name.*got dict"),
+        (lambda: VLLMEngine(URL, max_model_len=5), "max_model_len can only be set when the engine is built"),
+        (lambda: VLLMEngine(URL, timeout_s=0), "timeout_s must be positive: got 0"),
+        (lambda: VLLMEngine(URL, connect_s=0), "connect_s must be positive: got 0"),
+        (lambda: VLLMEngine(URL, weight_backend="ncl"), "Did you mean 'nccl'"),
+        (lambda: AsyncVLLMEngine("model", in_flight="drop"), "'finish', 'abort' or 'continue': got 'drop'"),
+        (lambda: AsyncVLLMEngine(URL), "own_process can only be set when the engine is built"),
+        (lambda: vLLMWrapper("any", tokenizer=tiny_tokenizer(), device="cpu"), "device is decided by vLLM"),
+    ],
+)
+def test_unusable_models_and_settings_are_refused(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
 
 
 def test_wrong_settings_are_refused_before_an_engine_is_built():
     """Regression: the engine of a wrapper that could not be made stayed open."""
     with pytest.raises(ConfigError, match="min_batch_size must not exceed max_batch_size"):
         vLLMWrapper("no/such/model", tokenizer=tiny_tokenizer(), min_batch_size=3, max_batch_size=2)
-
-
-def test_settings_that_cannot_be_run_are_refused():
-    for settings, message in (
-        ({"timeout_s": 0}, "timeout_s must be positive: got 0"),
-        ({"connect_s": 0}, "connect_s must be positive: got 0"),
-        ({"weight_backend": "ncl"}, "Did you mean 'nccl'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            VLLMEngine("http://localhost:1", **settings)
-    with pytest.raises(ConfigError, match="in_flight must be 'finish', 'abort' or 'continue': got 'drop'"):
-        AsyncVLLMEngine("model", in_flight="drop")
-    with pytest.raises(ConfigError, match="own_process can only be set when the engine is built"):
-        AsyncVLLMEngine("http://localhost:1")

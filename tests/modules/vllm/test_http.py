@@ -2,8 +2,6 @@
 silence is noticed. Needs no vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -22,7 +20,7 @@ from llmrl.modules.llm.engines.vllm.server import served_model
 from tests.support.vllm import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PROMPT = torch.tensor([1])
 
 
@@ -75,9 +73,6 @@ def drip(*pieces):
             send(pieces[-1])
 
     return answer
-
-
-# --- one request ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,9 +131,6 @@ def test_a_health_check_that_drips_interrupts_what_waits(monkeypatch):
         ask(connections)
 
 
-# --- an engine over a server ------------------------------------------------------------------------------------------
-
-
 def test_a_server_that_stays_silent_is_named_at_the_deadline_of_its_first_answer():
     """Regression: the deadline of the first tokens, 120 s, was that of the first answer."""
     with answering(lambda send: threading.Event().wait(PATIENCE_S)) as url:
@@ -158,7 +150,7 @@ def test_what_is_not_a_vllm_server_is_named():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(RolloutError, match=f"{url}/v1/models must be reachable"):
             VLLMEngine(url)
-    refused = pytest.raises(ConfigError, match="must be a server started by vllm serve: its answers lack 'data'")
+    refused = pytest.raises(ConfigError, match="vllm serve: its answers lack 'data'")
     with answering(lambda send: send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")) as url, refused:
         VLLMEngine(url)
     with pytest.raises(ConfigError, match="http://host:port"):
@@ -215,10 +207,10 @@ def test_a_server_that_falls_silent_is_noticed_long_before_the_deadline():
             released.wait(PATIENCE_S)
 
     with completions(hang) as url:
-        engine = VLLMEngine(url, eos_token_ids=(), silence_s=0.3)
+        engine = VLLMEngine(url, eos_token_ids=(), silence_s=1.5)
         assert engine.generate([PROMPT], SamplingParams(max_new_tokens=3)).ids[0].tolist() == [7, 7, 7]
         silent.set()
-        with pytest.raises(RolloutError, match=r"gave up on .*/v1/comp.*must answer /health within 0\.3 s"):
+        with pytest.raises(RolloutError, match=r"gave up on .*/v1/comp.*must answer /health within 1\.5 s"):
             engine.generate([PROMPT] * 5, SamplingParams(max_new_tokens=3))  # its own deadline is in 603 s
         assert not released.is_set()
         silent.clear()
@@ -235,11 +227,11 @@ def test_a_slow_answer_of_a_server_that_lives_is_waited_for():
         if path == "/health":
             asked.release()
         elif path == "/v1/completions":
-            for _ in range(2):  # it was asked for its health twice, more than the silence that is allowed
+            for _ in range(2):  # its health was asked for twice, a second apart: longer than the silence allowed
                 assert asked.acquire(timeout=PATIENCE_S)
 
     with completions(hang) as url:
-        engine = VLLMEngine(url, eos_token_ids=(), silence_s=0.3)
+        engine = VLLMEngine(url, eos_token_ids=(), silence_s=1.5)
         assert len(engine.generate([PROMPT], SamplingParams(max_new_tokens=2)).ids) == 1
         engine.close()
 
@@ -247,7 +239,8 @@ def test_a_slow_answer_of_a_server_that_lives_is_waited_for():
 def test_a_request_to_a_server_ends_at_its_deadline():
     released = threading.Event()
     with completions(lambda path: path == "/v1/completions" and released.wait(PATIENCE_S)) as url:
-        engine = VLLMEngine(url, eos_token_ids=(), timeout_s=0.4)
+        engine = VLLMEngine(url, eos_token_ids=())
+        engine.timeout_s = 0.4  # only now: building it may take longer
         with pytest.raises(DeadlineError, match=r"/v1/completions must answer within 0\.4 s"):
             engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
         released.set()

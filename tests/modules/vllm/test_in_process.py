@@ -1,7 +1,5 @@
 """VLLMEngine in this process, beside what every engine promises: what it does to the process, how calls end."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

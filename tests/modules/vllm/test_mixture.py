@@ -1,6 +1,6 @@
 """Mixtures of experts over vLLM: what they sample, and that new weights reach the experts as they reach the rest."""
 
-from __future__ import annotations
+from contextlib import closing
 
 import pytest
 import torch
@@ -39,21 +39,17 @@ def difference(model, engine):
 def test_new_weights_reach_the_experts(architecture, settings, own_process):
     torch.manual_seed(0)
     model = mixture(architecture, **settings)
-    engine = VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128, own_process=own_process)
-    try:
+    with closing(VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128, own_process=own_process)) as engine:
         assert difference(model, engine) < 1e-4
         for version in (1, 2):
             assert difference(stepped(model, version, size=0.05), engine) > 0.1, "it has the old weights"
             engine.update_weights(model.state_dict(), version=version)
             assert difference(model, engine) < 1e-4
-    finally:
-        engine.close()
 
 
 def test_an_update_that_broke_off_leaves_experts_that_a_whole_one_can_replace():
     model = mixture("mixtral")
-    engine = VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128)
-    try:
+    with closing(VLLMEngine(model, eos_token_ids=(), seed=0, max_model_len=128)) as engine:
         weights = stepped(model, size=0.05).state_dict()
 
         def broken():
@@ -64,8 +60,6 @@ def test_an_update_that_broke_off_leaves_experts_that_a_whole_one_can_replace():
             engine.core.call_workers("llmrl_load_weights", float("inf"), weights=broken())
         engine.update_weights(weights, version=1)
         assert difference(model, engine) < 1e-4
-    finally:
-        engine.close()
 
 
 def test_replayed_routes_bring_the_trainer_closer_to_an_engine_that_rounds():
@@ -79,8 +73,7 @@ def test_replayed_routes_bring_the_trainer_closer_to_an_engine_that_rounds():
     shared = torch.arange(5, 60)
     prompts = [*PROMPTS, shared, shared]
     settings = {"eos_token_ids": (), "seed": 0, "max_model_len": 128, "dtype": "bfloat16", "own_process": True}
-    engine = VLLMEngine(model, enable_return_routed_experts=True, **settings)
-    try:
+    with closing(VLLMEngine(model, enable_return_routed_experts=True, **settings)) as engine:
         for version in range(2):
             own, replayed, differing = [], [], []
             for _ in range(2):  # the second time prompts are in the prefix cache
@@ -107,5 +100,3 @@ def test_replayed_routes_bring_the_trainer_closer_to_an_engine_that_rounds():
             assert means[1] < 0.7 * means[0]
             engine.update_weights(stepped(model, version, size=0.01).state_dict(), version=version + 1)
         assert engine.score([prompts[0]])[0].shape == prompts[0].shape
-    finally:
-        engine.close()

@@ -1,17 +1,15 @@
 """Several servers as one engine: rows shared out, a killed server's rows asked again elsewhere, its return noticed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
+from contextlib import closing
 
 import pytest
 import torch
 
 from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
-from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
@@ -21,7 +19,14 @@ from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.tasks import Task
 from llmrl.weight_update import publish
-from tests.support.vllm import BackgroundCall, serving, stepped, trainer_log_probs, wait_until
+from tests.support.vllm import (
+    BackgroundCall,
+    assert_rows_close,
+    serving_in_one_process,
+    stepped,
+    trainer_log_probs,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302], [5, 6])]
@@ -30,18 +35,14 @@ SHORT, LONG = SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=90
 
 @pytest.fixture(scope="module")
 def second_server(served_folder):
-    arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
-    arguments += ("--distributed-executor-backend", "uni")
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with serving(served_folder, *arguments, **environment) as server:
+    with serving_in_one_process(served_folder) as server:
         yield server
 
 
 def check_weights(engine, model, version):
     drawn = engine.generate(PROMPTS, SHORT)
     assert drawn.version == version
-    for said, right in zip(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn), strict=True):
-        torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
+    assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn))
 
 
 def run_settings(folder, model, url, **rollout):
@@ -76,11 +77,8 @@ def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm
     with Session(config) as session:
         plan = plan_engine(config, session, task, [], meta_model(config, task.tokenizer, runs=tmp_path))
         assert plan.place == f"vLLM behind {vllm_server.url}"
-        rollouts = RolloutEngine(config, session, model, task.tokenizer, {}, plan)
-        try:
+        with closing(RolloutEngine(config, session, model, task.tokenizer, {}, plan)) as rollouts:
             check_weights(rollouts.policy.engine, model, 0)
-        finally:
-            rollouts.close()
 
 
 def test_answers_to_one_prompt_come_from_one_server_as_far_as_the_load_stays_even():

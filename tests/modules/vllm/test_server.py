@@ -2,8 +2,6 @@
 killed and started again: calls end in an error, and weights that it lost are noticed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A block of shared memory: what is written is what another process reads, and every other bit is noticed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """Sleep and wake: what an engine refuses meanwhile, and that it computes with the weights that woke it."""
 
-from __future__ import annotations
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,15 +9,15 @@ from llmrl.errors import RolloutError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish
-from tests.support.vllm import stepped, trainer_log_probs
+from tests.support.vllm import assert_rows_close, stepped, trainer_log_probs
 
 pytestmark = pytest.mark.vllm
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]
 SHORT = SamplingParams(max_new_tokens=6)
 
 
-def check_nights(engine, model, memory=lambda: None):
-    """Two nights without weights, one with weights kept, and every order that is refused; vLLM's own state after each.
+def check_sleep_and_wake(engine, model, memory=lambda: None):
+    """Two sleeps that discard the weights and one that keeps them, and every call that is refused meanwhile.
 
     ``memory``  called where the engine is asleep, and where it is awake
     """
@@ -40,8 +40,7 @@ def check_nights(engine, model, memory=lambda: None):
         memory()
         drawn = engine.generate(PROMPTS, SHORT, seeds=[1, 2])
         assert drawn.version == version
-        for said, right in zip(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn), strict=True):
-            torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
+        assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn))
     assert not all(torch.equal(*pair) for pair in zip(before.log_probs, drawn.log_probs, strict=True))
 
     engine.sleep(keep_weights=True)
@@ -56,17 +55,14 @@ def check_nights(engine, model, memory=lambda: None):
 def test_an_engine_sleeps_and_wakes_with_the_weights_that_it_is_given(own_process):
     model, tokenizer = tiny_model(tiny_tokenizer(), heads=2), tiny_tokenizer()
     options = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {}
-    engine = VLLMEngine(model, tokenizer=tokenizer, seed=0, max_model_len=128, own_process=own_process, **options)
+    options |= {"seed": 0, "max_model_len": 128, "own_process": own_process}
     calls = []
-    inner = engine.core.llm
-    for name in ("sleep", "wake_up", "reset_prefix_cache"):  # what vLLM is asked, in order
-        setattr(inner, name, recording(calls, name, getattr(inner, name)))
-    try:
-        check_nights(engine, model)
-    finally:
-        engine.close()
-    night = [("sleep", 2), ("wake_up", ["weights"]), ("reset_prefix_cache",), ("wake_up", ["kv_cache"])]
-    assert calls == [*night, *night, ("sleep", 1), ("wake_up", None)]
+    with closing(VLLMEngine(model, tokenizer=tokenizer, **options)) as engine:
+        for name in ("sleep", "wake_up", "reset_prefix_cache"):  # what vLLM is asked, in order
+            setattr(engine.core.llm, name, recording(calls, name, getattr(engine.core.llm, name)))
+        check_sleep_and_wake(engine, model)
+    discarding = [("sleep", 2), ("wake_up", ["weights"]), ("reset_prefix_cache",), ("wake_up", ["kv_cache"])]
+    assert calls == [*discarding, *discarding, ("sleep", 1), ("wake_up", None)]
 
 
 def recording(calls, name, function):
@@ -83,20 +79,11 @@ def recording(calls, name, function):
 @pytest.mark.parametrize("own_process", [False, True], ids=["here", "apart"])
 def test_beside_a_trainer_on_one_gpu_sleep_frees_the_memory_and_the_weights_come_back(own_process):
     model, tokenizer = tiny_model(tiny_tokenizer(), heads=1).cuda(), tiny_tokenizer()
-    devices = {"devices": [torch.cuda.current_device()]} if own_process else {}
-    engine = VLLMEngine(
-        model,
-        tokenizer=tokenizer,
-        max_model_len=128,
-        gpu_memory_utilization=0.3,
-        enable_sleep_mode=True,
-        **devices,
-    )
+    options = {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True, "max_model_len": 128}
+    options |= {"devices": [torch.cuda.current_device()]} if own_process else {}
     free = []
-    try:
-        check_nights(engine, model, lambda: free.append(torch.cuda.mem_get_info()[0]))
-    finally:
-        engine.close()
+    with closing(VLLMEngine(model, tokenizer=tokenizer, **options)) as engine:
+        check_sleep_and_wake(engine, model, lambda: free.append(torch.cuda.mem_get_info()[0]))
     asleep, awake = min(free[::2]), max(free[1::2])
     total = torch.cuda.mem_get_info()[1]
     assert asleep - awake > 0.2 * total, "keys and values alone are more than that"

@@ -2,8 +2,6 @@
 and nothing is left however it ends. Processes are really killed.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -16,17 +14,18 @@ import pytest
 import torch
 
 from llmrl.collectors.llm import LLMCollector
-from llmrl.data.llm.chat import History
 from llmrl.envs import Transform
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import ConfigError, DeadlineError, LLMRLError, RolloutError, WeightSyncError
-from llmrl.modules.llm import ChatHistory, vLLMWrapper
-from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason, TransformersEngine
+from llmrl.modules.llm import vLLMWrapper
+from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.weight_update import publish, weight_groups
+from tests.support.conversations import prompt_after
 from tests.support.vllm import (
+    PATIENCE_S,
     BackgroundCall,
     SameScores,
     assert_rows_close,
@@ -34,6 +33,7 @@ from tests.support.vllm import (
     footprint,
     left_in_memory,
     open_sockets,
+    scorer,
     shared_files,
     stepped,
     trainer_log_probs,
@@ -51,18 +51,15 @@ def process(engine):
     return engine.core._processes[0]
 
 
-def is_drawing(engine, count):
-    """Whether the engine's process has been given so many requests and not answered them."""
-    return lambda: engine.core.llm.output_processor.get_num_unfinished_requests() == count
+def is_drawing(engine, count, ids=0):
+    """Whether so many requests are under way in the engine's process, each with so many ids at least."""
+    states = engine.core.llm.output_processor.request_states
 
+    def check():
+        drawn = [state.detokenizer.num_output_tokens() for state in list(states.values())]
+        return len(drawn) == count and min(drawn) >= ids
 
-def scorer(model):
-    return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +80,7 @@ def shared_engine(model, tokenizer):
     engine.close()
     wait_until_as_before(before)
     wait_until(lambda: not left_in_memory(used))
-    assert open_sockets() == sockets
+    wait_until(lambda: open_sockets() <= sockets)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmrl-weights")]
 
 
@@ -180,16 +177,13 @@ def test_calls_of_many_threads_are_each_of_one_version_while_weights_change(engi
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "abort"])
-def test_an_update_waits_for_what_is_being_drawn_or_aborts_it(engine, model, in_flight):
+def test_an_update_waits_for_what_is_being_drawn_or_aborts_it(engine, model, in_flight, monkeypatch):
     version = engine.version
     params = LONG if in_flight == "abort" else SamplingParams(max_new_tokens=300)
     call = BackgroundCall(lambda: engine.generate(PROMPTS, params))
     wait_until(is_drawing(engine, 3))
-    engine.in_flight = in_flight
-    try:
-        publish(model, engine)
-    finally:
-        engine.in_flight = "finish"
+    monkeypatch.setattr(engine, "in_flight", in_flight)
+    publish(model, engine)
     drawn = call.result()
     assert drawn.stop_reasons == [StopReason.ABORT if in_flight == "abort" else StopReason.LENGTH] * 3
     assert drawn.version == version
@@ -198,25 +192,20 @@ def test_an_update_waits_for_what_is_being_drawn_or_aborts_it(engine, model, in_
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 20}])
 def test_answers_go_on_with_new_weights_and_each_token_has_the_log_prob_of_the_version_that_drew_it(
-    engine, model, options
+    engine, model, options, monkeypatch
 ):
-    params, changed, references = SamplingParams(max_new_tokens=700, **options), copy.deepcopy(model), {}
-    first = engine.version
-    references[first] = copy.deepcopy(model)
+    params, first, changed = SamplingParams(max_new_tokens=700, **options), engine.version, copy.deepcopy(model)
+    references = {first: copy.deepcopy(model)}
     publish(model, engine, first, again=True)
-    engine.in_flight = "continue"
-    try:
-        call = BackgroundCall(lambda: engine.generate(PROMPTS, params, seeds=[1, 2, 3]))
-        for seed in range(2):
-            wait_until(is_drawing(engine, 3))
-            threading.Event().wait(0.3)
-            version = publish(stepped(changed, seed), engine)
-            references[version] = copy.deepcopy(changed)
-        drawn = call.result()
-        with pytest.raises(ConfigError, match=r"in_flight='continue'.* stop_strings"):
-            engine.generate(PROMPTS, SamplingParams(stop_strings=("x",)))
-    finally:
-        engine.in_flight = "finish"
+    monkeypatch.setattr(engine, "in_flight", "continue")
+    call = BackgroundCall(lambda: engine.generate(PROMPTS, params, seeds=[1, 2, 3]))
+    for seed in range(2):
+        wait_until(is_drawing(engine, 3, ids=1))
+        version = publish(stepped(changed, seed), engine)
+        references[version] = copy.deepcopy(changed)
+    drawn = call.result()
+    with pytest.raises(ConfigError, match=r"in_flight='continue'.* stop_strings"):
+        engine.generate(PROMPTS, SamplingParams(stop_strings=("x",)))
     assert drawn.stop_reasons == [StopReason.LENGTH] * 3
     assert drawn.version == first
     scores = {
@@ -227,33 +216,27 @@ def test_answers_go_on_with_new_weights_and_each_token_has_the_log_prob_of_the_v
         assert len(versions) == 700
         assert versions.unique_consecutive().tolist() == [first, first + 1, first + 2]
         right = torch.stack([scores[version][row] for version in references])
-        expected = right[versions - first, torch.arange(700)]
         said = (drawn.plain_log_probs or drawn.log_probs)[row]
-        torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
+        assert_rows_close([said], [right[versions - first, torch.arange(700)]])
         assert (said - right[0]).abs().max() > 1e-2, "by the first version alone they would be others"
 
 
-def test_rows_whose_first_token_becomes_too_old_end_instead_of_going_on(engine, model):
-    engine.in_flight, engine.max_age = "continue", 0
-    try:
-        call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG))
-        wait_until(is_drawing(engine, 3))
-        threading.Event().wait(0.2)
-        publish(model, engine)
-        assert call.result().stop_reasons == [StopReason.ABORT] * 3
-    finally:
-        engine.in_flight, engine.max_age = "finish", None
+def test_rows_whose_first_token_becomes_too_old_end_instead_of_going_on(engine, model, monkeypatch):
+    monkeypatch.setattr(engine, "in_flight", "continue")
+    monkeypatch.setattr(engine, "max_age", 0)
+    call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG))
+    wait_until(is_drawing(engine, 3, ids=1))
+    publish(model, engine)
+    assert call.result().stop_reasons == [StopReason.ABORT] * 3
 
 
-def test_an_update_that_cannot_wait_longer_changes_nothing(engine, model):
+def test_an_update_that_cannot_wait_longer_changes_nothing(engine, model, monkeypatch):
     call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG))
     wait_until(is_drawing(engine, 3))
-    engine.timeout_s, version = 0.2, engine.version
-    try:
-        with pytest.raises(DeadlineError, match=f"loading version {version + 1} must begin before .*: 1 other"):
-            engine.update_weights(model.state_dict(), version=version + 1)
-    finally:
-        engine.timeout_s = None
+    version = engine.version
+    monkeypatch.setattr(engine, "timeout_s", 0.2)
+    with pytest.raises(DeadlineError, match=f"loading version {version + 1} must begin before .*: 1 other"):
+        engine.update_weights(model.state_dict(), version=version + 1)
     assert engine.abort() == 3
     assert call.result().version == engine.version == version
 
@@ -266,12 +249,10 @@ class Meeting(Transform):
         self.barrier = barrier
 
     def _step(self, td, next_td):
-        prompt = next_td["history"].prompt
-        count = next_td.batch_size[0]
         if self.barrier is not None:
-            self.barrier.wait(60.0)
-        more = History.from_chats([[{"role": "user", "content": "Go on."}]] * count)
-        next_td["history"] = ChatHistory.from_rows({"prompt": prompt.extend(more, inplace=False, dim=-1)})
+            self.barrier.wait(PATIENCE_S)
+        more = [[{"role": "user", "content": "Go on."}]] * next_td.batch_size[0]
+        next_td["history"] = prompt_after(next_td["history"].prompt, more)
         return next_td
 
 

@@ -1,9 +1,8 @@
 """vLLM with images: it reads the very ids and tensors that the trainer scores, and agrees on their log-probs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ import torch
 from llmrl.errors import UnsupportedError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, TransformersEngine, VLLMEngine
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.testing import tiny_model
 from tests.support.images import SIZES, asks, noise, own_log_probs, sharp_model
+from tests.support.vllm import assert_rows_close
 
 
 def has_torchvision() -> bool:
@@ -31,11 +31,9 @@ pytestmark = [
 
 def rows_of(processor):
     renderer = Renderer(processor)
-    images = [[noise(*size, n) for n, size in enumerate(sizes)] for sizes in (SIZES[:2], (), SIZES[2:3], SIZES[3:4])]
-    chats = [
-        [asks(*sizes)] if sizes else [{"role": "user", "content": "no image"}]
-        for sizes in (SIZES[:2], (), SIZES[2:3], SIZES[3:4])
-    ]
+    shown = (SIZES[:2], (), SIZES[2:3], SIZES[3:4])
+    images = [[noise(*size, n) for n, size in enumerate(sizes)] for sizes in shown]
+    chats = [[asks(*sizes)] if sizes else [{"role": "user", "content": "no image"}] for sizes in shown]
     ids = renderer.prompt_ids(chats)
     return ids, [renderer.media(*row) for row in zip(images, ids, strict=True)]
 
@@ -44,8 +42,8 @@ def rows_of(processor):
 def test_sampling_and_scoring_agree_with_the_trainer_on_images(kind):
     processor, model = sharp_model()
     make = VLLMEngine if kind == "in_process" else AsyncVLLMEngine
-    engine = make(model, tokenizer=processor, max_model_len=256, max_num_batched_tokens=512, eos_token_ids=(), seed=0)
-    try:
+    options = {"max_model_len": 256, "max_num_batched_tokens": 512, "eos_token_ids": (), "seed": 0}
+    with closing(make(model, tokenizer=processor, **options)) as engine:
         ids, media = rows_of(processor)
         trainer = TransformersEngine(copy.deepcopy(model), eos_token_ids=(), pad_token_id=0)
 
@@ -53,32 +51,23 @@ def test_sampling_and_scoring_agree_with_the_trainer_on_images(kind):
             drawn = engine.generate(ids, params, media=media, seeds=[0, 1, 2, 3])
             full = [torch.cat(row) for row in zip(ids, drawn.ids, strict=True)]
             scores, own = engine.score(full, media=media), trainer.score(full, media=media)
-            for prompt, log_probs, one, other in zip(ids, drawn.log_probs, scores, own, strict=True):
-                torch.testing.assert_close(log_probs, other[len(prompt) :], atol=1e-4, rtol=0)
-                torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+            assert_rows_close(scores, own)
+            assert_rows_close(drawn.log_probs, [row[len(prompt) :] for row, prompt in zip(own, ids, strict=True)])
             return drawn
 
         check(SamplingParams(max_new_tokens=16))
         sampled = torch.cat([ids[0], torch.tensor([7, processor.image_token_id, 9])])  # an image's token, drawn
-        [one], [other] = (e.score([sampled], media=media[:1]) for e in (engine, trainer))
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+        assert_rows_close(*(one.score([sampled], media=media[:1]) for one in (engine, trainer)))
 
         _, changed = sharp_model(seed=1)  # also the part that reads images: what vLLM kept of them is stale
         engine.update_weights(changed.state_dict(), version=1)
         trainer.update_weights(changed.state_dict(), version=1)
         check(SamplingParams(max_new_tokens=8))
-        torch.testing.assert_close(
-            trainer.score(ids[:1], media=media[:1])[0], own_log_probs(changed, ids[0], media[0]), atol=1e-4, rtol=0
-        )
-    finally:
-        engine.close()
+        assert_rows_close(trainer.score(ids[:1], media=media[:1]), [own_log_probs(changed, ids[0], media[0])])
 
 
 def test_a_model_of_text_alone_refuses_images():
     ids, media = rows_of(sharp_model()[0])
-    engine = VLLMEngine(tiny_model(tiny_tokenizer(), heads=2, vocab_size=600), max_model_len=256, eos_token_ids=())
-    try:
-        with pytest.raises(UnsupportedError, match="images need a model that reads them"):
-            engine.generate(ids, SamplingParams(max_new_tokens=2), media=media)
-    finally:
-        engine.close()
+    model, refused = tiny_model(heads=2, vocab_size=600), pytest.raises(UnsupportedError, match="images need a model")
+    with closing(VLLMEngine(model, max_model_len=256, eos_token_ids=())) as engine, refused:
+        engine.generate(ids, SamplingParams(max_new_tokens=2), media=media)

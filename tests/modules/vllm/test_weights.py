@@ -4,12 +4,11 @@ with what was sent, whole, or with what it had before; what is damaged or missin
 The workers here are those of an engine in this process, which answer the same calls as those of another one.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -21,17 +20,12 @@ from llmrl.modules.llm.engines.vllm import worker
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
-from llmrl.modules.llm.engines.vllm.shared_memory import (
-    SharedBuffer,
-    StoredTensor,
-    fields_of_handle,
-    handle_of_fields,
-)
+from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
 from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, TransferCache
 from llmrl.modules.llm.engines.weights import WeightSet
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
-from tests.support.vllm import SameScores, assert_rows_close, left_in_memory, trainer_log_probs
+from tests.support.vllm import SameScores, assert_rows_close, left_in_memory, scorer, trainer_log_probs
 from tests.support.vllm import stepped as stepped_by
 
 pytestmark = pytest.mark.vllm
@@ -72,17 +66,12 @@ def stepped(model):
     return stepped_by(model, time.monotonic_ns())
 
 
-def scorer(model):
-    return TransformersEngine(model, eos_token_ids=(), pad_token_id=0).score
-
-
-def agree(model, engine, temperature=1.0):
-    """Whether the engine says of what it draws, and of any ids, what a full forward of the trainer's model says."""
+def check(model, engine, temperature=1.0):
+    """The engine says of what it draws, and of any ids, what a full forward of the trainer's model says."""
     drawn = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=temperature))
     assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn, temperature))
     full = [torch.cat(row) for row in zip(PROMPTS, drawn.ids, strict=True)]
     assert_rows_close(engine.score(full, temperature=temperature), scorer(model)(full, temperature=temperature))
-    return True
 
 
 def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
@@ -98,14 +87,14 @@ def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
 
 def test_log_probs_equal_the_trainers_before_and_after_many_updates(model, engine):
     publish(model, engine)
-    assert agree(model, engine)
+    check(model, engine)
     old = copy.deepcopy(model)
     for _ in range(8):
         version = publish(stepped(model).state_dict(), engine)
         assert engine.generate(PROMPTS, SAMPLING).version == version
-        assert agree(model, engine)
+        check(model, engine)
     for temperature in (0.5, 1.3):
-        assert agree(model, engine, temperature)
+        check(model, engine, temperature)
     with pytest.raises(AssertionError, match="scores differ"):  # the bound means something
         PROBE(engine.score, scorer(old))
 
@@ -118,7 +107,7 @@ def test_the_head_of_a_tied_model_follows_its_embedding(model, engine):
         model.get_input_embeddings().weight.mul_(1.5)
     publish(model.state_dict(), engine)
     assert max((a - b).abs().max() for a, b in zip(engine.score(PROMPTS), before, strict=True)) > 0.01
-    assert agree(model, engine)
+    check(model, engine)
 
 
 def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(model, engine):
@@ -138,7 +127,7 @@ def test_one_name_of_tied_weights_is_enough(model, engine):
         for alone in ("lm_head.weight", "model.embed_tokens.weight"):
             sent = {k: v for k, v in weights.items() if k == alone or "norm" in k or "layers" in k}
             publish(sent, engine)
-            assert agree(model, engine)
+            check(model, engine)
     else:
         with pytest.raises(WeightSyncError, match=r"missing lm_head.weight"):
             publish({k: v for k, v in weights.items() if k != "lm_head.weight"}, engine)
@@ -159,7 +148,7 @@ def test_a_set_that_is_not_whole_is_refused_and_the_old_version_serves(model, en
     with pytest.raises(WeightSyncError, match=message):
         publish(change(stepped(copy.deepcopy(model)).state_dict()), engine)
     assert engine.generate(PROMPTS, SAMPLING).version == engine.version == version
-    assert agree(model, engine)
+    check(model, engine)
 
 
 def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_came(model, engine, monkeypatch):
@@ -183,7 +172,7 @@ def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_ca
             call()
     assert engine.version == version
     publish(new.state_dict(), engine)
-    assert agree(new, engine)
+    check(new, engine)
 
 
 def test_weights_of_another_precision_are_cast_to_the_engines(model, engine):
@@ -191,7 +180,7 @@ def test_weights_of_another_precision_are_cast_to_the_engines(model, engine):
     publish(half, engine)
     rounded = copy.deepcopy(model)
     rounded.load_state_dict({name: value.float() for name, value in half.items()})
-    assert agree(rounded, engine)
+    check(rounded, engine)
 
 
 def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_made(model, engine):
@@ -212,7 +201,7 @@ def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_ma
         publish(Groups(), engine)
     assert made == list(groups.metadata)
     assert engine.version == version
-    assert agree(model, engine)
+    check(model, engine)
 
 
 # --- through shared memory --------------------------------------------------------------------------------------------
@@ -435,8 +424,7 @@ def test_a_handle_of_gpu_memory_is_plain_fields_in_every_message(send_as):
 def test_a_bfloat16_engine_in_a_process_gets_half_the_bytes_by_memory_and_by_broadcast_and_never_a_mixture():
     model = make_model("qwen2", False)
     options = {"eos_token_ids": (), "max_model_len": 128, "dtype": "bfloat16", "own_process": True}
-    engine = VLLMEngine(model, **options)
-    try:
+    with closing(VLLMEngine(model, **options)) as engine:
         call_workers, fault, received = engine.core.call_workers, [None], []
 
         def call(method, end, **arguments):
@@ -469,8 +457,6 @@ def test_a_bfloat16_engine_in_a_process_gets_half_the_bytes_by_memory_and_by_bro
         with pytest.raises(WeightSyncError, match="got 3, 1 answer"):
             engine.update_weights(model.state_dict(), version=engine.version + 1, backend=NCCL(num_workers=3))
         SameScores(PROMPTS, 0.02)(engine.score, scorer(model))
-    finally:
-        engine.close()
 
 
 @pytest.mark.gpu
@@ -479,16 +465,13 @@ def test_a_bfloat16_engine_in_a_process_gets_half_the_bytes_by_memory_and_by_bro
 def test_on_one_gpu_weights_go_through_its_memory_and_a_group_of_one_broadcasts():
     model = make_model("qwen2", False).cuda()
     options = {"eos_token_ids": (), "max_model_len": 128, "dtype": "bfloat16", "own_process": True}
-    engine = VLLMEngine(model, gpu_memory_utilization=0.2, **options)
-    try:
+    with closing(VLLMEngine(model, gpu_memory_utilization=0.2, **options)) as engine:
         for settings in (CudaIPC(buffer_bytes=60_000), None, SharedMemory()):
             engine.weight_backend = settings
             publish(stepped(model), engine)
             SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
             if settings is None:
                 assert isinstance(engine._transfers._settings, CudaIPC)
-    finally:
-        engine.close()
     buffer = BroadcastBuffer(4096, "cuda", "127.0.0.1", vllm_module("vllm.utils.network_utils").get_open_port(), 1)
     buffer.connect(lambda info: None)
     stored = buffer.write("w", torch.arange(100.0, device="cuda"), offset=64)
