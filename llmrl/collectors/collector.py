@@ -106,10 +106,11 @@ class SyncDataCollector(DataCollectorBase):
         out = options.finished(batch)
         if options.return_same_td and not options.split_trajs and options.postproc is None:
             self._same = out = out if self._same is None else self._same.update_(out)
-        if self.replay_buffer is not None and options.extend_buffer:
-            self._extend(out)
-        self.counters["delivered"] += self.frames_taken
-        self._batches_out += 1
+        with self.background.step():  # a pause is one for the buffer and the counters too
+            if self.replay_buffer is not None and options.extend_buffer:
+                options.extend(out)
+            self.counters["delivered"] += self.frames_taken
+            self._batches_out += 1
         return None if self.replay_buffer is not None else out
 
     @torch.no_grad()
@@ -121,8 +122,8 @@ class SyncDataCollector(DataCollectorBase):
         versions: list[int | str] = []
         wanted = self.frames_per_batch // self._num_envs
         try:
-            if self._root is None or options.reset_at_each_iter:
-                self._start_all()
+            if options.reset_at_each_iter:
+                self._root = None
             num_random = self._random_steps()
             with set_interaction_type(options.exploration_type):
                 for step in range(wanted):
@@ -134,13 +135,16 @@ class SyncDataCollector(DataCollectorBase):
                             return None
                         if self.before_step is not None:
                             self.before_step()
+                        if self._root is None:
+                            self._start_all()
                         ids.append(self._ids)
                         versions.append(self._version)
                         steps.append(self._step(is_random=step < num_random))
                         self.counters["produced"] += self._num_envs
                         row = None if options.extend_buffer else self._assembled(steps[-1:], ids[-1:], versions[-1:])
                     if row is not None:
-                        self._extend(row, one_step=True)
+                        with self.background.step():
+                            options.extend(row, one_step=True)
             with self.background.step():  # weights wait for the copy: a policy may have written views of them
                 batch = self._assembled(steps, ids, versions)
         except BaseException:
@@ -219,10 +223,6 @@ class SyncDataCollector(DataCollectorBase):
         if device is not None and (batch.device is None or not same_device(batch.device, device)):
             batch = batch.to(device)
         return batch
-
-    def _extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
-        with self.background.step():  # a pause is one for the buffer too
-            self.options.extend(batch, one_step=one_step)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -314,8 +314,9 @@ class SyncDataCollector(DataCollectorBase):
     # -- seeds and state -----------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        self._root = None
-        return self.env.set_seed(seed, static_seed)
+        with self.pause():
+            self._root = None  # the next step begins with a reset
+            return self.env.set_seed(seed, static_seed)
 
     def state_dict(self) -> dict[str, Any]:
         with self.pause():
@@ -330,10 +331,12 @@ class SyncDataCollector(DataCollectorBase):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self.pause():
+            self.detach_steps()
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
-            self.counters.update(produced=state["frames"], delivered=state["frames"], dropped=0)
+            under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
+            self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]
             self.set_version(state["version"])
             self.next_id = state["traj_ids"]

@@ -353,6 +353,25 @@ def test_a_thread_fills_the_buffer_until_it_is_shut_down():
     assert (~old).any()
 
 
+def test_seeds_and_states_come_in_the_middle_of_the_threads_batches():
+    rows = buffer()
+    one = collector(CountingEnv(100, cost_s=0.001), frames_per_batch=40, replay_buffer=rows, total_frames=-1)
+    one.start()
+    for number in range(20):
+        before = one.counters["produced"]
+        wait_for(lambda before=before: one.counters["produced"] > before)
+        one.set_seed(number)
+        with one.pause():
+            one.load_state_dict({**one.state_dict(), "policy_state_dict": {"scale": torch.tensor(number % 3 + 1.0)}})
+            assert one.counters["delivered"] == rows.write_count
+    wait_for(lambda: len(rows) >= 80)
+    one.async_shutdown()
+    counts = one.counters
+    assert counts["produced"] == counts["delivered"] + counts["dropped"]
+    content = rows[:]
+    assert (content["next", "reward"] == content["observation"] + 1 + content["action"]).all()  # none is overwritten
+
+
 def test_a_failure_in_the_thread_is_raised_by_the_next_call():
     one = collector(CountingEnv(10, fault="raise"), replay_buffer=buffer(), total_frames=-1)
     with pytest.warns(UserWarning, match="the env failed at 5"):
