@@ -72,6 +72,8 @@ class SyncDataCollector(DataCollectorBase):
         self._check_division(self._num_envs, "envs")
         self.replay_buffer = self.options.replay_buffer
         self._source = policy if policy_factory is None else policy_factory()
+        if self._source is not None and not callable(self._source):
+            raise ConfigError(f"{who}: the policy must be a function of a tensordict: got {self._source!r}.")
         self.policy = placed(self._source, self.options.policy_device or self.options.device, who)
         self._act = self.env.rand_action if self.policy is None else acting(self.policy, self.env, self.options)
         self._tracker = _tracker(self.options.track_policy_version)
@@ -157,6 +159,10 @@ class SyncDataCollector(DataCollectorBase):
     def _step(self, *, is_random: bool) -> TensorDictBase:
         env = self.env
         td = env.rand_action(self._root) if is_random else self._act(self._root)
+        if td is None:
+            raise ConfigError(
+                f"{type(self).__name__}: the policy must return the tensordict that it was given: got None."
+            )
         if self.options.reset_when_done:
             td, self._root = env.step_and_maybe_reset(td)
             done = td.get("next").get("done")
@@ -355,7 +361,7 @@ def _tracker(given: Any) -> Any:
 def _make_env(create_env_fn: Any, options: CollectorOptions, who: str) -> EnvBase:
     env = create_env_fn
     if not isinstance(env, EnvBase):
-        env = create_env_fn(**(options.create_env_kwargs or {}))
+        env = create_env_fn(**(options.create_env_kwargs or {})) if callable(create_env_fn) else env
         if not isinstance(env, EnvBase):
             raise ConfigError(f"{who}: create_env_fn must be, or return, an EnvBase: got {type(env).__name__}.")
     device = options.env_device or options.device

@@ -389,8 +389,9 @@ def test_what_an_env_raises_is_raised_here_with_worker_and_traceback(make, cls, 
         [one.next() for _ in range(10)]
     assert time.monotonic() - start < 50
     assert "counting_env.py" in str(caught.value)
-    with pytest.raises(WorkerError, match="worker 1 of 2"):
-        one.update_policy_weights_()
+    for call in (one.next, one.update_policy_weights_, one.state_dict):
+        with pytest.raises(WorkerError, match="worker 1 of 2"):
+            call()
 
 
 @pytest.mark.parametrize("cls", MULTI)
