@@ -269,6 +269,7 @@ class _MultiDataCollector(PooledCollector):
 
     def _wait_for(self, sender: Any) -> None:
         """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
+        self._pool.check_open("take weights")
         deadline, refusals = time.monotonic() + sender.scheme.timeout, []
 
         def has_settled() -> bool:

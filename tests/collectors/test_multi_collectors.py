@@ -240,6 +240,8 @@ def test_models_in_the_env_are_found_by_their_path(make):
     assert (one.next()["action"] == 3).all()
     with pytest.raises(ConfigError, match="critic"):
         one.update_policy_weights_(actor, model_id="critic")
+    with pytest.raises(ConfigError, match=r"worker_ids must be from 0 to 1: got \[2, -1\]"):
+        one.update_policy_weights_(actor, model_id=path, worker_ids=[0, 2, -1])
 
 
 def test_asynchronous_rows_carry_the_version_that_made_them(make):
