@@ -103,9 +103,19 @@ class CollectorOptions:
 
     def _check(self, who: str) -> None:
         frames = self.frames_per_batch
-        for count in [frames] if isinstance(frames, int) else frames:
-            if count < 1:
-                raise ConfigError(f"{who}: frames_per_batch must be at least 1: got {frames}.")
+        for count in frames if isinstance(frames, Sequence) else [frames]:
+            if not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{who}: frames_per_batch must be a whole number, at least 1: got {frames!r}.")
+        if self.postproc is not None and not callable(self.postproc):
+            raise ConfigError(f"{who}: postproc must be a function of a batch: got {self.postproc!r}.")
+        schemes = self.weight_sync_schemes
+        if schemes is not None and not (
+            isinstance(schemes, Mapping) and all(hasattr(scheme, "create_sender") for scheme in schemes.values())
+        ):
+            raise ConfigError(
+                f"{who}: weight_sync_schemes must give schemes by model id, such as {{'policy': "
+                f"SharedMemWeightSyncScheme()}}: got {schemes!r}."
+            )
         if self.total_frames == 0 or self.total_frames < -1:
             raise ConfigError(f"{who}: total_frames must be positive, or -1 for no end: got {self.total_frames}.")
         if not self.timeout_s > 0:
@@ -169,7 +179,11 @@ class DataCollectorBase(abc.ABC):
         """The next batch. Raises StopIteration at the end."""
         if self._iterator is None:
             self._iterator = self.iterator()
-        return next(self._iterator)
+        try:
+            return next(self._iterator)
+        except BaseException:
+            self._iterator = None  # it has ended, also where it failed: only a new one can say what is wrong now
+            raise
 
     def __len__(self) -> int:
         """The number of batches. Raises TypeError without ``total_frames``."""

@@ -72,6 +72,8 @@ class SyncDataCollector(DataCollectorBase):
         self._check_division(self._num_envs, "envs")
         self.replay_buffer = self.options.replay_buffer
         self._source = policy if policy_factory is None else policy_factory()
+        if self._source is not None and not callable(self._source):
+            raise ConfigError(f"{who}: the policy must be a function of a tensordict: got {self._source!r}.")
         self.policy = placed(self._source, self.options.policy_device or self.options.device, who)
         self._act = self.env.rand_action if self.policy is None else acting(self.policy, self.env, self.options)
         self._tracker = _tracker(self.options.track_policy_version)
@@ -106,10 +108,11 @@ class SyncDataCollector(DataCollectorBase):
         out = options.finished(batch)
         if options.return_same_td and not options.split_trajs and options.postproc is None:
             self._same = out = out if self._same is None else self._same.update_(out)
-        if self.replay_buffer is not None and options.extend_buffer:
-            self._extend(out)
-        self.counters["delivered"] += self.frames_taken
-        self._batches_out += 1
+        with self.background.step():  # a pause is one for the buffer and the counters too
+            if self.replay_buffer is not None and options.extend_buffer:
+                options.extend(out)
+            self.counters["delivered"] += self.frames_taken
+            self._batches_out += 1
         return None if self.replay_buffer is not None else out
 
     @torch.no_grad()
@@ -121,8 +124,8 @@ class SyncDataCollector(DataCollectorBase):
         versions: list[int | str] = []
         wanted = self.frames_per_batch // self._num_envs
         try:
-            if self._root is None or options.reset_at_each_iter:
-                self._start_all()
+            if options.reset_at_each_iter:
+                self._root = None
             num_random = self._random_steps()
             with set_interaction_type(options.exploration_type):
                 for step in range(wanted):
@@ -134,13 +137,16 @@ class SyncDataCollector(DataCollectorBase):
                             return None
                         if self.before_step is not None:
                             self.before_step()
+                        if self._root is None:
+                            self._start_all()
                         ids.append(self._ids)
                         versions.append(self._version)
                         steps.append(self._step(is_random=step < num_random))
                         self.counters["produced"] += self._num_envs
                         row = None if options.extend_buffer else self._assembled(steps[-1:], ids[-1:], versions[-1:])
                     if row is not None:
-                        self._extend(row, one_step=True)
+                        with self.background.step():
+                            options.extend(row, one_step=True)
             with self.background.step():  # weights wait for the copy: a policy may have written views of them
                 batch = self._assembled(steps, ids, versions)
         except BaseException:
@@ -153,6 +159,10 @@ class SyncDataCollector(DataCollectorBase):
     def _step(self, *, is_random: bool) -> TensorDictBase:
         env = self.env
         td = env.rand_action(self._root) if is_random else self._act(self._root)
+        if td is None:
+            raise ConfigError(
+                f"{type(self).__name__}: the policy must return the tensordict that it was given: got None."
+            )
         if self.options.reset_when_done:
             td, self._root = env.step_and_maybe_reset(td)
             done = td.get("next").get("done")
@@ -219,10 +229,6 @@ class SyncDataCollector(DataCollectorBase):
         if device is not None and (batch.device is None or not same_device(batch.device, device)):
             batch = batch.to(device)
         return batch
-
-    def _extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
-        with self.background.step():  # a pause is one for the buffer too
-            self.options.extend(batch, one_step=one_step)
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -314,8 +320,9 @@ class SyncDataCollector(DataCollectorBase):
     # -- seeds and state -----------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        self._root = None
-        return self.env.set_seed(seed, static_seed)
+        with self.pause():
+            self._root = None  # the next step begins with a reset
+            return self.env.set_seed(seed, static_seed)
 
     def state_dict(self) -> dict[str, Any]:
         with self.pause():
@@ -330,10 +337,12 @@ class SyncDataCollector(DataCollectorBase):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self.pause():
+            self.detach_steps()
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
-            self.counters.update(produced=state["frames"], delivered=state["frames"], dropped=0)
+            under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
+            self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]
             self.set_version(state["version"])
             self.next_id = state["traj_ids"]
@@ -352,7 +361,7 @@ def _tracker(given: Any) -> Any:
 def _make_env(create_env_fn: Any, options: CollectorOptions, who: str) -> EnvBase:
     env = create_env_fn
     if not isinstance(env, EnvBase):
-        env = create_env_fn(**(options.create_env_kwargs or {}))
+        env = create_env_fn(**(options.create_env_kwargs or {})) if callable(create_env_fn) else env
         if not isinstance(env, EnvBase):
             raise ConfigError(f"{who}: create_env_fn must be, or return, an EnvBase: got {type(env).__name__}.")
     device = options.env_device or options.device

@@ -21,7 +21,7 @@ from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
 from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WeightSyncError
 from llmrl.weight_update import SharedMemWeightSyncScheme
 
 __all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector"]
@@ -266,6 +266,25 @@ class _MultiDataCollector(PooledCollector):
 
     def _hand_over(self, sender: Any, named: Mapping[str, Any], worker_ids: Sequence[int] | None) -> None:
         sender.update_weights(named, worker_ids=worker_ids)
+
+    def _wait_for(self, sender: Any) -> None:
+        """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
+        self._pool.check_open("take weights")
+        deadline, refusals = time.monotonic() + sender.scheme.timeout, []
+
+        def has_settled() -> bool:
+            try:
+                sender.wait(0.0)
+            except DeadlineError:
+                return time.monotonic() > deadline
+            except WeightSyncError as refusal:
+                refusals.append(refusal)
+            return True
+
+        self._pool.wait(has_settled, "take weights", also=sender.pipes)
+        if refusals:
+            raise refusals[0]
+        sender.wait(0.0)
 
     def increment_version(self) -> None:
         self._move_version(None, None)

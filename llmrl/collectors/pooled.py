@@ -131,6 +131,9 @@ class PooledCollector(DataCollectorBase):
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         self._pool.check_open("take weights")
+        count = len(self._frames_of)
+        if unknown := [index for index in worker_ids or () if index not in range(count)]:
+            raise ConfigError(f"{type(self).__name__}: worker_ids must be from 0 to {count - 1}: got {unknown}.")
         for model_id, weights in updates.items():
             sender = self._senders.get(model_id)
             if self._updater is not None and model_id == "policy":

@@ -36,6 +36,7 @@ __all__ = ["AHEAD", "DELIVERED", "PRODUCED", "STOP", "Closed", "Recipe", "Worker
 __all__ += ["direct", "report", "serve", "shape_of", "spec_of"]
 
 AHEAD = 2  # batches of a worker that its owner can have at a time
+_WORK = ("grant", "run", "share")  # requests that are for after a pause; the owner waits for the answer to others
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
 
 
@@ -80,6 +81,7 @@ class WorkerLoop:
         self._number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
+        self._pauses = 0  # that have begun and not ended
         self._credits = 0  # batches that it may collect; -1: without end
         self._tells = True  # of every batch; False where the owner looks at the counters alone
         self._slots: SharedRows | None = None
@@ -165,14 +167,24 @@ class WorkerLoop:
         if version is not None and model_id == "policy":
             self.collector.set_version(self._versions.pop(version))
 
+    def _pause(self) -> None:
+        """Until it is resumed no step is taken; weights and questions are as good here as between two batches."""
+        self._pauses += 1
+        depth = self._pauses
+        self._send("reply", None)
+        while self._pauses >= depth:
+            self._attend({descriptor for descriptor, _ in self._poller.poll()})
+            while self._later and self._later[-1][0] not in _WORK:
+                self._handle(self._later.pop())
+
     def _note(self, request: tuple[Any, ...]) -> None:
         name, *arguments = request
         if name == "close":
             raise Closed
         if name == "pause":
-            self._send("reply", None)
-            while (request := self._read())[0] != "resume":
-                self._note(request)
+            self._pause()
+        elif name == "resume":
+            self._pauses -= 1
         elif name == "version":
             number, version = arguments
             if number is None:

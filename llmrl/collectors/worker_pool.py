@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -48,6 +49,7 @@ class Worker:
         self.replies: deque[Any] = deque()
         self.spec: dict[str, Any] | None = None
         self.slots: SharedRows | None = None
+        self._writing: threading.Thread | None = None  # the latest large request
         self.due = 0  # batches that were granted and have not arrived
         self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
 
@@ -85,18 +87,26 @@ class Worker:
         elif batch is not None and self.slots is None and (declared := shape_of(batch)):
             self.slots, self._size = SharedRows(declared, AHEAD), batch.batch_size
             with contextlib.suppress(OSError):
-                self.connection.send(("share", self.slots))  # not by pickle alone, which would copy the memory
+                self._post(bytes(ForkingPickler.dumps(("share", self.slots))))  # not by pickle, which would copy them
         self.batches.append((frames, batch))
 
     def send(self, *request: Any) -> None:
-        """A large request goes by a thread: the worker reads it between two steps, and may send a batch before."""
-        data = pickle.dumps(request)
-        if len(data) > _SMALL:
-            threading.Thread(target=self._write, args=[data], daemon=True).start()
+        self._post(pickle.dumps(request))
+
+    def _post(self, data: bytes) -> None:
+        """Large data go by a thread: the worker reads them between two steps, and may send a batch before. What comes
+        after them waits for that thread in one of its own.
+        """
+        before = self._writing
+        if len(data) > _SMALL or (before is not None and before.is_alive()):
+            self._writing = threading.Thread(target=self._write, args=[data, before], daemon=True)
+            self._writing.start()
         else:
             self._write(data)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, before: threading.Thread | None = None) -> None:
+        if before is not None:
+            before.join()
         with contextlib.suppress(OSError):  # it ended: the next wait says so
             self.connection.send_bytes(data)
 
@@ -156,8 +166,12 @@ class WorkerPool(FailingPool):
             self.workers.append(Worker(recipe.index, process, ours))
         self.wait(lambda: all(worker.spec is not None for worker in self.workers), "make its env", START_S)
 
-    def wait(self, is_done: Callable[[], bool], what: str, limit_s: float | None = None) -> None:
-        """Takes what workers send until ``is_done``. A worker that has something to do must go on doing it."""
+    def wait(
+        self, is_done: Callable[[], bool], what: str, limit_s: float | None = None, also: Sequence[Connection] = ()
+    ) -> None:
+        """Takes what workers send until ``is_done``, which is asked again when something has come, from a worker or
+        through ``also``. A worker that has something to do must go on doing it.
+        """
         limit_s = self._timeout_s if limit_s is None else limit_s
         poller = select.poll()
         at = {}
@@ -165,9 +179,11 @@ class WorkerPool(FailingPool):
             for descriptor in worker.descriptors:
                 poller.register(descriptor, select.POLLIN)
                 at[descriptor] = worker
+        for connection in also:
+            poller.register(connection.fileno(), select.POLLIN)
         with self.failing():
             while not is_done():
-                ready = {at[descriptor].index for descriptor, _ in poller.poll(100)}
+                ready = {at[descriptor].index for descriptor, _ in poller.poll(100) if descriptor in at}
                 for index in sorted(ready):
                     self._receive(self.workers[index], what)
                 self.tick()

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.publish import as_weights, publish
@@ -23,6 +23,7 @@ from llmrl.weight_update.transports import (
     CallTransport,
     DirectTransport,
     MPTransport,
+    PipeTransport,
     SharedMemTransport,
     TransportBackend,
 )
@@ -124,6 +125,7 @@ class WeightSender:
         self._context: Context = lambda: None
         self._model: nn.Module | None = None
         self._transports: dict[Hashable, TransportBackend] = {}
+        self._refusals: list[Exception] = []
         self._pack = scheme.create_packer()
         self._lock = threading.Lock()
 
@@ -196,14 +198,24 @@ class WeightSender:
             target.check(named)
         return named
 
+    @property
+    def pipes(self) -> list[Any]:
+        """The pipes through which answers are to come."""
+        transports = [transport for transport in self._transports.values() if transport.answered < transport.sent]
+        return [t.pipe for t in transports if isinstance(t, PipeTransport) and not t.pipe.closed]
+
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         problems: list[Exception] = []
         for transport in self._transports.values():
             try:
                 transport.wait(deadline)
+            except WeightSyncError as refusal:
+                self._refusals.append(refusal)  # an answer, which comes once: kept while another worker is late
             except Exception as error:
                 problems.append(error)  # the others are asked too: one failure must not hide their answers
+        if not problems:
+            problems, self._refusals = self._refusals, []
         if problems:
             others = "".join(f"\nAlso: {problem}" for problem in problems[1:])
             raise type(problems[0])(f"{problems[0]}{others}") from problems[0].__cause__

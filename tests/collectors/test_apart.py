@@ -19,7 +19,7 @@ from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.conversations import AskAgain, length, talks_for
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
-PATIENCE_S = 20.0  # a test that would wait for ever fails after so long
+PATIENCE_S = 60.0  # a test that would wait for ever fails after so long
 
 
 def name_of(chat):

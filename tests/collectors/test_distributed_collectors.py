@@ -190,7 +190,7 @@ def test_a_buffer_is_filled_in_the_background_until_the_end_or_a_failure(make, c
     one.start()
     for number in range(1, 4):
         one.update_policy_weights_(Scale(float(number)))
-    wait_until(lambda: len(buffer) and buffer[-1]["policy_version"] == 3, 20)
+    wait_until(lambda: len(buffer) and buffer[-1]["policy_version"] == 3, 60)
     rows = buffer[:]
     assert rows["action"].flatten().equal(1.0 * rows["policy_version"].clamp(min=1))
     with one.pause():
@@ -199,19 +199,32 @@ def test_a_buffer_is_filled_in_the_background_until_the_end_or_a_failure(make, c
         time.sleep(0.3)
         assert buffer.write_count == before
         one.update_policy_weights_(Scale(9.0))
-    wait_until(lambda: buffer.write_count > before, 20)
+    wait_until(lambda: buffer.write_count > before, 60)
     assert one.set_seed(7) == CountingEnv().set_seed(CountingEnv().set_seed(7))
     assert one.state_dict()["version"] == 4
     with pytest.raises(ConfigError, match="in the background already: read the replay buffer"):
         one.next()
     assert buffer.sample().batch_size == (12,)
-    os.kill(one._pool.workers[1].process.pid, signal.SIGKILL)
     with pytest.warns(UserWarning, match=r"worker 1 of 2"):
-        wait_until(lambda: not one.background.is_running, 60)
+        kill_and_wait(one)
     for call in (one.update_policy_weights_, one.async_shutdown):
         with pytest.raises(WorkerError, match=r"in the background failed: .*worker 1 of 2.*SIGKILL"):
             call()
     assert one.counters["delivered"] == buffer.write_count
+
+
+def kill_and_wait(one) -> None:
+    os.kill(one._pool.workers[1].process.pid, signal.SIGKILL)
+    wait_until(lambda: not one.background.is_running, 60)
+
+
+def test_weights_that_workers_refuse_leave_them_with_theirs(make):
+    one = DistributedDataCollector(ENVS, policy_factory=Scale, frames_per_batch=12, launcher="mp", timeout_s=60.0)
+    one.update_policy_weights_({"scale": torch.zeros(2)})  # only the workers can tell
+    with pytest.raises(WeightSyncError, match=r"worker 0.*refused(.|\n)*worker 1.*refused"):
+        one.update_policy_weights_(Scale(2.0))
+    assert (one.next()["action"] == 1).all()
+    one.shutdown()
 
 
 def test_a_buffer_gets_batches_of_all_workers_and_a_start_has_an_end(make):
@@ -372,7 +385,7 @@ def test_jobs_of_submitit_collect_and_a_killed_one_is_named(tmp_path):
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"worker 1 of 2.*its job \d+ is "):
         [one.next() for _ in range(5)]
-    wait_until(lambda: not any(map(is_running, pids)), 10)
+    wait_until(lambda: not any(map(is_running, pids)), 60)
 
 
 def trainer(path):

@@ -19,7 +19,7 @@ from tests.support.conversations import AskAgain, talks_for
 from tests.support.processes import wait_until
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 FORMS = [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True, "async_envs": True}]
 
 
@@ -57,8 +57,7 @@ def test_a_thread_fills_the_buffer_is_paused_and_counts_every_turn(form):
         assert rows.write_count == written
         collector.update_policy_weights_(tiny_model(tokenizer, seed=5))
         assert collector.policy_version == 1
-    count = rows.write_count
-    wait_until(lambda: rows.write_count >= count + 12, PATIENCE_S)
+    wait_until(lambda: 1 in rows[:]["policy_version"], PATIENCE_S)  # conversations that had ended may come first
     collector.async_shutdown()
     assert balanced(collector.counters)
     assert form.get("yield_only_last_steps") or rows.write_count == collector.counters["delivered"]

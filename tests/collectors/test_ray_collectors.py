@@ -98,7 +98,9 @@ def test_first_come_first_served_each_row_has_the_version_that_made_it_and_a_dea
     one = make(envs=[CountingEnv, slow], frames_per_batch=8, total_frames=-1, track_policy_version=True)
     assert one.local_policy.scale == 1
     sent, seen = {0: 1.0}, []
-    for _ in range(10):
+    end = time.monotonic() + 60
+    while len(set(seen)) < 3:  # a batch may have been collected long before it is taken
+        assert time.monotonic() < end, seen
         batch = one.next()
         assert batch.batch_size == (8,)
         version = one.policy_version + 1
@@ -107,8 +109,7 @@ def test_first_come_first_served_each_row_has_the_version_that_made_it_and_a_dea
         for number, action in zip(batch["policy_version"].tolist(), batch["action"].flatten().tolist(), strict=True):
             assert action == pytest.approx(sent[number])
             seen.append(number)
-    assert len(set(seen)) > 2
-    assert one.policy_version == 10
+    assert one.policy_version == len(sent) - 1
     with pytest.raises(WeightSyncError, match="no weight is called 'other'"):
         one.update_policy_weights_({"other": torch.zeros(())})
 

@@ -94,6 +94,15 @@ def test_unknown_and_contradicting_arguments_are_refused():
     for wrong in ({"total_frames": 0}, {"frames_per_batch": 0}, {"extend_buffer": False}, {"interruptor": 3}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             collector(**wrong)
+    for wrong in ({"frames_per_batch": 6.0}, {"postproc": 3}, {"weight_sync_schemes": {"policy": 3}}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            collector(**wrong)
+    with pytest.raises(ConfigError, match=r"the policy must be a function.*got 3"):
+        collector(policy=3)
+    with pytest.raises(ConfigError, match=r"must return the tensordict.*got None"):
+        collector(policy=lambda td: None).next()
+    with pytest.raises(ConfigError, match="must be, or return, an EnvBase: got list"):
+        SyncDataCollector([CountingEnv], frames_per_batch=4)
     with pytest.raises(ConfigError, match="track_traj_ids"):
         collector(split_trajs=True, track_traj_ids=False)
     with pytest.raises(ConfigError, match="must be, or return, an EnvBase: got int"):
@@ -351,6 +360,36 @@ def test_a_thread_fills_the_buffer_until_it_is_shut_down():
     assert (rows[:]["action"][old] == 1).all()
     assert (rows[:]["action"][~old] == -1).all()
     assert (~old).any()
+
+
+def test_seeds_and_states_come_in_the_middle_of_the_threads_batches():
+    rows = buffer()
+    one = collector(CountingEnv(100, cost_s=0.001), frames_per_batch=40, replay_buffer=rows, total_frames=-1)
+    one.start()
+    for number in range(20):
+        before = one.counters["produced"]
+        wait_for(lambda before=before: one.counters["produced"] > before)
+        one.set_seed(number)
+        with one.pause():
+            one.load_state_dict({**one.state_dict(), "policy_state_dict": {"scale": torch.tensor(number % 3 + 1.0)}})
+            assert one.counters["delivered"] == rows.write_count
+    wait_for(lambda: len(rows) >= 80)
+    one.async_shutdown()
+    counts = one.counters
+    assert counts["produced"] == counts["delivered"] + counts["dropped"]
+    content = rows[:]
+    assert (content["next", "reward"] == content["observation"] + 1 + content["action"]).all()  # none is overwritten
+
+
+def test_after_a_failure_collecting_goes_on_with_a_reset():
+    one = collector(CountingEnv(10, fault="raise"), frames_per_batch=4, total_frames=8)
+    assert one.next()["observation"].flatten().tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="failed at 5"):
+        one.next()
+    assert one.next()["observation"].flatten().tolist() == [0, 1, 2, 3]
+    assert one.counters == {"produced": 8, "delivered": 8, "dropped": 0}
+    with pytest.raises(StopIteration):
+        one.next()
 
 
 def test_a_failure_in_the_thread_is_raised_by_the_next_call():

@@ -147,6 +147,21 @@ def test_a_worker_that_never_polls_is_named_at_the_deadline_and_may_recover(make
 
 
 @SCHEMES
+def test_a_refusal_is_told_also_where_another_worker_is_late(make_scheme):
+    sender, late = connect(make_scheme(timeout=0.2), make_model())
+    _, refusing = connect(sender.scheme, nn.Linear(1, 1), worker=1, sender=sender)
+    sender.update_weights(make_model(1))
+    assert refusing.receive(1) is None
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="worker 0"):
+            sender.wait()
+    assert late.receive(1) == 1
+    with pytest.raises(WeightSyncError, match=r"worker 1.*refused version 1"):
+        sender.wait()
+    sender.wait()
+
+
+@SCHEMES
 def test_more_weights_than_a_pipe_holds_wait_for_a_worker_that_is_late(make_scheme):
     sender, receiver = connect(make_scheme(), target := nn.Linear(1000, 1000))
     sender.update_weights(source := nn.Linear(1000, 1000))

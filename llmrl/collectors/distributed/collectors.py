@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import socket
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -312,21 +311,6 @@ class _RemoteDataCollector(_MultiDataCollector):
         super()._hand_over(sender, named, worker_ids)
         if self._waits[sender.model_id]:
             self._settle([sender])
-
-    def _wait_for(self, sender: Any) -> None:
-        """Notices meanwhile that a worker has ended."""
-        deadline = time.monotonic() + sender.scheme.timeout
-        self._pool.wait(lambda: _has_settled(sender, deadline), "take weights")
-
-
-def _has_settled(sender: Any, deadline: float) -> bool:
-    try:
-        sender.wait(0.0)
-    except DeadlineError:
-        if time.monotonic() > deadline:
-            raise
-        return False
-    return True
 
 
 class DistributedDataCollector(_RemoteDataCollector):
