@@ -5,8 +5,6 @@ The strings are those that scanners take quadratic time for, with a limit on pro
 below: a quadratic one takes minutes for a million characters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator

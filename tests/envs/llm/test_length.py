@@ -1,7 +1,5 @@
 """Long answers: their price, and the exclusion of answers that were cut off from the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack

@@ -1,7 +1,5 @@
 """PythonInterpreter: code blocks of a turn, their output, and their state."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.envs.llm import ChatEnv

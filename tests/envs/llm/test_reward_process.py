@@ -1,7 +1,5 @@
 """Rewards given by name run in a process of their own: whatever they do, they are killed at their deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
 """Token truth with tools: the stored ids are exactly what the engine saw and drew, in history, text and tokens mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from llmrl.errors import TemplateError
 from llmrl.modules.llm import rendering
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import fake_policy
 from tests.support.tool_env import queries
 
 MODES = ["history", "text", "tokens"]
@@ -28,9 +27,7 @@ def echo(text: str) -> str:
 
 
 def policy_of(tokenizer, answers, mode, **options):
-    engine = FakeEngine(answers, tokenizer=tokenizer)
-    options = {"generate_kwargs": {"max_new_tokens": 200}, **options}
-    return LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, **options)
+    return fake_policy(tokenizer, answers, input_mode=mode, **{"generate_kwargs": {"max_new_tokens": 200}, **options})
 
 
 def make_env(tokenizer, mode, num=1, **options):
@@ -166,10 +163,8 @@ def test_families_that_keep_calls_apart_from_the_content_go_on_with_what_was_dra
             assert "the call could not be read" in added
     if mode == "history":
         first = batch[0, 1]["history"].prompt.to_chats()[1]
-        assert first["role"] == "assistant"
-        assert first["tool_calls"][0]["function"]["name"] == (
-            "same" if written == "well" or family != "mistral" else ""
-        )
+        name = "same" if written == "well" or family != "mistral" else ""
+        assert (first["role"], first["tool_calls"][0]["function"]["name"]) == ("assistant", name)
 
 
 def test_a_template_that_cannot_declare_tools_says_where_to_describe_them(tokenizer):
@@ -180,9 +175,8 @@ def test_a_template_that_cannot_declare_tools_says_where_to_describe_them(tokeni
 
 
 def test_a_thought_that_the_prompt_opened_holds_no_calls(tokenizer):
-    opening = tokenizer.chat_template.replace(
-        "'<|im_start|>assistant\\n' }}\n{%- endif", "'<|im_start|>assistant\\n<think>\\n' }}\n{%- endif"
-    )
+    opens = "'<|im_start|>assistant\\n%s' }}\n{%%- endif"
+    opening = tokenizer.chat_template.replace(opens % "", opens % "<think>\\n")
     assert opening != tokenizer.chat_template
     policy = policy_of(tokenizer, [f"I could write {CALL}", f"hm</think>\n{CALL}"], "history", chat_template=opening)
     env = make_env(tokenizer, "history", num=2)
@@ -232,11 +226,8 @@ def test_the_work_of_a_turn_does_not_grow_with_the_conversation(mode, tokenizer,
     parse = form.parse
     form.parse = lambda text, *args, **options: parsed.append(len(text)) or parse(text, *args, **options)
     encode = rendering.ChatCodec.encode_with_spans
-    monkeypatch.setattr(
-        rendering.ChatCodec,
-        "encode_with_spans",
-        lambda self, texts, spans: encoded.append(sum(map(len, texts))) or encode(self, texts, spans),
-    )
+    counted = lambda self, texts, spans: encoded.append(sum(map(len, texts))) or encode(self, texts, spans)  # noqa: E731
+    monkeypatch.setattr(rendering.ChatCodec, "encode_with_spans", counted)
     policy = policy_of(tokenizer, [CALL], mode)
     env = make_env(tokenizer, mode, format=form)
     td = env.reset(queries("Say it."))
