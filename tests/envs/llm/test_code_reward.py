@@ -105,19 +105,11 @@ test_settings_that_cannot_work_are_refused = refusals(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("```python\na\n```", "a\n"),
-        ("```py\na\n```\n```Python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
-        ("```javascript\na\n```", None),
-        ("  ```python\n  a\n  ```", "  a\n"),
-        ("```python\na", None),
-        ("<think>```python\na\n```</think>", None),
-        ("no code", None),
-        ("```python\ns = '```'\n```", "s = '```'\n"),
-    ],
-)
+WITH_CODE = {"```python\na\n```": "a\n", "```py\na\n```\n```Python\nb\n```": "b\n", "```\na\n```": "a\n"}
+WITH_CODE |= {"  ```python\n  a\n  ```": "  a\n", "```python\ns = '```'\n```": "s = '```'\n"}
+WITHOUT_CODE = ["```javascript\na\n```", "```python\na", "<think>```python\na\n```</think>", "no code"]
+
+
+@pytest.mark.parametrize(("text", "code"), [*WITH_CODE.items(), *((text, None) for text in WITHOUT_CODE)])
 def test_the_last_python_block_outside_thinking_is_the_code(text, code):
     assert code_block(text) == code

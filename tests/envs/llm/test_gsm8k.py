@@ -159,7 +159,7 @@ def test_a_row_that_cannot_be_asked_or_scored_is_named_when_the_environment_is_m
         make([{"question": "a", "answer": "#### 1"}, row])
 
 
-def test_the_reward_can_be_left_to_someone_else(say):
+def test_the_reward_can_be_left_out(say):
     env = GSM8KEnv(dataset=ONE, compute_reward=False)
     td = env.step(say(env.reset(), ["<answer>1</answer>"]))
     assert "reward" not in td["next"].keys()

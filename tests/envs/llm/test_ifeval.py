@@ -21,26 +21,22 @@ def told(**instructions):
     return Instructions.of([name.replace("__", ":") for name in instructions], list(instructions.values()), "row 1")
 
 
+LOOSELY = ['Sure:\n"a"', '"a"\nBye.', 'Sure:\n"a"\nBye.', '*"a"*', '*Sure:*\n**"a"**', '**"a"**\nBye.']
+LOOSELY += ['Sure:\n**"a"**\nBye.']
+NOT_AT_ALL = ['Sure:\nhere:\n"a"', "a", "", " \n"]
+
+
 @pytest.mark.parametrize(
-    ("response", "strict", "loose"),
+    ("response", "verdict"),
     [
-        ('"a"', True, True),
-        ('Sure:\n"a"', False, True),
-        ('"a"\nBye.', False, True),
-        ('Sure:\n"a"\nBye.', False, True),
-        ('*"a"*', False, True),
-        ('*Sure:*\n**"a"**', False, True),
-        ('**"a"**\nBye.', False, True),
-        ('Sure:\n**"a"**\nBye.', False, True),
-        ('Sure:\nhere:\n"a"', False, False),
-        ("a", False, False),
-        ("", False, False),
-        (" \n", False, False),
+        ('"a"', (True, True)),
+        *((text, (False, True)) for text in LOOSELY),
+        *((text, (False, False)) for text in NOT_AT_ALL),
     ],
 )
-def test_loose_evaluation_forgives_first_line_last_line_and_asterisks(response, strict, loose):
-    verdict = evaluate(response, told(startend__quotation={}))
-    assert (verdict.strict, verdict.loose) == ([strict], [loose])
+def test_loose_evaluation_forgives_first_line_last_line_and_asterisks(response, verdict):
+    found = evaluate(response, told(startend__quotation={}))
+    assert (*found.strict, *found.loose) == verdict
 
 
 def test_an_empty_response_follows_nothing_even_if_it_breaks_nothing():

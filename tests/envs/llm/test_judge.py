@@ -101,16 +101,11 @@ def test_a_query_of_messages_is_shown_as_a_dialogue(server):
     assert "system: S\n\nuser: U" in server.requests[0]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
-        ("SCORE: 10", 1.0),
-        ("**Score:** 2.5", 0.25),
-        ("score 1, or rather\nSCORE: 3", 0.3),
-        ("<think>SCORE: 9</think>Hm. SCORE: 1", 0.1),
-        ("Score = 0/10", 0.0),
-    ],
-)
+SCORES = {"SCORE: 10": 1.0, "**Score:** 2.5": 0.25, "score 1, or rather\nSCORE: 3": 0.3, "Score = 0/10": 0.0}
+SCORES["<think>SCORE: 9</think>Hm. SCORE: 1"] = 0.1
+
+
+@pytest.mark.parametrize(("said", "score"), SCORES.items())
 def test_the_last_score_outside_thinking_counts(server, said, score):
     assert judge(server).score(said) == pytest.approx(score)
 
@@ -121,7 +116,7 @@ def test_an_answer_without_a_usable_score_is_an_error_not_a_zero(server, said):
         judge(server).score(said)
 
 
-def test_a_parser_of_ones_own_may_find_nothing(server):
+def test_a_custom_parser_may_find_nothing(server):
     reward = judge(server, parse=lambda text: None if "unsure" in text else 5.0)
     assert (reward.score("unsure"), reward.score("x")) == (None, 0.5)
 

@@ -302,12 +302,9 @@ def test_options_reach_the_reward(module):
 
 
 def test_judge_and_code_are_made_from_their_settings():
-    judge, code = make_rewards(
-        [
-            {"judge": {"url": "http://localhost:1/v1", "model": "m", "concurrency": 3}, "weight": 0.5},
-            {"code": {"sandbox": "subprocess", "mode": "all"}},
-        ]
-    )
+    settings = {"url": "http://localhost:1/v1", "model": "m", "concurrency": 3}
+    code = {"sandbox": "subprocess", "mode": "all"}
+    judge, code = make_rewards([{"judge": settings, "weight": 0.5}, {"code": code}])
     assert (judge.name, judge.weight, judge._runner.concurrency, judge.deadline_s) == ("judge", 0.5, 3, 600.0)
     assert isinstance(judge.fn, JudgeReward)
     assert isinstance(code.fn, CodeReward)

@@ -121,7 +121,7 @@ def test_the_specs_of_the_hashing_env_are_kept(tokenizer):
     check_env_specs(env, tensordict=TensorDict(observation=PROMPTS, batch_size=[2]))
 
 
-def test_a_hash_of_ones_own_is_used():
+def test_a_custom_hash_is_used():
     env = LLMHashingEnv(10, text_output=False, hashing_module=lambda pair: pair[..., :1] * 10 + pair[..., 1:])
     assert env.reset(TensorDict(observation=PROMPTS, batch_size=[2]))["hashing"].tolist() == [[567], [897]]
 

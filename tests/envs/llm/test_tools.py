@@ -125,7 +125,7 @@ def test_what_goes_wrong_becomes_a_message_that_says_what_was_expected(text, sta
     assert not td["next", "done"].any(), "the model may try again"
 
 
-def test_model_output_that_is_no_call_does_not_raise_out_of_the_step():
+def test_model_output_that_is_not_a_call_does_not_raise_out_of_the_step():
     """Regression: `[1]`, `5` and objects with other keys once raised through the environment."""
     texts = ["[1]", "5", '{"a": 1}', "null", '{"name": 5, "parameters": {}}', "<tool_call>", "<tool>", "<function="]
     td = started(*texts)

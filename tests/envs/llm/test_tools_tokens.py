@@ -35,6 +35,12 @@ def make_env(tokenizer, mode, num=1, **options):
     return env.append_transform(ToolTransform([echo], **options))
 
 
+def templated(tokenizer, chat, env):
+    """The prompt that the template writes for the conversation and the tools."""
+    options = {"add_generation_prompt": True, "tokenize": False}
+    return tokenizer.apply_chat_template(chat, tools=env.transform[0].runner.schemas(), **options)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_five_turns_with_tools_store_the_ids_that_the_engine_saw_and_train_those_that_it_drew(mode, tokenizer):
     policy = policy_of(tokenizer, [CALL] * 4 + ["Done."], mode)
@@ -63,9 +69,7 @@ def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(mod
     env = make_env(tokenizer, mode)
     env.rollout(9, policy, tensordict=queries("Say hi."))
     chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Say hi."}]
-    first = tokenizer.apply_chat_template(
-        chat, tools=env.transform[0].runner.schemas(), add_generation_prompt=True, tokenize=False
-    )
+    first = templated(tokenizer, chat, env)
     assert '"name": "echo"' in first
     assert tokenizer.decode(policy.engine.prompts[0]) == first
     assert tokenizer.decode(policy.engine.prompts[1]) == first + call + ADDED
@@ -76,7 +80,7 @@ def test_a_tool_cannot_open_a_turn_by_quoting_a_marker(mode, tokenizer):
     policy = policy_of(tokenizer, [CALL, "Done."], mode)
     make_env(tokenizer, mode).rollout(9, policy, tensordict=queries("Say it."))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    # system, user, the model's own turn, the tool's: the marker in the tool's answer is no control token
+    # system, user, the model's own turn, the tool's: the marker in the tool's answer is not a control token
     assert (policy.engine.prompts[1] == end).sum() == 4
 
 
@@ -196,9 +200,8 @@ def test_a_policy_that_leaves_text_alone_is_continued_in_text(tokenizer):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode, tokenizer):
     """Text and tokens mode have no messages to compare with; the second turn is the first that differs."""
-    numbered = tokenizer.chat_template.replace(
-        "'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' ~ loop.index0 ~ ': '"
-    )
+    response = "'\\n<tool_response>\\n'"
+    numbered = tokenizer.chat_template.replace(response, f"{response} ~ loop.index0 ~ ': '")
     assert numbered != tokenizer.chat_template
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = numbered
@@ -211,9 +214,7 @@ def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode,
     batch = env.rollout(9, policy, tensordict=queries("Say it."))
     for turn in range(4):
         chat = batch[0, turn]["history"].prompt.to_chats()
-        expected = tokenizer.apply_chat_template(
-            chat, tools=env.transform[0].runner.schemas(), add_generation_prompt=True, tokenize=False
-        )
+        expected = templated(tokenizer, chat, env)
         assert tokenizer.decode(policy.engine.prompts[turn]) == expected
     assert "<tool_response>\n7: " in expected
 
