@@ -75,13 +75,9 @@ def test_the_environment_runs_without_a_dataset(say):
     assert [row["target"] for row in found] == [row["target"] for row in expected]
 
 
-GOOD = {"nums": [1, 2], "target": 3}
+GOOD, MISNAMED = {"nums": [1, 2], "target": 3}, {"numbers": [1], "target": 1}
 test_rows_and_arguments_that_cannot_be_used_are_refused = refusals(
-    (
-        DataError,
-        "row 2 .*columns nums and target.*numbers, target",
-        lambda: CountdownEnv(dataset=[GOOD, {"numbers": [1], "target": 1}]),
-    ),
+    (DataError, "row 2 .*nums and target.*numbers, target", lambda: CountdownEnv(dataset=[GOOD, MISNAMED])),
     (DataError, "row 2 .*'12' and 'x'", lambda: CountdownEnv(dataset=[GOOD, {"nums": "12", "target": "x"}])),
     (DataError, "nums .*whole numbers", lambda: CountdownEnv(dataset=[GOOD, {"nums": [], "target": 1}])),
     (ConfigError, r"validation.*got 'tset'\. Did you mean 'test'", lambda: countdown_problems("tset")),

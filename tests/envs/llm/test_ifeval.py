@@ -146,13 +146,10 @@ def with_row(**change):
     return IFEvalEnv(dataset=[ROWS[0], {**ROWS[0], **change}])
 
 
+MISSPELT = {"instruction_id_list": ["punctuation:no_coma"]}
 MORE_THAN = {"instruction_id_list": [WORDS], "kwargs": [{"num_words": 3, "relation": "more than"}]}
 test_what_cannot_be_checked_is_named_when_the_environment_is_made = refusals(
-    (
-        DataError,
-        "row 2 .*'punctuation:no_coma'.*Did you mean",
-        lambda: with_row(instruction_id_list=["punctuation:no_coma"]),
-    ),
+    (DataError, "row 2 .*'punctuation:no_coma'.*Did you mean", lambda: with_row(**MISSPELT)),
     (DataError, "row 2 .*argument 'keywords': .*none", lambda: with_row(instruction_id_list=["keywords:existence"])),
     (DataError, "row 2 .*one entry of kwargs per", lambda: with_row(instruction_id_list=[QUOTED, QUOTED])),
     (DataError, "row 2 .*column 'instruction_id_list'", lambda: with_row(instruction_id_list=None)),

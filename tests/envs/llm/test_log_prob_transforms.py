@@ -219,9 +219,7 @@ def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_
     env = chat_env("history", One(), RetrieveKL(given, reference, coeff=0.5), AskAgain())
     first = one_turn(env, policy)
     second = env.step(policy(env.step_mdp(first)))
-    [kl], [wrote] = (
-        rows(second[:1], *key) for key in (("next", "kl_penalty", "full"), ("masks", "all_assistant_mask"))
-    )
+    kl, wrote = rows(second, "next", "kl_penalty", "full")[0], rows(second, "masks", "all_assistant_mask")[0]
     assert int(wrote.sum()) == sum(len(rows(td, "tokens", "response")[0]) for td in (first, second))
     paid = first["next", "reward"][0].item() + second["next", "reward"][0].item()
     assert paid == pytest.approx(2 - 0.5 * kl[wrote].sum().item(), abs=1e-4)
