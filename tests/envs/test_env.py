@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, TensorDict, TensorDictBase
@@ -7,6 +5,7 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorClass, Tenso
 from llmrl.data import Bounded, Composite, Unbounded
 from llmrl.envs import EnvBase
 from llmrl.errors import ConfigError, MissingKeyError, RolloutError, ShapeError
+from tests.support.refusals import refusals
 
 
 class Walk(EnvBase):
@@ -238,10 +237,6 @@ def test_a_rollout_from_a_tensordict_with_a_callback_and_random_actions():
     assert "next" not in set(td.keys())
     assert "action" not in set(td.keys())
     assert steps["action"].abs().max() <= 1
-    with pytest.raises(ConfigError, match="auto_reset=False needs"):
-        env.rollout(2, auto_reset=False)
-    with pytest.raises(ConfigError, match="at least 1"):
-        env.rollout(0)
 
 
 def test_a_rollout_casts_to_the_policy_s_device_and_back():
@@ -269,25 +264,24 @@ def test_the_seed_fixes_random_actions_and_names_the_next_seed():
     assert env.set_seed(3, static_seed=True) == 3
 
 
-def test_a_missing_action_names_the_key_the_reader_and_what_is_there():
-    env = Walk()
-    with pytest.raises(MissingKeyError, match=r"Walk.step: reads 'action'.*keys present: 'done', 'position'"):
-        env.step(env.reset())
+def step_returning(value):
+    """A step of an env whose _step returns ``value(td)``."""
+    env = type("Wrong", (Walk,), {"_step": lambda self, td: value(td)})()
+    return env.step(act(0.0)(env.reset()))
 
 
-@pytest.mark.parametrize(
-    ("returned", "match"),
-    [
-        (lambda td: None, "got None"),
-        (lambda td: td, "the tensordict it was given"),
-        (lambda td: TensorDict(done=torch.zeros(3, 1), batch_size=[3]), "Wrong._step: 'done' must be bool: got"),
-    ],
+UNTYPED = TensorDict(done=torch.zeros(3, 1), batch_size=[3])
+test_wrong_steps_rollouts_and_specs_are_named = refusals(
+    (MissingKeyError, "Walk.step: .*'action'.*keys present: 'done', 'position'", lambda: Walk().step(Walk().reset())),
+    (RolloutError, "got None", lambda: step_returning(lambda td: None)),
+    (RolloutError, "the tensordict it was given", lambda: step_returning(lambda td: td)),
+    (RolloutError, "Wrong._step: 'done' must be bool", lambda: step_returning(lambda td: UNTYPED)),
+    (ConfigError, "auto_reset=False", lambda: Walk().rollout(2, auto_reset=False)),
+    (ConfigError, "at least 1", lambda: Walk().rollout(0)),
+    (RuntimeError, "locked", lambda: Walk().observation_spec.set("x", Unbounded((3,)))),
+    (ShapeError, r"Composite's, \(3,\)", lambda: setattr(Walk(), "action_spec", Bounded(-1.0, 1.0, shape=(1,)))),
+    (ConfigError, "must be a Composite", lambda: setattr(Walk(), "observation_spec", Unbounded((3,)))),
 )
-def test_a_step_that_does_not_return_what_comes_next_is_an_error(returned, match):
-    Wrong = type("Wrong", (Walk,), {"_step": lambda self, td: returned(td)})
-    env = Wrong()
-    with pytest.raises(RolloutError, match=match):
-        env.step(act(0.0)(env.reset()))
 
 
 def test_specs_are_read_as_leaf_or_whole_and_are_locked():
@@ -299,12 +293,6 @@ def test_specs_are_read_as_leaf_or_whole_and_are_locked():
     assert set(env.done_keys) == {"done", "terminated", "truncated"}
     assert env.done_spec["done"].shape == (3, 1)
     assert env.state_spec.is_empty()
-    with pytest.raises(RuntimeError, match="locked"):
-        env.observation_spec["x"] = Unbounded((3,))
-    with pytest.raises(ShapeError, match=r"must begin with the Composite's, \(3,\)"):
-        env.action_spec = Bounded(-1.0, 1.0, shape=(1,))
-    with pytest.raises(ConfigError, match="must be a Composite"):
-        env.observation_spec = Unbounded((3,))
     env.action_spec = Composite(left=Unbounded((3, 1)), right=Unbounded((3, 1)))
     assert env.action_keys == ("left", "right")
     assert env.action_spec.shape == (3,)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -81,7 +79,7 @@ def test_step_mdp_of_a_lazy_stack_is_one_per_row():
 
 
 def test_step_mdp_without_next_says_what_is_there():
-    with pytest.raises(MissingKeyError, match=r"reads 'next'.*keys present: 'obs'; step the env first"):
+    with pytest.raises(MissingKeyError, match=r"'next'.*keys present: 'obs'; step the env"):
         step_mdp(TensorDict(obs=torch.zeros(1)))
 
 
@@ -155,7 +153,7 @@ class Pairs(EnvBase):
 
 def test_specs_whose_rows_differ_are_checked_row_by_row():
     check_env_specs(Pairs(), break_when_any_done="both")
-    with pytest.raises(AssertionError, match=r"next, 'x': entry 0 of the stack: declared within \[0.0, 1.0\], got 5"):
+    with pytest.raises(AssertionError, match=r"next, 'x': entry 0 of the stack: .*\[0.0, 1.0\], got 5"):
         check_env_specs(Pairs(shift=5.0))
 
 
@@ -196,18 +194,19 @@ def wrong(**entries):
     return Wrong()
 
 
+DOUBLE = torch.zeros(2, 1).double()
+
+
 @pytest.mark.parametrize(
     ("env", "match"),
     [
-        (wrong(reward=None), r"step 0, next, 'reward': declared, but not there; keys present: .*\(reward_spec\)"),
-        (wrong(reward=torch.zeros(2)), r"step 0, next, 'reward': declared shape \(2, 1\), got \(2,\) \(reward_spec\)"),
-        (
-            wrong(x=torch.zeros(2, 1).double()),
-            r"next, 'x': declared torch.float32, got torch.float64 \(observation_spec\)",
-        ),
-        (wrong(x=torch.full((2, 1), 2.0)), r"next, 'x': declared within \[0.0, 1.0\], got 2.0 at \[0, 0\]"),
-        (wrong(done=torch.zeros(2, 3).bool()), r"next, 'done': declared shape \(2, 1\), got \(2, 3\) \(done_spec\)"),
-        (wrong(extra=torch.zeros(2)), r"step 0, next, 'extra': written, but no spec declares it"),
+        (wrong(reward=None), r"step 0, next, 'reward': .*not there; keys present: .*\(reward_spec\)"),
+        (wrong(reward=torch.zeros(2)), r"step 0, next, 'reward': .*\(2, 1\), got \(2,\) \(reward_spec\)"),
+        (wrong(x=DOUBLE), r"next, 'x': .*float32, got torch.float64 \(observation_spec\)"),
+        (wrong(x=torch.full((2, 1), 2.0)), r"next, 'x': .*\[0.0, 1.0\], got 2.0 at \[0, 0\]"),
+        (wrong(done=torch.zeros(2, 3).bool()), r"next, 'done': .*\(2, 1\), got \(2, 3\) \(done_spec\)"),
+        (wrong(extra=torch.zeros(2)), r"step 0, next, 'extra': .*no spec declares it"),
+        (wrong(reward=None, x=DOUBLE), r"(?s)'reward'.*'x'|'x'.*'reward'"),  # everything at once
     ],
 )
 def test_an_env_that_breaks_its_specs_is_told_where(env, match):
@@ -215,13 +214,8 @@ def test_an_env_that_breaks_its_specs_is_told_where(env, match):
         check_env_specs(env)
 
 
-def test_the_check_lists_everything_at_once_and_can_leave_dtypes_out():
-    env = wrong(reward=None, x=torch.zeros(2, 1).double())
-    with pytest.raises(AssertionError) as caught:
-        check_env_specs(env)
-    assert "'reward'" in str(caught.value)
-    assert "'x'" in str(caught.value)
-    check_env_specs(wrong(x=torch.zeros(2, 1).double()), check_dtype=False)
+def test_the_check_can_leave_dtypes_out():
+    check_env_specs(wrong(x=DOUBLE), check_dtype=False)
     with pytest.raises(ConfigError, match="bool or 'both'"):
         check_env_specs(Coin(), break_when_any_done="sometimes")
 

@@ -1,7 +1,5 @@
 """A server that speaks the protocol by hand, and breaks it in the ways that its tools are called after."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A server of the official package with a few tools, run as a process of its own by the tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

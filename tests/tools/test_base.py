@@ -13,6 +13,7 @@ from llmrl.errors import ConfigError
 from llmrl.tools import FunctionTool, Tool, ToolError, ToolTimeout, as_tool, load_tool, tool
 from llmrl.tools.load import check_tool
 from llmrl.tools.schema import parse_docstring
+from tests.support.refusals import refusals
 
 FAR = float("inf")
 
@@ -100,12 +101,9 @@ def test_every_type_that_json_can_say_has_its_schema_and_arrives_as_that_type():
     assert properties["options"]["required"] == ["deep"]
     assert properties["title"] == {"type": "string", "description": "of the page"}
     assert properties["maybe"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
-    given = dict(
-        ratio=1, flag=True, names=["a"], table={"b": 2}, color="blue", point={"x": "7"}, options={"deep": False}
-    )
-    assert call(made, {**given, "title": 12}) == repr(
-        (1.0, True, ["a"], {"b": 2}, Color.BLUE, Point(7, 0), {"deep": False}, "12", None, None)
-    )
+    given = {"ratio": 1, "flag": True, "names": ["a"], "table": {"b": 2}, "color": "blue", "title": 12}
+    expected = (1.0, True, ["a"], {"b": 2}, Color.BLUE, Point(7, 0), {"deep": False}, "12", None, None)
+    assert call(made, {**given, "point": {"x": "7"}, "options": {"deep": False}}) == repr(expected)
 
 
 def test_a_property_may_be_called_title_and_a_type_may_contain_itself():
@@ -131,10 +129,10 @@ def test_text_is_read_as_json_where_the_type_needs_it():
     ("arguments", "message"),
     [
         ({}, "add: argument 'a' is missing; argument 'b' is missing. Expected: a (integer), b (integer), how "),
-        ({"a": 1, "b": "two"}, "add: argument 'b': input should be a valid integer, .*: got 'two' (str). Expected:"),
-        ({"a": 1, "b": 2.5}, "argument 'b': input should be a valid integer, got a number with a fractional part"),
-        ({"a": 1, "b": 2, "hwo": "x"}, "add: there is no argument 'hwo', did you mean 'how'. Expected:"),
-        ({"a": 1, "b": 2, "how": "up"}, "argument 'how': input should be 'plus' or 'minus': got 'up' (str)"),
+        ({"a": 1, "b": "two"}, "add: argument 'b': .*integer.*: got 'two' (str). Expected:"),
+        ({"a": 1, "b": 2.5}, "argument 'b': .*got a number with a fractional part"),
+        ({"a": 1, "b": 2, "hwo": "x"}, "add: .*no argument 'hwo', did you mean 'how'. Expected:"),
+        ({"a": 1, "b": 2, "how": "up"}, "argument 'how': .*'plus' or 'minus': got 'up' (str)"),
         ({"a": [0] * 1000, "b": 2}, "got [0, 0, 0, "),
     ],
 )
@@ -175,31 +173,37 @@ def unknown(a: "Nowhere") -> str:  # noqa: F821
     """Takes what is not there."""
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (untyped, r"tool 'untyped': parameter 'b' has no type hint, .* write for example b: str"),
-        (starred, r"tool 'starred': every argument must have a name .*: got \*numbers: int"),
-        (opaque, r"tool 'opaque': the type of parameter 'stream' cannot be written as a JSON schema"),
-        (misdescribed, r"describes 'citty', which is not an argument\. Did you mean 'city'\?"),
-        (unknown, r"a type hint names 'Nowhere', which is not known"),
-        (lambda: "", r"letters, digits, _ and -, at most 64: got '<lambda>'"),
-        (7, r"must be given a Tool, a function, or an object with __call__: got 7 \(int\)"),
-        ("calculator", r"for a tool by name use load_tool"),
-    ],
+def silent(a: int) -> str:
+    return ""
+
+
+class Needy:
+    """Needs a folder."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __call__(self) -> str:
+        return self.folder
+
+
+test_what_cannot_be_a_tool_is_refused_with_the_reason = refusals(
+    (ConfigError, "'untyped': parameter 'b' has no type hint.*b: str", lambda: as_tool(untyped)),
+    (ConfigError, r"'starred': every argument must have a name.*: got \*numbers: int", lambda: as_tool(starred)),
+    (ConfigError, "'opaque': .*parameter 'stream' .*JSON schema", lambda: as_tool(opaque)),
+    (ConfigError, r"'citty', .*not an argument\. Did you mean 'city'", lambda: as_tool(misdescribed)),
+    (ConfigError, "type hint names 'Nowhere'", lambda: as_tool(unknown)),
+    (ConfigError, "letters, digits, _ and -, at most 64: got '<lambda>'", lambda: as_tool(lambda: "")),
+    (ConfigError, r"a Tool, a function, or .*__call__: got 7 \(int\)", lambda: as_tool(7)),
+    (ConfigError, "load_tool", lambda: as_tool("calculator")),
+    (ConfigError, "'silent': needs a docstring", lambda: as_tool(silent)),
+    (ConfigError, "without arguments: Needy.*'folder'", lambda: as_tool(Needy)),
 )
-def test_what_cannot_be_a_tool_is_refused_with_the_reason(function, message):
-    with pytest.raises(ConfigError, match=message):
-        as_tool(function)
 
 
-def test_a_tool_without_a_description_is_refused():
-    def silent(a: int) -> str:
-        return ""
-
-    with pytest.raises(ConfigError, match="tool 'silent': needs a docstring"):
-        as_tool(silent)
+def test_what_lacks_a_description_or_needs_arguments_can_be_given_them():
     assert FunctionTool(silent, description="Says nothing.").description == "Says nothing."
+    assert call(as_tool(Needy("here")), {}) == "here"
 
 
 class Counter:
@@ -233,21 +237,6 @@ def test_objects_are_closed_at_the_end_of_their_conversation_or_with_the_tool(ta
     assert [*found, call(made, {}, "a")] == counts
     made.close()
     assert Counter.closed == closed
-
-
-def test_a_class_whose_constructor_needs_arguments_is_refused():
-    class Needy:
-        """Needs a folder."""
-
-        def __init__(self, folder: str):
-            self.folder = folder
-
-        def __call__(self) -> str:
-            return self.folder
-
-    with pytest.raises(ConfigError, match=r"called without arguments: Needy.*'folder'"):
-        as_tool(Needy)
-    assert call(as_tool(Needy("here")), {}) == "here"
 
 
 def test_positional_only_parameters_and_defaults_arrive():
@@ -290,16 +279,13 @@ def test_results_that_are_not_text_become_json():
         """Gives."""
         return {"none": None, "point": Point(1, 2), "list": [1, 2.5, "é"], "nan": float("nan"), "flag": True}[what]
 
-    assert [call(give, {"what": what}) for what in ("none", "point", "list", "nan", "flag")] == [
-        *("", '{"x":1,"y":2}', '[1,2.5,"é"]', "NaN", "true")
-    ]
+    written = {"none": "", "point": '{"x":1,"y":2}', "list": '[1,2.5,"é"]', "nan": "NaN", "flag": "true"}
+    assert {what: call(give, {"what": what}) for what in written} == written
 
 
 def test_docstrings_in_the_style_of_sphinx_are_read():
-    assert parse_docstring("Adds.\n\n:param int a: the first\n    one\n:param b: the other\n:returns: a sum") == (
-        "Adds.",
-        {"a": "the first one", "b": "the other"},
-    )
+    found = parse_docstring("Adds.\n\n:param int a: the first\n    one\n:param b: the other\n:returns: a sum")
+    assert found == ("Adds.", {"a": "the first one", "b": "the other"})
     assert parse_docstring("Adds.\n\n>>> add(1, 2)\n3") == ("Adds.", {})
     assert parse_docstring("Notes of a run, by day.\n\nExamples:\n    x") == ("Notes of a run, by day.", {})
 
@@ -334,16 +320,16 @@ def test_a_tool_of_the_user_is_loaded_by_module_and_name(user_module):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("calculater", None, r"got 'calculater'\. Did you mean 'calculator'\?"),
-        ("no_such_module_of_a_test:x", None, "there is no module 'no_such_module_of_a_test'"),
-        ("my_tools_of_a_tset:x", None, r"there is no module .* Did you mean 'my_tools_of_a_test'\?"),
-        ("my_tools_of_a_test.more:x", None, "there is no module 'my_tools_of_a_test.more'"),
-        ("my tools:x", None, r"must be 'package\.module:name': got 'my tools:x'"),
-        ("my_tools_of_a_test:lokup", None, r"has no 'lokup': it has lookup, Book.*Did you mean 'lookup'\?"),
+        ("calculater", None, r"got 'calculater'\. Did you mean 'calculator'"),
+        ("no_such_module_of_a_test:x", None, "no module 'no_such_module_of_a_test'"),
+        ("my_tools_of_a_tset:x", None, "no module .* Did you mean 'my_tools_of_a_test'"),
+        ("my_tools_of_a_test.more:x", None, "no module 'my_tools_of_a_test.more'"),
+        ("my tools:x", None, r"'package\.module:name': got 'my tools:x'"),
+        ("my_tools_of_a_test:lokup", None, r"no 'lokup': it has lookup, Book.*Did you mean 'lookup'"),
         ("my_tools_of_a_test:number", None, r"got 7 \(int\)"),
-        ("my_tools_of_a_test:Book", {"page": 1}, r"unexpected keyword argument 'page'\. Did you mean 'pages'\?"),
-        ("my_tools_of_a_test:lookup", {"a": 1}, "takes no settings: got 'a'"),
-        ("search_documents", None, "missing a required argument: 'folder'"),
+        ("my_tools_of_a_test:Book", {"page": 1}, r"'page'\. Did you mean 'pages'"),
+        ("my_tools_of_a_test:lookup", {"a": 1}, "no settings: got 'a'"),
+        ("search_documents", None, "missing .*'folder'"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_says_what_is_wrong(user_module, name, settings, message):

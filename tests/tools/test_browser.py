@@ -1,7 +1,5 @@
 """The browser tool, with the system's Chromium and pages served by this process."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -28,61 +26,50 @@ needs_playwright = pytest.mark.skipif(not HAS_PLAYWRIGHT, reason="needs the pack
 WAIT_S = 60.0
 
 
-class Site:
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        site, path = self.server, self.path
+        site.requests.append((self.headers["Host"].partition(":")[0], path))
+        if path == "/slow":
+            site.holds.wait(WAIT_S)
+        page = site.pages.get(path.partition("?")[0])
+        self.send_response(302 if path in site.redirects else 404 if page is None else 200)
+        if path in site.redirects:
+            self.send_header("Location", site.redirects[path])
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write((page or "nothing here").encode())
+
+
+class Site(ThreadingHTTPServer):
     """Pages by path, and the (host, path) of every request that arrived."""
 
     def __init__(self):
-        self.pages: dict[str, str] = {}
-        self.redirects: dict[str, str] = {}
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.pages, self.redirects, self.requests = {}, {}, []
         self.holds = threading.Event()
-        self.requests: list[tuple[str, str]] = []
-        site = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args):
-                pass
-
-            def do_GET(self):
-                path = self.path
-                site.requests.append((self.headers["Host"].partition(":")[0], path))
-                if path == "/slow":
-                    site.holds.wait(WAIT_S)
-                if path in site.redirects:
-                    self.send_response(302)
-                    self.send_header("Location", site.redirects[path])
-                    self.end_headers()
-                    return
-                page = site.pages.get(path.partition("?")[0])
-                self.send_response(404 if page is None else 200)
-                self.send_header("Content-Type", "text/html; charset=utf-8")
-                self.end_headers()
-                self.wfile.write((page or "nothing here").encode())
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def url(self, path="/", host="localhost"):
-        return f"http://{host}:{self.port}{path}"
-
-    def hosts(self):
-        return {host for host, _ in self.requests}
+        return f"http://{host}:{self.server_port}{path}"
 
 
 @pytest.fixture(scope="module")
-def site():
-    made = Site()
-    yield made
-    made.holds.set()
-    made.server.shutdown()
-    made.server.server_close()
+def server():
+    with Site() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.holds.set()
+        made.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def fresh(request):
-    if "site" in request.fixturenames:
-        made = request.getfixturevalue("site")
-        made.pages.clear(), made.redirects.clear(), made.requests.clear()
+@pytest.fixture
+def site(server):
+    for kept in (server.pages, server.redirects, server.requests):
+        kept.clear()
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -125,20 +112,16 @@ def test_a_page_is_opened_read_clicked_typed_into_and_scrolled(browser, site):
 @needs_chromium
 def test_hosts_are_allowed_by_their_exact_names_in_links_resources_and_redirects(browser, site):
     """Regression: an allow-list by suffix let evil-example.com pass for example.com."""
-    for url in (
-        site.url(host="127.0.0.1"),
-        "http://evil-localhost/",
-        "http://localhost.evil.test/",
-        "file:///etc/passwd",
-    ):
-        with pytest.raises(ToolError, match="must be an http or https address of localhost"):
+    foreign = ["http://evil-localhost/", "http://localhost.evil.test/", "file:///etc/passwd"]
+    for url in (site.url(host="127.0.0.1"), *foreign):
+        with pytest.raises(ToolError, match="http or https address of localhost"):
             act(browser, action="navigate", url=url)
     other = site.url("/other", host="127.0.0.1")
     site.pages["/"] = (
         f"<title>Page</title><img src='{other}?img'><iframe src='{other}?frame'></iframe>"
         f"<a id=away href='{other}?link'>x</a>"
         f"<script>fetch('{other}?fetch'); new Image().src = '{site.url('/hop')}';"
-        f"try {{ new WebSocket('ws://127.0.0.1:{site.port}/socket') }} catch (e) {{}}</script>"
+        f"try {{ new WebSocket('ws://127.0.0.1:{site.server_port}/socket') }} catch (e) {{}}</script>"
     )
     site.redirects["/hop"] = site.redirects["/jump"] = other
     site.pages["/other"] = "<title>Other</title>"
@@ -149,7 +132,7 @@ def test_hosts_are_allowed_by_their_exact_names_in_links_resources_and_redirects
     with contextlib.suppress(ToolError):
         act(browser, action="click", selector="#away")
     assert ("localhost", "/jump") in site.requests
-    assert site.hosts() == {"localhost"}, "nothing else was even asked for"
+    assert {host for host, _ in site.requests} == {"localhost"}, "nothing else was even asked for"
     assert act(browser, action="navigate", url=site.url()).startswith("Page\n"), "and the page can still be used"
 
 
@@ -345,7 +328,7 @@ def test_wrong_arguments_are_said_without_starting_a_browser(arguments, says):
 
 @needs_playwright
 @pytest.mark.parametrize("host", ["http://a.com", "a.com/x", "*.a.com", "a.com:80", "", 5])
-def test_hosts_that_are_no_plain_names_are_refused(host):
+def test_hosts_that_are_not_plain_names_are_refused(host):
     with pytest.raises(ConfigError, match="plain host names"):
         BrowserTool([host])
 

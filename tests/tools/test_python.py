@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
-import threading
 import time
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from llmrl.tools import ToolCall, ToolError, ToolRunner, ToolTimeout, load_tool
 from llmrl.tools.python import PythonTool, report
 from llmrl.tools.sandbox import InterpreterPool, Limits, Sandbox, launch
 from llmrl.tools.sandbox.session import SessionError
+from tests.support.processes import wait_until
+from tests.support.refusals import refusals
 
 
 def best_kind() -> str:
@@ -149,22 +152,18 @@ print(len(os.listdir({folder!r})), 'met')
 
 def test_calls_of_different_conversations_run_at_the_same_time(tmp_path):
     """Each waits until all are inside; one after the other they would not meet."""
+    codes = [MEET.format(folder=str(tmp_path), name=str(n)) for n in range(4)]
+    calls = [ToolCall("python", {"code": code}, id=str(n), conversation=n) for n, code in enumerate(codes)]
     with ToolRunner([PythonTool(sandbox="subprocess")], timeout_s=30) as runner:
-        codes = [MEET.format(folder=str(tmp_path), name=str(n)) for n in range(4)]
-        results = runner.run(
-            [ToolCall("python", {"code": code}, id=str(n), conversation=n) for n, code in enumerate(codes)]
-        )
+        results = runner.run(calls)
     assert [result.content for result in results] == ["4 met\n"] * 4
 
 
 def test_calls_of_one_conversation_from_two_threads_run_one_after_another(run):
     run("log = []\nimport time")
     code = "log.append('in'); time.sleep(0.1); log.append('out')"
-    threads = [threading.Thread(target=run, args=[code]) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(run, [code] * 3))
     assert run("log") == "['in', 'out', 'in', 'out', 'in', 'out']\n"
 
 
@@ -218,28 +217,22 @@ def test_the_interpreter_idle_for_longest_is_ended_and_its_conversation_reads_wh
     assert pool.run("1", conversation="b", deadline=soon()).lost_before is None
 
 
-def in_a_call(pool: InterpreterPool, conversation: str, timeout_s: float, results: list) -> threading.Thread:
-    """A thread whose call of that conversation sleeps; returns once the call has begun."""
-    pool.run("import time", conversation=conversation, deadline=soon())
-    inside = threading.Event()
-
-    def call() -> None:
-        inside.set()
-        results.append(pool.run("time.sleep(100)", conversation=conversation, deadline=soon(timeout_s)))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert inside.wait(10)
-    time.sleep(0.1)
-    return thread
+@contextmanager
+def in_a_call(pool: InterpreterPool, sign: Path, timeout_s: float):
+    """Within it a call of conversation "a", which made the file ``sign``, sleeps in another thread: its future."""
+    code = f"import time\nopen({str(sign)!r}, 'w').close()\ntime.sleep(100)"
+    pool.run("1", conversation="a", deadline=soon())  # starts the interpreter
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(lambda: pool.run(code, conversation="a", deadline=soon(timeout_s)))
+        wait_until(sign.exists)
+        yield future
 
 
-def test_a_call_that_finds_every_interpreter_busy_waits_no_longer_than_its_deadline():
+def test_a_call_that_finds_every_interpreter_busy_waits_no_longer_than_its_deadline(tmp_path):
     with closing(PythonTool(sandbox="subprocess", spare=0, max_interpreters=1)) as tool:
-        thread = in_a_call(tool.pool, "a", 2.0, [])
-        with pytest.raises(ToolTimeout, match="all 1 interpreters were busy"):
+        busy = pytest.raises(ToolTimeout, match="all 1 interpreters were busy")
+        with in_a_call(tool.pool, tmp_path / "sign", 5.0), busy:
             tool.call({"code": "1"}, conversation="b", deadline=soon(0.2))
-        thread.join(timeout=10)
         assert tool.call({"code": "1"}, conversation="b", deadline=soon()) == "1\n"
 
 
@@ -253,12 +246,11 @@ def test_as_many_interpreters_are_ready_as_were_in_use_before(pool_of):
     assert pool.counters["started"] == 8
 
 
-def test_closing_ends_calls_that_run(pool_of):
-    pool, results = pool_of(spare=0), []
-    thread = in_a_call(pool, "a", 60.0, results)
-    pool.close()
-    thread.join(timeout=10)
-    assert results[0].status == "error"
+def test_closing_ends_calls_that_run(pool_of, tmp_path):
+    pool = pool_of(spare=0)
+    with in_a_call(pool, tmp_path / "sign", 60.0) as call:
+        pool.close()
+    assert call.result().status == "error"
     with pytest.raises(ConfigError, match="call after close"):
         pool.run("1", conversation="a", deadline=soon(1))
 
@@ -318,20 +310,14 @@ def test_a_bubblewrap_that_cannot_start_shows_its_own_words(program, tmp_path):
         Sandbox("bubblewrap")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Limits(memory_mib=0), "memory_mib must be a whole number of at least 64: got 0"),
-        (lambda: Limits(cpu_s=1.5), "cpu_s must be a whole number"),
-        (lambda: Sandbox("bubblewarp"), r"got 'bubblewarp'\. Did you mean 'bubblewrap'\?"),
-        (lambda: InterpreterPool(Sandbox("subprocess"), max_interpreters=0), "max_interpreters >= 1: got spare=1"),
-        (lambda: InterpreterPool(Sandbox("subprocess"), spare=3, max_interpreters=2), "spare <= max_interpreters"),
-        (lambda: PythonTool(sandbox="subprocess", limits={"memory_mb": 512}), r"Did you mean 'memory_mib'"),
-    ],
+test_settings_that_cannot_work_are_refused = refusals(
+    (ConfigError, "memory_mib .*at least 64: got 0", lambda: Limits(memory_mib=0)),
+    (ConfigError, "cpu_s .*whole number", lambda: Limits(cpu_s=1.5)),
+    (ConfigError, r"got 'bubblewarp'\. Did you mean 'bubblewrap'", lambda: Sandbox("bubblewarp")),
+    (ConfigError, "max_interpreters >= 1", lambda: InterpreterPool(Sandbox("subprocess"), max_interpreters=0)),
+    (ConfigError, "spare <=", lambda: InterpreterPool(Sandbox("subprocess"), spare=3, max_interpreters=2)),
+    (ConfigError, "Did you mean 'memory_mib'", lambda: PythonTool(sandbox="subprocess", limits={"memory_mb": 512})),
 )
-def test_settings_that_cannot_work_are_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
 
 
 def test_conversations_do_not_share_variables(run, tool):

@@ -1,14 +1,13 @@
 """A policy that says what it is told to, in any view, without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.tensordicts import column
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
 from llmrl.testing import tiny_tokenizer
 
@@ -39,3 +38,15 @@ def say(tokenizer) -> Callable[[TensorDictBase, Sequence[str]], TensorDictBase]:
         return td
 
     return write
+
+
+@pytest.fixture
+def answered(say):
+    """answered(env, texts, **columns): ``env`` is reset with these columns, and the policy says ``texts`` in a step."""
+
+    def step(env, texts: Sequence[str], **columns: Sequence) -> TensorDictBase:
+        columns = {"query": ["?"] * len(texts), **columns}
+        td = TensorDict({name: column(values) for name, values in columns.items()}, batch_size=[len(texts)])
+        return env.step(say(env.reset(td), texts))
+
+    return step

@@ -1,7 +1,5 @@
 """ChatEnv keeps a conversation in three views; DatasetChatEnv starts it from data and ends it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,9 +10,9 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.envs.llm.transforms import EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
-from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
-from llmrl.testing import FakeEngine
+from tests.support.conversations import fake_policy
+from tests.support.refusals import refusals
 
 
 def query(*texts):
@@ -70,26 +68,17 @@ def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
     given = History.from_messages([{"role": "user", "content": "Hello"}])
     chats = env.reset(query(own, given))["history"].prompt.to_chats()
-    assert [message["content"] for message in chats[0]] == ["Be long.", "Hi"]
-    assert [message["content"] for message in chats[1]] == ["Be brief.", "Hello"]
+    assert [[message["content"] for message in chat] for chat in chats] == [["Be long.", "Hi"], ["Be brief.", "Hello"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": []}, "batch_size must be the number of conversations"),
-        ({"input_mode": "txt"}, "Did you mean 'text'"),
-        ({"input_mode": "tokens"}, "needs a tokenizer"),
-    ],
+test_what_cannot_work_is_refused = refusals(
+    (ValueError, "batch_size .*number of conversations", lambda: ChatEnv(batch_size=[])),
+    (ValueError, "Did you mean 'text'", lambda: ChatEnv(input_mode="txt")),
+    (ValueError, "needs a tokenizer", lambda: ChatEnv(input_mode="tokens")),
+    (MissingKeyError, "'query'; keys present: none", lambda: ChatEnv().reset()),
+    (DataError, "row 2 .*prompt column", lambda: DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])),
+    (DataError, "at least one row", lambda: DatasetChatEnv(dataset=[])),
 )
-def test_arguments_that_cannot_work_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ChatEnv(**arguments)
-
-
-def test_reset_without_a_query_says_what_to_pass():
-    with pytest.raises(MissingKeyError, match="must be in 'query'; keys present: none"):
-        ChatEnv().reset()
 
 
 def test_dataset_env_ends_after_its_turns_and_then_starts_the_next_rows(say):
@@ -109,13 +98,9 @@ def test_dataset_env_ends_after_its_turns_and_then_starts_the_next_rows(say):
 
 
 def test_an_epoch_end_is_a_typed_end_and_the_last_batch_may_be_smaller():
-    env = DatasetChatEnv(
-        dataset=[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], num_envs=2, shuffle=False, epochs=1
-    )
-    assert env.reset().batch_size == (2,)
-    last = env.reset()
-    assert last.batch_size == (1,)
-    assert last.get("query").tolist() == ["c"]
+    rows = [{"prompt": letter} for letter in "abc"]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, epochs=1)
+    assert [env.reset().get("query").tolist() for _ in range(2)] == [["a", "b"], ["c"]]
     with pytest.raises(EndOfData, match="all 1 epochs"):
         env.reset()
     env.reset_dataloader()
@@ -133,25 +118,20 @@ def test_prompts_need_not_be_called_query():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_a_rollout_through_resets_starts_every_conversation_with_a_stream_of_its_own(mode, padded, tokenizer):
-    policy = LLMWrapperBase(
-        FakeEngine(["a", "b c", "d"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode, pad_output=padded
-    )
+    policy = fake_policy(tokenizer, ["a", "b c", "d"], input_mode=mode, pad_output=padded)
     rows = [{"prompt": f"q{n}"} for n in range(9)]
     env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=2, input_mode=mode, tokenizer=tokenizer)
     batch = env.rollout(6, policy, break_when_any_done=False)
-    for b in range(2):
-        for t in range(6):
-            row = batch[b, t]
-            full = row["tokens"].full
-            full = full[row["masks"].all_attention_mask] if padded else full
-            assert tokenizer.decode(full).count(f"user\n{row['query']}<|im_end|>") == 1
-            assert tokenizer.decode(full).count("<|im_start|>user") == 1
-            assert tokenizer.decode(full).startswith("<|im_start|>user")
+    for row in (batch[b, t] for b in range(2) for t in range(6)):
+        full = row["tokens"].full
+        text = tokenizer.decode(full[row["masks"].all_attention_mask] if padded else full)
+        assert text.startswith("<|im_start|>user")
+        assert text.count("<|im_start|>user") == text.count(f"user\n{row['query']}<|im_end|>") == 1
 
 
 def test_a_running_padded_conversation_goes_on_beside_a_new_one(tokenizer):
-    engine = FakeEngine(["a", "b c"], tokenizer=tokenizer)
-    policy = LLMWrapperBase(engine, tokenizer=tokenizer, pad_output=True)
+    policy = fake_policy(tokenizer, ["a", "b c"], pad_output=True)
+    engine = policy.engine
     env = DatasetChatEnv(dataset=[{"prompt": "q"}], num_envs=2, max_steps=None)
     td = env.step_mdp(env.step(policy(env.reset())))
     td["_reset"] = torch.tensor([[True], [False]])
@@ -165,8 +145,7 @@ def test_a_running_padded_conversation_goes_on_beside_a_new_one(tokenizer):
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_what_a_policy_leaves_and_the_env_carries_is_declared(mode, pad_output, tokenizer):
     env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer)
-    engine = FakeEngine(["4", "It is 4."], tokenizer=tokenizer)
-    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output)
+    policy = fake_policy(tokenizer, ["4", "It is 4."], input_mode=mode, pad_output=pad_output)
     check_env_specs(env, tensordict=TensorDict(query=["2 + 2?", "What is 2 + 2?"], batch_size=[2]), policy=policy)
     declared = {*env.full_observation_spec.keys(), *env.full_state_spec.keys(), *env.full_action_spec.keys()}
     assert {"text", "tokens", "masks", "log_probs"} <= declared
@@ -177,8 +156,7 @@ def test_every_column_that_a_conversation_starts_from_is_declared(tokenizer):
     env = DatasetChatEnv(dataset=rows, num_envs=2, seed=0, max_steps=3, tokenizer=tokenizer)
     for transform in (PolicyVersion("uuid"), RewardFunction(lambda completion, answer: 1.0)):
         env.append_transform(transform)
-    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=tokenizer), tokenizer=tokenizer)
-    check_env_specs(env, policy=policy)
+    check_env_specs(env, policy=fake_policy(tokenizer, ["4"]))
     assert env.full_state_spec["ids"].shape == (2, 3)
     assert {"query", "answer", "group_id", "seed"} <= set(env.full_state_spec.keys())
 
@@ -188,7 +166,7 @@ def test_every_column_that_a_conversation_starts_from_is_declared(tokenizer):
 def test_what_the_user_says_may_stand_under_the_name_of_a_view(mode, key, tokenizer):
     """Regression: a column of prompts under "text" was taken for what a policy left there."""
     env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer, data_key=key)
-    policy = LLMWrapperBase(FakeEngine(["4", "6"], tokenizer=tokenizer), tokenizer=tokenizer, input_mode=mode)
+    policy = fake_policy(tokenizer, ["4", "6"], input_mode=mode)
     asked = TensorDict({key: ["2 + 2?", "3 + 3?"]}, batch_size=[2])
     td = env.reset(asked)
     assert set(td.keys()) - {"done", "terminated", "truncated"} == {mode, key}
@@ -227,13 +205,6 @@ def test_the_arguments_of_a_data_loader_are_taken_and_ray_is_refused_by_its_valu
             with pytest.raises(ConfigError, match=f"{kind.__name__}: .*{next(iter(wrong))}"):
                 kind(dataset=rows, **wrong)
     assert make_gsm8k_env(rows, 1, 2, 8, 0).reset().get("answer").tolist() == ["#### 4"]
-
-
-def test_data_that_cannot_be_used_are_refused_before_the_first_reset():
-    with pytest.raises(DataError, match="row 2 must have a prompt column"):
-        DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])
-    with pytest.raises(DataError, match="at least one row"):
-        DatasetChatEnv(dataset=[])
 
 
 def test_padded_turns_are_carried_without_their_padding():

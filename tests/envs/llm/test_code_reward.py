@@ -1,21 +1,17 @@
 """Code is scored by the tests that it passes, in a sandbox."""
 
-from __future__ import annotations
-
 import json
-import math
 import shutil
 from contextlib import closing
 
 import pytest
-from tensordict import TensorDict
 
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.answers import code_block
 from llmrl.envs.llm.rewards import CodeReward
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, DataError
+from tests.support.refusals import refusals
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +78,11 @@ def test_cases_do_not_see_what_others_did(reward):
     assert reward(code, [{"input": "", "output": "0"}] * 4) == 1.0
 
 
-def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(reward, say):
+def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(reward, answered):
     env = ChatEnv(batch_size=[4]).append_transform(RewardFunction(reward, deadline_s=120))
-    td = TensorDict(query=column(["q"] * 4), tests=column([IO, ASSERTS, [], IO]), batch_size=[4])
-    td = env.step(say(env.reset(td), [DOUBLE, fenced(ADD), DOUBLE, "no code"]))
-    values = td["next", "reward_code"].flatten().tolist()
-    assert [values[0], values[1], values[3]] == [1.0, 1.0, 0.0]
-    assert math.isnan(values[2])
-    assert "tests must be a list with at least one case" in env.transform[0].first_error
+    td = answered(env, [DOUBLE, fenced(ADD), DOUBLE, "no code"], tests=[IO, ASSERTS, [], IO])
+    assert str(td["next", "reward_code"].flatten().tolist()) == "[1.0, 1.0, nan, 0.0]"
+    assert "at least one case" in env.transform[0].first_error
 
 
 @pytest.mark.parametrize(
@@ -97,7 +90,7 @@ def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(rewar
     [
         ([], "at least one case"),
         (None, "at least one case"),
-        ([{"input": "1"}], "must be a text, or have input and output"),
+        ([{"input": "1"}], "input and output"),
         ({"inputs": ["1"], "outputs": []}, "as many of both"),
     ],
 )
@@ -106,26 +99,17 @@ def test_tests_that_cannot_be_run_are_an_error_not_a_zero(reward, tests, message
         reward(DOUBLE, tests)
 
 
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ConfigError, match="mode must be"):
-        CodeReward(mode="some", sandbox="subprocess")
-    with pytest.raises(ConfigError, match="timeout_s must be positive"):
-        CodeReward(timeout_s=0, sandbox="subprocess")
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("```python\na\n```", "a\n"),
-        ("```py\na\n```\n```Python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
-        ("```javascript\na\n```", None),
-        ("  ```python\n  a\n  ```", "  a\n"),
-        ("```python\na", None),
-        ("<think>```python\na\n```</think>", None),
-        ("no code", None),
-        ("```python\ns = '```'\n```", "s = '```'\n"),
-    ],
+test_settings_that_cannot_work_are_refused = refusals(
+    (ConfigError, "mode must be", lambda: CodeReward(mode="some", sandbox="subprocess")),
+    (ConfigError, "timeout_s .*positive", lambda: CodeReward(timeout_s=0, sandbox="subprocess")),
 )
+
+
+WITH_CODE = {"```python\na\n```": "a\n", "```py\na\n```\n```Python\nb\n```": "b\n", "```\na\n```": "a\n"}
+WITH_CODE |= {"  ```python\n  a\n  ```": "  a\n", "```python\ns = '```'\n```": "s = '```'\n"}
+WITHOUT_CODE = ["```javascript\na\n```", "```python\na", "<think>```python\na\n```</think>", "no code"]
+
+
+@pytest.mark.parametrize(("text", "code"), [*WITH_CODE.items(), *((text, None) for text in WITHOUT_CODE)])
 def test_the_last_python_block_outside_thinking_is_the_code(text, code):
     assert code_block(text) == code

@@ -1,7 +1,5 @@
 """A reward sees one and the same string of a turn, whatever the model's family and the env's input mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,9 +9,9 @@ from llmrl.envs.llm import ChatEnv, GSM8KRewardParser, IfEvalScorer
 from llmrl.envs.llm.completions import completion_texts, trim_markers
 from llmrl.envs.llm.transforms import LengthPenalty, RewardFunction
 from llmrl.errors import MissingKeyError
-from llmrl.modules.llm import LLMWrapperBase
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.testing import tiny_tokenizer
+from tests.support.conversations import fake_policy
 
 FAMILIES = ["qwen3", "llama3", "llama", "gemma", "mistral", "deepseek"]
 SAID = ["36", " 6 * 6\n= 36", "3<|im_start|>6"]  # the last holds a control token, as ids may
@@ -32,8 +30,7 @@ def test_a_reward_sees_the_same_text_in_every_mode(family):
         for pad_output in (False, True):
             env = ChatEnv(batch_size=[3], input_mode=mode, tokenizer=tokenizer)
             env = env.append_transform(RewardFunction(lambda completion: seen.append(completion) or 1.0))
-            engine = FakeEngine(answers, tokenizer=tokenizer)
-            policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, pad_output=pad_output)
+            policy = fake_policy(tokenizer, answers, input_mode=mode, pad_output=pad_output)
             env.step(policy(env.reset(TensorDict(query=["a", "b c", "d e f"], batch_size=[3]))))
     lead = " " if family in ("llama", "mistral") else ""  # the template's own
     assert seen == [said.removeprefix(lead) for said in SAID] * 6
@@ -56,13 +53,12 @@ def test_ids_without_a_tokenizer_say_that_one_is_missing(tokenizer, say):
 def test_of_a_conversation_that_is_there_only_as_a_whole_the_last_message_is_the_response(mode, tokenizer, say):
     """Regression: what had only "full" could not be scored."""
     env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=tokenizer)
-    td = say(
-        env.reset(TensorDict(query=["6 * 6?", "?"], answer=["36", "36"], batch_size=[2])), ["<answer>36</answer>", ""]
-    )
+    said = ["<answer>36</answer>", ""]
+    td = say(env.reset(TensorDict(query=["6 * 6?", "?"], answer=["36", "36"], batch_size=[2])), said)
     view = td.get(mode)
     full = view.full if mode == "history" else view.rows("full")
     whole = TensorDict({mode: type(view).from_rows({"full": full}), "answer": td.get("answer")}, batch_size=[2])
-    assert completion_texts(whole, tokenizer, who="mine") == ["<answer>36</answer>", ""]
+    assert completion_texts(whole, tokenizer, who="mine") == said
     scored = GSM8KRewardParser(tokenizer=tokenizer)(whole)
     assert scored["next", "reward"].flatten().tolist() == [1, 0]
 
@@ -74,11 +70,10 @@ def collected(tokenizer, *transforms):
     env = ChatEnv(batch_size=[2])
     for transform in transforms:
         env = env.append_transform(transform)
-    policy = LLMWrapperBase(FakeEngine(ANSWERS, tokenizer=tokenizer), tokenizer=tokenizer)
-    td = TensorDict(query="2 + 2?", answer="4", instruction_id_list="", batch_size=[2])
+    td = TensorDict(query="2 + 2?", answer="4", batch_size=[2])
     td.set("instruction_id_list", [["punctuation:no_comma"]] * 2)
     td.set("kwargs", [[{}]] * 2)
-    return env.step(policy(env.reset(td)))
+    return env.step(fake_policy(tokenizer, ANSWERS)(env.reset(td)))
 
 
 def exact(completion, answer):

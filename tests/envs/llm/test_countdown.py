@@ -1,18 +1,15 @@
 """Countdown: expressions are read by a bounded parser, and generated problems can be solved."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from fractions import Fraction
 
 import pytest
-from tensordict import TensorDict
 
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, CountdownEnv, CountdownRewardParser
 from llmrl.envs.llm.tasks.countdown import countdown_correct, countdown_problems
 from llmrl.errors import ConfigError, DataError, MissingKeyError
+from tests.support.refusals import refusals
 
 RIGHT = ["55 + 36 - 7 - 19", "(55 + 36) - (7 + 19)", "55+36-7-19=65", "$55 + 36 - 7 - 19$"]
 RIGHT += ["55 + 36 - 7 \N{MINUS SIGN} 19"]
@@ -32,25 +29,18 @@ def test_fractions_on_the_way_do_not_matter():
     assert not countdown_correct("7 / 3", [3, 7], 2)
 
 
-def test_a_local_file_in_the_public_columns_is_read_and_a_bad_row_named(tmp_path):
+def test_a_local_file_in_the_public_columns_is_read(tmp_path):
     path = tmp_path / "countdown.jsonl"
     path.write_text("\n".join(json.dumps({"target": n + 5, "nums": [n, 5]}) for n in range(3)), encoding="utf-8")
     td = CountdownEnv(dataset=path, num_envs=3, shuffle=False).reset()
     assert td.get("target").tolist() == [5, 6, 7]
     assert "6 out of the numbers 1, 5" in td["history"].prompt.to_chats()[1][1]["content"]
-    for row, message in (
-        ({"numbers": [1], "target": 1}, "row 2 .*must have the columns nums and target.*numbers, target"),
-        ({"nums": "12", "target": "x"}, "row 2 .*has '12' and 'x'"),
-        ({"nums": [], "target": 1}, "nums must be a list of whole numbers"),
-    ):
-        with pytest.raises(DataError, match=message):
-            CountdownEnv(dataset=[{"nums": [1, 2], "target": 3}, row])
 
 
-def test_columns_that_are_missing_are_named(say):
+def test_columns_that_are_missing_are_named(answered):
     env = ChatEnv(batch_size=[1]).append_transform(CountdownRewardParser())
-    with pytest.raises(MissingKeyError, match="must be in 'nums'"):
-        env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
+    with pytest.raises(MissingKeyError, match="'nums'"):
+        answered(env, ["4"])
 
 
 def reachable(values: list[Fraction], target: int) -> bool:
@@ -81,13 +71,15 @@ def test_generated_problems_have_solutions_and_no_split_shares_numbers():
 def test_the_environment_runs_without_a_dataset(say):
     env = CountdownEnv(num_envs=2, seed=0, split="test")
     assert env.reset()["history"].prompt.shape == (2, 2)
-    assert [row["target"] for row in CountdownEnv.rows(split="test")[:3]] == [
-        row["target"] for row in countdown_problems("test", 3)
-    ]
+    found, expected = CountdownEnv.rows(split="test")[:3], countdown_problems("test", 3)
+    assert [row["target"] for row in found] == [row["target"] for row in expected]
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ConfigError, match=r"must be train, validation, test: got 'tset'\. Did you mean 'test'"):
-        countdown_problems("tset")
-    with pytest.raises(ConfigError, match="at least 2 numbers"):
-        countdown_problems(size=1)
+GOOD, MISNAMED = {"nums": [1, 2], "target": 3}, {"numbers": [1], "target": 1}
+test_rows_and_arguments_that_cannot_be_used_are_refused = refusals(
+    (DataError, "row 2 .*nums and target.*numbers, target", lambda: CountdownEnv(dataset=[GOOD, MISNAMED])),
+    (DataError, "row 2 .*'12' and 'x'", lambda: CountdownEnv(dataset=[GOOD, {"nums": "12", "target": "x"}])),
+    (DataError, "nums .*whole numbers", lambda: CountdownEnv(dataset=[GOOD, {"nums": [], "target": 1}])),
+    (ConfigError, r"validation.*got 'tset'\. Did you mean 'test'", lambda: countdown_problems("tset")),
+    (ConfigError, "at least 2 numbers", lambda: countdown_problems(size=1)),
+)

@@ -1,16 +1,14 @@
 """The same answer gets the same score in every input mode, and the score is that of the answer, not of its spelling."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from tensordict import TensorDict
 
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.llm.answers import normalize_answer, reference_answer
 from llmrl.errors import ConfigError, DataError, MissingKeyError
+from tests.support.refusals import refusals
 
 # fmt: off
 RIGHT = [  # in an answer block, for 36
@@ -45,22 +43,20 @@ ANSWERS += [
 
 @pytest.mark.parametrize(("completion", "reward"), ANSWERS)
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokenizer, say):
+def test_a_response_has_one_score_in_every_mode(mode, completion, reward, tokenizer, answered):
     prompt = "Answer as in <answer>36</answer>."  # the first answer block of the conversation is not the policy's
     env = ChatEnv(batch_size=[1], input_mode=mode, system_prompt=prompt, tokenizer=tokenizer)
     env = env.append_transform(GSM8KRewardParser(tokenizer=tokenizer))
-    td = TensorDict(query=column(["6 * 6?"]), answer=column(["6 * 6 = 36\n#### 36"]), batch_size=[1])
-    after = env.step(say(env.reset(td), [completion]))["next"]
+    after = answered(env, [completion], query=["6 * 6?"], answer=["6 * 6 = 36\n#### 36"])["next"]
     assert after["reward"].tolist() == [[[pytest.approx(reward)]]]
     assert after["success"].tolist() == [[[reward == 1]]]
     assert after["done"].item() == after["terminated"].item() == (reward > 0)
 
 
-def test_a_right_number_anywhere_is_reported_but_not_rewarded(say):
+def test_a_right_number_anywhere_is_reported_but_not_rewarded(answered):
     env = ChatEnv(batch_size=[4]).append_transform(GSM8KRewardParser())
-    td = TensorDict(query=column(["?"] * 4), answer=column(["#### 1,236"] * 4), batch_size=[4])
     said = ["1236.00 snakes", "<answer>1,236</answer>", "<answer>12,36</answer>", "12 and 36"]
-    after = env.step(say(env.reset(td), said))["next"]
+    after = answered(env, said, answer=["#### 1,236"] * 4)["next"]
     assert after["reward_contained"].shape == (4, 1, 1)
     assert after["reward_contained"].flatten().tolist() == pytest.approx([0.1, 0.1, 0.0, 0.0])
     assert after["reward"].flatten().tolist() == pytest.approx([0.0, 1.0, 0.1, 0.0])
@@ -90,48 +86,45 @@ def test_numbers_of_any_length_are_compared():
     assert normalize_answer("1" * 200 + "/3") == "1" * 200 + "/3"  # too long a fraction stays text
 
 
-def test_a_reference_without_marks_is_read_or_refused_with_its_row(say):
+def test_a_reference_without_marks_is_read_or_refused_with_its_row(answered):
     env = ChatEnv(batch_size=[2]).append_transform(GSM8KRewardParser())
-    td = TensorDict(query=column(["a", "b"]), answer=column(["36", "first 3 and then 4 make 7"]), batch_size=[2])
-    with pytest.raises(DataError, match="reference of row 2 of the batch must end in '#### <number>'"):
-        env.step(say(env.reset(td), ["<answer>36</answer>"] * 2))
+    with pytest.raises(DataError, match=r"row 2 of the batch .*'#### <number>'"):
+        answered(env, ["<answer>36</answer>"] * 2, answer=["36", "first 3 and then 4 make 7"])
 
 
 def test_references_are_what_follows_the_marks_or_one_answer():
     assert reference_answer("3 + 4 = 7 and 7 * 2 = 14\n#### 14") == "14"
     assert reference_answer("1,234") == "1234"
     assert reference_answer("Paris") == "paris"
-    with pytest.raises(DataError, match="must end in"):
-        reference_answer("")
 
 
-def test_magnitudes_keys_and_done_can_be_chosen(say):
+def test_magnitudes_keys_and_done_can_be_chosen(answered):
     parser = GSM8KRewardParser(
         set_done_if_answer=False, format_reward=0.5, correct_reward=2.0, out_keys=["a", "t", "r", "score", "ok"]
     )
     env = ChatEnv(batch_size=[2]).append_transform(parser)
-    td = TensorDict(query=column(["a", "b"]), answer=column(["1", "2"]), batch_size=[2])
-    after = env.step(say(env.reset(td), ["<think>x</think><answer>1</answer>", "<answer>1</answer>"]))["next"]
-    assert after["score"].flatten().tolist() == [2.0, 0.5]
-    assert after["t"].flatten().tolist() == [0.5, 0.0]
-    assert after["a"].flatten().tolist() == [0.5, 0.5]
-    assert after["r"].flatten().tolist() == [2.0, 0.0]
-    assert after["ok"].flatten().tolist() == [True, False]
+    after = answered(env, ["<think>x</think><answer>1</answer>", "<answer>1</answer>"], answer=["1", "2"])["next"]
+    expected = {"score": [2.0, 0.5], "t": [0.5, 0.0], "a": [0.5, 0.5], "r": [2.0, 0.0], "ok": [True, False]}
+    assert {key: after[key].flatten().tolist() for key in expected} == expected
     assert not after["done"].any()
 
 
-def test_missing_references_and_wrong_arguments_are_named(say):
+def test_columns_that_are_missing_are_named(answered):
     env = ChatEnv(batch_size=[1]).append_transform(GSM8KRewardParser())
     with pytest.raises(MissingKeyError, match="reference must be in 'answer'"):
-        env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
-    with pytest.raises(ConfigError, match="input_mode must be"):
-        GSM8KRewardParser(input_mode="txt")
-    for wrong, message in (
-        ({"shufle": True}, "Did you mean 'shuffle'"),
-        ({"prompt_column": "a"}, "prompt_column cannot"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            GSM8KEnv(dataset=[{"question": "a", "answer": "#### 1"}], **wrong)
+        answered(env, ["4"])
+    env = ChatEnv(batch_size=[1]).append_transform(GSM8KPrepareQuestion(in_keys=["question"], out_keys=["query"]))
+    with pytest.raises(MissingKeyError, match=r"question must be in .question.; keys present: 'qestion'"):
+        env.reset(TensorDict(qestion=["a"], batch_size=[1]))
+
+
+ONE = [{"question": "a", "answer": "#### 1"}]
+test_wrong_arguments_are_named = refusals(
+    (ConfigError, "input_mode must be", lambda: GSM8KRewardParser(input_mode="txt")),
+    (ConfigError, "Did you mean 'shuffle'", lambda: GSM8KEnv(dataset=ONE, shufle=True)),
+    (ConfigError, "prompt_column cannot", lambda: GSM8KEnv(dataset=ONE, prompt_column="a")),
+    (DataError, "must end in", lambda: reference_answer("")),
+)
 
 
 def test_the_environment_reads_a_local_file_and_ends_after_one_turn(tmp_path, say):
@@ -153,10 +146,10 @@ def test_the_environment_reads_a_local_file_and_ends_after_one_turn(tmp_path, sa
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "b"}, "row 2 of the dataset must have a reference column.*its columns are question"),
-        ({"question": "b", "anser": "1"}, "its columns are question, anser. Did you mean 'anser'"),
-        ({"question": "b", "answer": "1 or 2, or 3."}, "reference of row 2 of the dataset must end in '#### <number>'"),
-        ({"answer": "1"}, "row 2 must have a prompt column"),
+        ({"question": "b"}, "row 2 .*reference column.*columns are question"),
+        ({"question": "b", "anser": "1"}, "columns are question, anser. Did you mean 'anser'"),
+        ({"question": "b", "answer": "1 or 2, or 3."}, "reference of row 2 .*'#### <number>'"),
+        ({"answer": "1"}, "row 2 .*prompt column"),
         ("b", "row 2 is a str"),
     ],
 )
@@ -166,8 +159,8 @@ def test_a_row_that_cannot_be_asked_or_scored_is_named_when_the_environment_is_m
         make([{"question": "a", "answer": "#### 1"}, row])
 
 
-def test_the_reward_can_be_left_to_someone_else(say):
-    env = GSM8KEnv(dataset=[{"question": "a", "answer": "#### 1"}], compute_reward=False)
+def test_the_reward_can_be_left_out(say):
+    env = GSM8KEnv(dataset=ONE, compute_reward=False)
     td = env.step(say(env.reset(), ["<answer>1</answer>"]))
     assert "reward" not in td["next"].keys()
 
@@ -182,9 +175,3 @@ def test_the_instructions_can_stand_in_the_question_for_templates_without_a_syst
     answers = [chat[0]["content"][-6] for chat in chats]  # n of "n + n?"
     td = env.step(say(td, [f"<answer>{2 * int(n)}</answer>" for n in answers]))
     assert td["next", "reward"].flatten().tolist() == [1.0] * 4
-
-
-def test_a_question_that_is_not_there_is_named():
-    env = ChatEnv(batch_size=[1]).append_transform(GSM8KPrepareQuestion(in_keys=["question"], out_keys=["query"]))
-    with pytest.raises(MissingKeyError, match=r"question must be in .question.; keys present: 'qestion'"):
-        env.reset(TensorDict(qestion=column(["a"]), batch_size=[1]))

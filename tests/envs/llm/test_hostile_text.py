@@ -5,8 +5,6 @@ The strings are those that scanners take quadratic time for, with a limit on pro
 below: a quadratic one takes minutes for a million characters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
@@ -82,13 +80,9 @@ FORMATS = [
     (AnyFormat(), [HERMES[0], FUNCTION[0], TAGGED[0], MISTRAL[0], DEEPSEEK_CALLS[1], LLAMA[1], " to=f<|message|>"]),
 ]
 JSON = {  # the format's place above -> what stands before the JSON of a call
-    0: (FORMATS[0][0], "<tool_call>"),
-    1: (FORMATS[1][0], "<|python_tag|>"),
-    2: (FORMATS[2][0], "[TOOL_CALLS]"),
-    3: (FORMATS[3][0], "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
-    4: (FORMATS[4][0], "<|channel|>commentary to=functions.f<|message|>"),
-    6: (FORMATS[6][0], "<tool>f\n"),
-}
+    0: "<tool_call>", 1: "<|python_tag|>", 2: "[TOOL_CALLS]", 3: "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+    4: "<|channel|>commentary to=functions.f<|message|>", 6: "<tool>f\n",
+}  # fmt: skip
 ARGUMENTS = {  # of each check, so that it has to read all of the text
     "keywords": ["zebra"], "keyword": "zebra", "frequency": 2, "relation": "at least", "forbidden_words": ["zebra"],
     "letter": "q", "let_frequency": 2, "let_relation": "at least", "language": "en", "num_sentences": 3, "num_words": 3,
@@ -117,19 +111,18 @@ def followed(name: str, text: str) -> None:
     CHECKS[name](text, **instructions(name).arguments[0])
 
 
-def judged(text: str) -> None:
-    with contextlib.suppress(RolloutError):
-        JudgeReward("http://localhost:1/v1", "judge").score(text)
+def refusing(error: type[Exception], read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads a text, which may be refused with this error."""
 
+    def run(text: str) -> None:
+        with contextlib.suppress(error):
+            read(text)
 
-def computed(text: str) -> None:
-    with contextlib.suppress(ToolError):
-        calculator(text)
+    return run
 
 
 def bound(text: str) -> None:
-    with contextlib.suppress(ToolError):
-        Signature(_tool, "f").bind({"number": text, "values": text})
+    Signature(_tool, "f").bind({"number": text, "values": text})
 
 
 def _tool(number: int, values: list[int]) -> None:
@@ -167,9 +160,7 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "mistral": (parsers.parse_mistral, ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"]),
     "phi": (parsers.parse_phi, ["<|user|>\n", "<|assistant|>\n", "<|end|>"]),
     **{f"calls_{form.name}": (read_calls(form), own) for form, own in FORMATS},
-    **{
-        f"arguments_{form.name}": (after(before, read_calls(form)), FORMATS[n][1]) for n, (form, before) in JSON.items()
-    },
+    **{f"arguments_{FORMATS[n][0].name}": (after(JSON[n], read_calls(FORMATS[n][0])), FORMATS[n][1]) for n in JSON},
     "blocks": (extract_tags, ANSWERS),
     "boxed": (last_boxed, LATEX),
     "code_block": (code_block, FENCES),
@@ -179,10 +170,13 @@ READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     "math": (mathematics, LATEX),
     "countdown": (lambda text: countdown_correct(text, [1, 2], 3), ["\\times", "$", "(", "1+", "45**67**", "9^9^"]),
     "sums": (lambda text: sums_reward(text, "36"), ["<answer>", "1", "</answer>", " "]),
-    "judge": (judged, ["score", "score: ", "1", ".", "<think>"]),
+    "judge": (
+        refusing(RolloutError, JudgeReward("http://localhost:1/v1", "judge").score),
+        ["score", "score: ", "1", ".", "<think>"],
+    ),
     "markers": (lambda text: trim_markers(text, ("<|im_end|>", "<pad>")), ["<|im_end|>", "<pad>"]),
-    "calculator": (computed, ["1+", "(", "**", "9"]),
-    "arguments": (bound, ["[", "1,", "9"]),
+    "calculator": (refusing(ToolError, calculator), ["1+", "(", "**", "9"]),
+    "arguments": (refusing(ToolError, bound), ["[", "1,", "9"]),
     "loose_evaluation": (lambda text: evaluate(text, instructions("combination:repeat_prompt")), IFEVAL),
     **{name: (partial(followed, name), IFEVAL) for name in CHECKS},
 }
@@ -224,8 +218,7 @@ def test_a_hostile_text_is_read_in_linear_time_and_without_an_exception(name, li
 @pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "[" * 100_000, "9" * 5000, '"\\ud800"', "NaN"])
 def test_json_that_cannot_be_gone_on_with_is_a_malformed_call(number, value):
     """Regression: depth raised RecursionError where it was copied, half a surrogate pair TypeError in the tokenizer."""
-    form, before = JSON[number]
-    calls = form.parse(f'{before}{{"name": "f", "arguments": {{"a": {value}}}}}')
+    calls = FORMATS[number][0].parse(f'{JSON[number]}{{"name": "f", "arguments": {{"a": {value}}}}}')
     assert [call.arguments for call in calls] == [None]
     assert "could not be read" in calls[0].error
     assert len(calls[0].error) < 500

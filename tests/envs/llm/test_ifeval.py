@@ -1,7 +1,5 @@
 """IFEval: strict and loose evaluation, the reward, and the environment around them."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -14,6 +12,7 @@ from llmrl.envs.llm import ChatEnv, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from llmrl.envs.llm.ifeval import Instructions, evaluate
 from llmrl.errors import ConfigError, DataError, MissingDependencyError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
+from tests.support.refusals import refusals
 
 NO_COMMA, QUOTED = "punctuation:no_comma", "startend:quotation"
 
@@ -22,26 +21,22 @@ def told(**instructions):
     return Instructions.of([name.replace("__", ":") for name in instructions], list(instructions.values()), "row 1")
 
 
+LOOSELY = ['Sure:\n"a"', '"a"\nBye.', 'Sure:\n"a"\nBye.', '*"a"*', '*Sure:*\n**"a"**', '**"a"**\nBye.']
+LOOSELY += ['Sure:\n**"a"**\nBye.']
+NOT_AT_ALL = ['Sure:\nhere:\n"a"', "a", "", " \n"]
+
+
 @pytest.mark.parametrize(
-    ("response", "strict", "loose"),
+    ("response", "verdict"),
     [
-        ('"a"', True, True),
-        ('Sure:\n"a"', False, True),
-        ('"a"\nBye.', False, True),
-        ('Sure:\n"a"\nBye.', False, True),
-        ('*"a"*', False, True),
-        ('*Sure:*\n**"a"**', False, True),
-        ('**"a"**\nBye.', False, True),
-        ('Sure:\n**"a"**\nBye.', False, True),
-        ('Sure:\nhere:\n"a"', False, False),
-        ("a", False, False),
-        ("", False, False),
-        (" \n", False, False),
+        ('"a"', (True, True)),
+        *((text, (False, True)) for text in LOOSELY),
+        *((text, (False, False)) for text in NOT_AT_ALL),
     ],
 )
-def test_loose_evaluation_forgives_first_line_last_line_and_asterisks(response, strict, loose):
-    verdict = evaluate(response, told(startend__quotation={}))
-    assert (verdict.strict, verdict.loose) == ([strict], [loose])
+def test_loose_evaluation_forgives_first_line_last_line_and_asterisks(response, verdict):
+    found = evaluate(response, told(startend__quotation={}))
+    assert (*found.strict, *found.loose) == verdict
 
 
 def test_an_empty_response_follows_nothing_even_if_it_breaks_nothing():
@@ -60,66 +55,56 @@ def test_the_reward_of_a_batch_of_scores_has_its_shape():
     assert rewards[1].item() == pytest.approx(1.15)
 
 
-def step(say, responses, *, instructions=((NO_COMMA,),), arguments=None, mode="history", tokenizer=None, **options):
-    scorer = IfEvalScorer(tokenizer=tokenizer, **options)
+def step(answered, responses, instructions=(NO_COMMA,), **options):
     count = len(responses)
-    env = ChatEnv(batch_size=[count], input_mode=mode, tokenizer=tokenizer).append_transform(scorer)
-    ids = [list(names) for names in instructions] * (count // len(instructions))
-    td = TensorDict(query=column(["q"] * count), instruction_id_list=column(ids), batch_size=[count])
-    td.set("kwargs", column([[{} for _ in names] for names in ids] if arguments is None else arguments))
-    return env.step(say(env.reset(td), responses))["next"]
+    env = ChatEnv(batch_size=[count]).append_transform(IfEvalScorer(**options))
+    columns = {"instruction_id_list": [list(instructions)] * count, "kwargs": [[{} for _ in instructions]] * count}
+    return answered(env, responses, **columns)["next"]
 
 
-def test_a_perfect_response_gets_1_15_and_an_empty_one_0(say):
+def test_a_perfect_response_gets_1_15_and_an_empty_one_0(answered):
     perfect = "<think>no commas</think><answer>fine</answer>"
-    after = step(say, [perfect, "", "<think>x", "<answer>a, b</answer>", "fine", "a, b"])
+    after = step(answered, [perfect, "", "<think>x", "<answer>a, b</answer>", "fine", "a, b"])
     assert after["reward"].flatten().tolist() == pytest.approx([1.15, 0.0, 0.05, 0.1, 1.0, 0.0])
     assert after["reward"].shape == (6, 1, 1)
     assert after["terminated"].flatten().tolist() == [True, False, False, True, False, False]
     assert after["ifeval_score"].prompt_level_strict_acc.shape == (6, 1)
 
 
-def test_the_reward_is_the_weighted_sum_of_the_four_numbers_and_the_blocks(say):
+@pytest.mark.parametrize(("weights", "reward"), [({}, 0.55), ({"format_weights": [0, 1, 0, 0]}, 0.6)])
+def test_the_reward_is_the_weighted_sum_of_the_four_numbers_and_the_blocks(answered, weights, reward):
     # strict: one of two; loose (first line left out): both. 0.4*0 + 0.3*0.5 + 0.2*1 + 0.1*1 + 0.1 for the answer block
-    response = '<answer>Sure:\n"a"</answer>'
-    after = step(say, [response], instructions=[(NO_COMMA, QUOTED)])
-    assert after["reward"].item() == pytest.approx(0.55)
-    after = step(say, [response], instructions=[(NO_COMMA, QUOTED)], format_weights=[0, 1, 0, 0])
-    assert after["reward"].item() == pytest.approx(0.6)
+    after = step(answered, ['<answer>Sure:\n"a"</answer>'], [NO_COMMA, QUOTED], **weights)
+    assert after["reward"].item() == pytest.approx(reward)
 
 
-def test_the_structured_aggregation_counts_blocks_and_being_complete(say):
+def test_the_structured_aggregation_counts_blocks_and_being_complete(answered):
     perfect = "<think>no commas</think><answer>fine</answer>"
-    after = step(say, [perfect, "", "<answer>a, b</answer>"], aggregate_reward="structured")
+    after = step(answered, [perfect, "", "<answer>a, b</answer>"], aggregate_reward="structured")
     assert after["reward"].flatten().tolist() == pytest.approx([2.2, 0.2, 0.7])
     scorer = IfEvalScorer(aggregate_reward="structured")
     score = IFEvalScoreData.of([True], [True])
     assert scorer.default_reward_aggregator(score, ["t"], ["a", "b"], False).item() == pytest.approx(1.5)
-    with pytest.raises(ConfigError, match="aggregate_reward must be True, False, 'structured' or a function"):
-        IfEvalScorer(aggregate_reward="sum")
 
 
-def test_every_reward_is_within_0_and_1_2(say):
+def test_every_reward_is_within_0_and_1_2(answered):
     pieces = ["<think>", "</think>", "<answer>", "</answer>", "a, b", "c", "\n"]
-    generator = torch.Generator().manual_seed(0)
-    responses = [
-        "".join(pieces[i] for i in torch.randint(len(pieces), (8,), generator=generator).tolist()) for _ in range(200)
-    ]
-    reward = step(say, responses)["reward"]
+    picked = torch.randint(len(pieces), (200, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    reward = step(answered, ["".join(pieces[i] for i in row) for row in picked])["reward"]
     assert reward.min() >= 0
     assert reward.max() <= 1.2
 
 
-def test_the_aggregation_can_be_replaced_or_left_out(say):
+def test_the_aggregation_can_be_replaced_or_left_out(answered):
     seen = []
 
     def mine(score, think_blocks, answer_blocks, complete):
         seen.append((score.inst_level_strict_acc.item(), think_blocks, answer_blocks, complete))
         return 7
 
-    assert step(say, ["<think>t</think><answer>a</answer>"], aggregate_reward=mine)["reward"].item() == 7
+    assert step(answered, ["<think>t</think><answer>a</answer>"], aggregate_reward=mine)["reward"].item() == 7
     assert seen == [(1.0, ["t"], ["a"], True)]
-    after = step(say, ["a"], aggregate_reward=False, set_done_if_answer=False)
+    after = step(answered, ["a"], aggregate_reward=False, set_done_if_answer=False)
     assert "reward" not in after.keys()
     assert after["ifeval_score"].inst_level_loose_acc.item() == 1.0
 
@@ -136,21 +121,17 @@ def test_a_response_that_was_cut_off_is_not_complete(say):
     assert seen == [True, False]
 
 
-def rows():
-    return [
-        {"key": 7, "prompt": "Hi", "instruction_id_list": [NO_COMMA], "kwargs": [{"num_words": None, "letter": None}]},
-        {
-            "key": 8,
-            "prompt": "Ho",
-            "instruction_id_list": ["length_constraints:number_words", QUOTED],
-            "kwargs": [{"relation": "at least", "num_words": 2, "letter": None}, {}],
-        },
-    ]
+WORDS = "length_constraints:number_words"
+ROWS = [
+    {"key": 7, "prompt": "Hi", "instruction_id_list": [NO_COMMA], "kwargs": [{"num_words": None, "letter": None}]},
+    {"key": 8, "prompt": "Ho", "instruction_id_list": [WORDS, QUOTED]}
+    | {"kwargs": [{"relation": "at least", "num_words": 2, "letter": None}, {}]},
+]
 
 
 def test_the_environment_reads_a_local_file_of_the_public_format(tmp_path, say):
     path = tmp_path / "input_data.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows())), encoding="utf-8")
+    path.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     env = IFEvalEnv(dataset=path, num_envs=2, shuffle=False)
     td = env.reset()
     assert td.get("key").tolist() == [7, 8]
@@ -160,51 +141,41 @@ def test_the_environment_reads_a_local_file_of_the_public_format(tmp_path, say):
     assert td["next", "done"].all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"instruction_id_list": ["punctuation:no_coma"]}, "row 2 .*has 'punctuation:no_coma'.*Did you mean"),
-        ({"instruction_id_list": ["keywords:existence"]}, "of row 2 .*must have the argument 'keywords': it has none"),
-        ({"instruction_id_list": [QUOTED, QUOTED]}, "row 2 .*must have one entry of kwargs per instruction"),
-        ({"instruction_id_list": None}, "row 2 .*must have the column 'instruction_id_list'"),
-        (
-            {
-                "instruction_id_list": ["length_constraints:number_words"],
-                "kwargs": [{"num_words": 3, "relation": "more than"}],
-            },
-            "relation of .* in row 2 .*must be 'less than' or 'at least': got 'more than'",
-        ),
-    ],
+def with_row(**change):
+    """An environment whose second row differs in this from a good one."""
+    return IFEvalEnv(dataset=[ROWS[0], {**ROWS[0], **change}])
+
+
+MISSPELT = {"instruction_id_list": ["punctuation:no_coma"]}
+MORE_THAN = {"instruction_id_list": [WORDS], "kwargs": [{"num_words": 3, "relation": "more than"}]}
+test_what_cannot_be_checked_is_named_when_the_environment_is_made = refusals(
+    (DataError, "row 2 .*'punctuation:no_coma'.*Did you mean", lambda: with_row(**MISSPELT)),
+    (DataError, "row 2 .*argument 'keywords': .*none", lambda: with_row(instruction_id_list=["keywords:existence"])),
+    (DataError, "row 2 .*one entry of kwargs per", lambda: with_row(instruction_id_list=[QUOTED, QUOTED])),
+    (DataError, "row 2 .*column 'instruction_id_list'", lambda: with_row(instruction_id_list=None)),
+    (DataError, "relation .*row 2 .*'less than' or 'at least': got 'more than'", lambda: with_row(**MORE_THAN)),
+    (ConfigError, "four numbers that add up to 1", lambda: IfEvalScorer(format_weights=[1, 1, 1, 1])),
+    (ConfigError, "True, False, 'structured' or a function", lambda: IfEvalScorer(aggregate_reward="sum")),
 )
-def test_a_row_that_cannot_be_checked_is_named_when_the_environment_is_made(change, message):
-    good = rows()[0]
-    with pytest.raises(DataError, match=message):
-        IFEvalEnv(dataset=[good, {**good, **change}])
 
 
-def test_an_instruction_that_cannot_be_checked_is_named_at_a_step(say):
+def test_an_instruction_that_cannot_be_checked_is_named_at_a_step(answered):
     with pytest.raises(DataError, match="row 1 of the batch has 'no:such'"):
-        step(say, ["a"], instructions=[("no:such",)])
-    env = ChatEnv(batch_size=[1]).append_transform(IfEvalScorer())
-    with pytest.raises(MissingKeyError, match="must be in 'instruction_id_list'"):
-        env.step(say(env.reset(TensorDict(query=column(["a"]), batch_size=[1])), ["4"]))
+        step(answered, ["a"], ["no:such"])
+    with pytest.raises(MissingKeyError, match="'instruction_id_list'"):
+        answered(ChatEnv(batch_size=[1]).append_transform(IfEvalScorer()), ["4"])
 
 
 def test_langdetect_is_asked_for_only_by_instructions_that_need_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "langdetect", None)
-    IFEvalEnv(dataset=rows())
+    IFEvalEnv(dataset=ROWS)
     row = {"prompt": "a", "instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]}
     with pytest.raises(MissingDependencyError, match=r"english_capital' of row 1.*pip install 'llmrl\[ifeval\]'"):
         IFEvalEnv(dataset=[row])
 
 
-def test_wrong_weights_are_refused():
-    with pytest.raises(ConfigError, match="four numbers that add up to 1"):
-        IfEvalScorer(format_weights=[1, 1, 1, 1])
-
-
 def test_every_turn_has_a_score_of_its_own(say):
-    env = IFEvalEnv(dataset=rows(), num_envs=2, shuffle=False, max_steps=2)
+    env = IFEvalEnv(dataset=ROWS, num_envs=2, shuffle=False, max_steps=2)
     td = env.step(say(env.reset(), ["a, b", "b"]))
     assert td["next", "ifeval_score"].prompt_level_strict_acc.flatten().tolist() == [0.0, 0.0]
     after = env.step(say(env.step_mdp(td), ["a", '"b c"']))["next"]

@@ -1,7 +1,5 @@
 """The 25 instructions of IFEval, each on responses that the public definition decides."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.envs.llm.ifeval import CHECKS, Instructions, Verdict, evaluate

@@ -1,7 +1,6 @@
 """A language model as judge, behind a small local server of the OpenAI protocol."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import math
 import socket
@@ -9,71 +8,61 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tensordict import TensorDict
 
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
+from tests.support.processes import wait_until
+from tests.support.refusals import refusals
 
 
-class Server:
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.requests.append({"path": self.path, **body})
+            server.headers.append(dict(self.headers))
+            number = len(server.requests)
+        said = server.reply(body, number)
+        if isinstance(said, str):
+            said = (200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        status, data, *headers = said
+        with contextlib.suppress(OSError):  # the client has gone
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            for name, value in (headers[0] if headers else {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(ThreadingHTTPServer):
     """Answers ``/v1/chat/completions`` by ``reply(request, number)``: text, or (status, bytes[, headers])."""
 
     def __init__(self):
-        self.requests: list[dict] = []
-        self.headers: list[dict] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.headers, self.lock = [], [], threading.Lock()
         self.reply = lambda request, number: "SCORE: 7"
         self.release = threading.Event()  # what a slow reply waits for
-        self.lock = threading.Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with server.lock:
-                    server.requests.append({"path": self.path, **body})
-                    server.headers.append(dict(self.headers))
-                    number = len(server.requests)
-                said = server.reply(body, number)
-                if isinstance(said, str):
-                    said = (200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
-                status, data, *headers = said
-                try:
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(data)))
-                    for name, value in (headers[0] if headers else {}).items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(data)
-                except OSError:  # the client has gone
-                    pass
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=[0.01], daemon=True)
-        self.thread.start()
-
-    def close(self):
-        self.release.set()
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join(timeout=10)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
 @pytest.fixture
 def server(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    server = Server()
-    yield server
-    server.close()
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01], daemon=True)
+        thread.start()
+        yield server
+        server.release.set()
+        server.shutdown()
+    thread.join(timeout=10)
 
 
 def judge(server, **options):
@@ -95,14 +84,9 @@ def test_prompt_system_sampling_scale_and_key_can_be_chosen(server, monkeypatch)
     monkeypatch.setenv("MY_KEY", "secret")
     server.reply = lambda request, number: "Thinking... GRADE=3 no, GRADE=4."
     reward = judge(
-        server,
-        prompt='{completion} ({answer}, {level}) as {{"a": 1}}',
-        system="Be strict.",
-        parse=r"grade=(\d)",
-        scale=5,
-        sampling={"temperature": 0.5, "seed": 1},
-        api_key_env="MY_KEY",
-    )
+        server, prompt='{completion} ({answer}, {level}) as {{"a": 1}}', system="Be strict.", parse=r"grade=(\d)",
+        scale=5, sampling={"temperature": 0.5, "seed": 1}, api_key_env="MY_KEY",
+    )  # fmt: skip
     assert reward("{level}", answer="4", level=None) == 0.8
     (request,) = server.requests
     assert request["messages"] == [
@@ -118,16 +102,11 @@ def test_a_query_of_messages_is_shown_as_a_dialogue(server):
     assert "system: S\n\nuser: U" in server.requests[0]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
-        ("SCORE: 10", 1.0),
-        ("**Score:** 2.5", 0.25),
-        ("score 1, or rather\nSCORE: 3", 0.3),
-        ("<think>SCORE: 9</think>Hm. SCORE: 1", 0.1),
-        ("Score = 0/10", 0.0),
-    ],
-)
+SCORES = {"SCORE: 10": 1.0, "**Score:** 2.5": 0.25, "score 1, or rather\nSCORE: 3": 0.3, "Score = 0/10": 0.0}
+SCORES["<think>SCORE: 9</think>Hm. SCORE: 1"] = 0.1
+
+
+@pytest.mark.parametrize(("said", "score"), SCORES.items())
 def test_the_last_score_outside_thinking_counts(server, said, score):
     assert judge(server).score(said) == pytest.approx(score)
 
@@ -138,20 +117,19 @@ def test_an_answer_without_a_usable_score_is_an_error_not_a_zero(server, said):
         judge(server).score(said)
 
 
-def test_a_parser_of_ones_own_may_find_nothing(server):
+def test_a_custom_parser_may_find_nothing(server):
     reward = judge(server, parse=lambda text: None if "unsure" in text else 5.0)
     assert (reward.score("unsure"), reward.score("x")) == (None, 0.5)
 
 
-def rows(reward, completions, say, **options):
+def rows(answered, reward, completions, **options):
     transform = RewardFunction(reward, **options)
     env = ChatEnv(batch_size=[len(completions)]).append_transform(transform)
-    td = TensorDict(query=column([f"q{n}" for n in range(len(completions))]), batch_size=[len(completions)])
-    after = env.step(say(env.reset(td), completions))["next"]
+    after = answered(env, completions, query=[f"q{n}" for n in range(len(completions))])["next"]
     return after["reward"].flatten().tolist(), transform
 
 
-def test_a_batch_is_judged_concurrently_and_in_order(server, say):
+def test_a_batch_is_judged_concurrently_and_in_order(server, answered):
     together = threading.Barrier(4)  # passes only if four requests are there at once
 
     def reply(request, number):
@@ -160,7 +138,7 @@ def test_a_batch_is_judged_concurrently_and_in_order(server, say):
 
     server.reply = reply
     reward = judge(server, prompt="{query} {completion}", concurrency=4)
-    values, transform = rows(reward, ["1", "2", "3", "4"], say)
+    values, transform = rows(answered, reward, ["1", "2", "3", "4"])
     assert values == pytest.approx([0.1, 0.2, 0.3, 0.4])
     transform.close()
 
@@ -183,15 +161,15 @@ def test_a_server_that_says_when_to_come_back_is_waited_for(server, monkeypatch)
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ((500, b"broken"), "status 500.*'broken'"),
+        ((500, b"broken"), "500.*'broken'"),
         ((200, b"<html>not json</html>"), "choices.0..message.content: got '<html>not json"),
         ((200, b'{"choices": []}'), "choices.0..message.content"),
         ((200, b'{"choices": [{"message": {"content": null}}]}'), "choices.0..message.content"),
     ],
 )
-def test_a_server_that_stays_broken_costs_the_row_with_the_reason(server, say, reply, message):
+def test_a_server_that_stays_broken_costs_the_row_with_the_reason(server, answered, reply, message):
     server.reply = lambda request, number: reply if "bad" in request["messages"][0]["content"] else "SCORE: 5"
-    values, transform = rows(judge(server, retries=1), ["good", "bad"], say)
+    values, transform = rows(answered, judge(server, retries=1), ["good", "bad"])
     assert values[0] == 0.5
     assert math.isnan(values[1]), "no score is not a score of zero"
     assert transform.counters["errors"] == 1
@@ -215,7 +193,7 @@ def test_a_server_that_is_too_slow_is_given_up_at_the_deadline(server):
     server.reply = reply
     with pytest.raises(DeadlineError, match=r"must answer within timeout_s = 0\.3"):
         judge(server, timeout_s=0.3, retries=1)("a", query="q")
-    assert len(server.requests) == 2
+    wait_until(lambda: len(server.requests) == 2)  # the handler may still be reading the last one
 
 
 def test_a_server_that_drips_is_given_up_at_the_deadline(monkeypatch):
@@ -225,11 +203,9 @@ def test_a_server_that_drips_is_given_up_at_the_deadline(monkeypatch):
     def drip():
         connection, _ = listener.accept()
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-        try:
+        with contextlib.suppress(OSError):  # the client has gone
             while not stop.wait(0.05):
                 connection.sendall(b" ")
-        except OSError:  # the client has gone
-            pass
         connection.close()
 
     thread = threading.Thread(target=drip, daemon=True)
@@ -252,17 +228,12 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address():
             reward("a", query="q")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "localhost:8000"}, "url must begin with http"),
-        ({"prompt": "no place"}, "prompt must have {completion}"),
-        ({"parse": "("}, "parse must be a regular expression"),
-        ({"parse": r"\d"}, "must have a group"),
-        ({"scale": 0}, "scale"),
-        ({"timeout_s": 0}, "timeout_s must be positive"),
-    ],
+URL = "http://localhost/v1"
+test_settings_that_cannot_work_are_refused = refusals(
+    (ConfigError, "url must begin with http", lambda: JudgeReward("localhost:8000", "m")),
+    (ConfigError, "prompt must have {completion}", lambda: JudgeReward(URL, "m", prompt="no place")),
+    (ConfigError, "parse .*regular expression", lambda: JudgeReward(URL, "m", parse="(")),
+    (ConfigError, "must have a group", lambda: JudgeReward(URL, "m", parse=r"\d")),
+    (ConfigError, "scale", lambda: JudgeReward(URL, "m", scale=0)),
+    (ConfigError, "timeout_s must be positive", lambda: JudgeReward(URL, "m", timeout_s=0)),
 )
-def test_settings_that_cannot_work_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        JudgeReward(**{"url": "http://localhost/v1", "model": "m", **options})

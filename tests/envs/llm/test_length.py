@@ -1,7 +1,5 @@
 """Long answers: their price, and the exclusion of answers that were cut off from the loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -66,9 +64,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(MissingKeyError, match="append it after the transform"):
         LengthPenalty(budget=1)._step(turn(), TensorDict(batch_size=[3]))
     with pytest.raises(MissingKeyError, match=r"\('tokens', 'response'\)"):
-        LengthPenalty(budget=1)._step(
-            TensorDict(batch_size=[3]), TensorDict(reward=torch.ones(3, 1, 1), batch_size=[3])
-        )
+        LengthPenalty(budget=1)._step(TensorDict(), TensorDict(reward=torch.ones(3, 1, 1), batch_size=[3]))
     with pytest.raises(MissingKeyError, match="stop_reason"):
         MaskTruncated().inv(turn())
     for wrong in ({"budget": 0}, {"budget": 1, "coef": -1.0}):

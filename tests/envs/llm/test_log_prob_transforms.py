@@ -1,7 +1,5 @@
 """The KL from a reference: on the tokens that were sampled and on no other, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,13 +20,15 @@ from llmrl.envs.llm.transforms import (
 )
 from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, LogProbs, Masks, Tokens, TransformersWrapper
+from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Tokens, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
-from tests.support.conversations import AskAgain
+from tests.support.conversations import AskAgain, fake_policy, rows
 
 TOKENIZER = tiny_tokenizer()
 QUERIES = ["Hi", "What is two and two, and why?", "2+2"]
+CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+BY_HAND = ([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]])  # prompts, log-probs, those of the reference
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ class One(Transform):
 
 
 def wrapper(model, **options):
-    options = {"tokenizer": TOKENIZER, "generate": False, **options}
-    return TransformersWrapper(model, **options)
+    return TransformersWrapper(model, **{"tokenizer": TOKENIZER, "generate": False, **options})
 
 
 def policy_of(model, mode="history", temperature=1.0, **options):
@@ -64,25 +63,29 @@ def one_turn(env, policy):
     return env.step(policy(env.reset(TensorDict(query=QUERIES, batch_size=[3]))))
 
 
-def rows(*values):
+def tensors(*values):
     return [torch.tensor(row) for row in values]
+
+
+def said():
+    """A conversation that no policy sampled."""
+    return TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([CHAT])}), batch_size=[1])
 
 
 def batch(prompts, gen, ref, reward=1.0):
     """Conversations whose responses have these log-probs, after prompts of these lengths."""
-    before = [[9.0] * length for length in prompts]  # rubbish, where nothing was sampled
     lengths = [len(row) for row in gen]
+    wrote = [[False] * p + [True] * r for p, r in zip(prompts, lengths, strict=True)]
+
+    def full(scores):  # with rubbish where nothing was sampled
+        return LogProbs.from_rows({"full": tensors(*([9.0] * p + row for p, row in zip(prompts, scores, strict=True)))})
+
+    reward = torch.full((len(gen), 1, 1), reward)
     return TensorDict(
         tokens=Tokens.from_rows({"response": [torch.arange(length) for length in lengths]}),
-        masks=Masks.from_rows(
-            {"all_assistant_mask": rows(*([False] * p + [True] * r for p, r in zip(prompts, lengths, strict=True)))}
-        ),
-        log_probs=LogProbs.from_rows({"full": rows(*([*b, *g] for b, g in zip(before, gen, strict=True)))}),
-        next=TensorDict(
-            ref_log_probs=LogProbs.from_rows({"full": rows(*([*b, *g] for b, g in zip(before, ref, strict=True)))}),
-            reward=torch.full((len(gen), 1, 1), reward),
-            batch_size=[len(gen)],
-        ),
+        masks=Masks.from_rows({"all_assistant_mask": tensors(*wrote)}),
+        log_probs=full(gen),
+        next=TensorDict(ref_log_probs=full(ref), reward=reward, batch_size=[len(gen)]),
         batch_size=[len(gen)],
     )
 
@@ -102,10 +105,10 @@ def test_the_reference_scores_the_sampled_ids_in_every_mode_at_the_temperature_o
     reference = policy.get_new_version(model=other, generate=False)
     env = chat_env(mode, One(), RetrieveKL(ref_model=reference, coeff=0.5))
     td = one_turn(env, policy)
-    kept = td.get(("masks", "all_attention_mask"), as_list=True)
+    kept = rows(td, "masks", "all_attention_mask")
     keys = [("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")]
     keys += [("next", "ref_log_probs", "full"), ("next", "kl_penalty", "full")]
-    columns = [[row[mask] for row, mask in zip(td.get(key, as_list=True), kept, strict=True)] for key in keys]
+    columns = [[row[mask] for row, mask in zip(rows(td, *key), kept, strict=True)] for key in keys]
     totals = td["next", "reward"].sum((1, 2))
     assert td["next", "reward"].shape == ((3, *td["tokens"].full.shape[1:], 1) if pad_output else (3, 1, 1))
     for row, (ids, wrote, gen, ref, kl) in enumerate(zip(*columns, strict=True)):
@@ -117,8 +120,8 @@ def test_the_reference_scores_the_sampled_ids_in_every_mode_at_the_temperature_o
 
 
 def test_the_penalty_and_the_reward_by_hand():
-    td = KLComputation(coeff=0.1)(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
-    kl = td.get(("next", "kl_penalty", "full"), as_list=True)
+    td = KLComputation(coeff=0.1)(batch(*BY_HAND))
+    kl = rows(td, "next", "kl_penalty", "full")
     assert [row.tolist() for row in kl] == [[0.0, 0.0, 0.5, 1.0], [0.0, -0.25]]
     torch.testing.assert_close(td["next", "reward"].flatten(), torch.tensor([1 - 0.15, 1 + 0.025]))
     mean = KLComputation(coeff=0.1, reduction="mean")(batch([2], [[-1.0, -2.0]], [[-1.5, -3.0]]))
@@ -127,14 +130,13 @@ def test_the_penalty_and_the_reward_by_hand():
 
 def padded(td):
     """The same rows with prompts padded on the left and responses on the right, rubbish in the padding."""
-    responses = [len(row) for row in td.get(("tokens", "response"), as_list=True)]
-    fulls = [len(row) for row in td.get(("log_probs", "full"), as_list=True)]
+    responses, fulls = ([len(row) for row in rows(td, *key)] for key in (("tokens", "response"), ("log_probs", "full")))
     prompts = [full - response for full, response in zip(fulls, responses, strict=True)]
     width = max(prompts)
 
     def place(key, fill):
         out = torch.full((len(td), width + max(responses)), fill)
-        for row, (value, prompt) in enumerate(zip(td.get(key, as_list=True), prompts, strict=True)):
+        for row, (value, prompt) in enumerate(zip(rows(td, *key), prompts, strict=True)):
             out[row, width - prompt : width - prompt + len(value)] = value
         return out
 
@@ -152,16 +154,15 @@ def padded(td):
 
 
 def test_rewards_per_token_stand_where_the_tokens_stand_and_add_up_to_the_one_of_the_conversation():
-    rewards = ([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]])
-    td = KLComputation(coeff=0.1)(padded(batch(*rewards)))
+    td = KLComputation(coeff=0.1)(padded(batch(*BY_HAND)))
     expected = torch.tensor([[0.0, 0.0, -0.05, 1 - 0.1], [0.0, 0.0, 1 + 0.025, 0.0]])
     torch.testing.assert_close(td["next", "reward"], expected.unsqueeze(-1))
-    whole = KLComputation(coeff=0.1)(batch(*rewards))["next", "reward"]
+    whole = KLComputation(coeff=0.1)(batch(*BY_HAND))["next", "reward"]
     torch.testing.assert_close(td["next", "reward"].sum(1, keepdim=True), whole)
     again = KLComputation(coeff=0.1, kl_key="second")(td)["next", "reward"]  # of a reward that is per token already
     torch.testing.assert_close(again.sum(1, keepdim=True), whole - 0.1 * torch.tensor([1.5, -0.25]).view(2, 1, 1))
     with pytest.raises(ShapeError, match="use reduction='sum'"):
-        KLComputation(reduction="token")(batch(*rewards))
+        KLComputation(reduction="token")(batch(*BY_HAND))
 
 
 def test_a_reward_that_failed_stays_a_failure():
@@ -174,7 +175,7 @@ def test_a_reward_that_failed_stays_a_failure():
 
 def test_where_sampling_was_cut_the_plain_log_probs_are_compared():
     td = batch([1], [[-1.0]], [[-2.0]])
-    td["log_probs"] = LogProbs.from_rows({"full": rows([0.0, -1.0]), "plain": rows([0.0, -1.75])})
+    td["log_probs"] = LogProbs.from_rows({"full": tensors([0.0, -1.0]), "plain": tensors([0.0, -1.75])})
     assert KLComputation()(td)["next", "reward"].item() == 0.75
 
 
@@ -195,7 +196,7 @@ def test_a_kl_controller_sets_the_weight_at_every_step_and_is_state_of_the_trans
 @pytest.mark.parametrize("reduction", ["sum", "mean", "token"])
 def test_a_reward_in_whole_numbers_pays_the_whole_penalty(reduction):
     def given(dtype):
-        td = padded(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
+        td = padded(batch(*BY_HAND))
         td["next", "reward"] = td["next", "reward"].to(dtype)
         return KLComputation(coeff=0.1, reduction=reduction)(td)["next", "reward"]
 
@@ -204,7 +205,7 @@ def test_a_reward_in_whole_numbers_pays_the_whole_penalty(reduction):
 
 @pytest.mark.parametrize(("reduction", "shape"), [("sum", (2, 4, 1)), ("mean", (2, 4, 1)), ("token", (2, 2, 1))])
 def test_a_reward_that_is_not_one_per_conversation_is_refused_where_one_is_needed(reduction, shape):
-    td = padded(batch([2, 1], [[-1.0, -2.0], [-0.5]], [[-1.5, -3.0], [-0.25]]))
+    td = padded(batch(*BY_HAND))
     td["next", "reward"] = torch.ones(shape)
     with pytest.raises(ShapeError, match="one reward per conversation"):
         KLComputation(reduction=reduction)(td)
@@ -218,14 +219,13 @@ def test_a_turn_pays_for_its_own_tokens_so_that_the_turns_of_a_conversation_add_
     env = chat_env("history", One(), RetrieveKL(given, reference, coeff=0.5), AskAgain())
     first = one_turn(env, policy)
     second = env.step(policy(env.step_mdp(first)))
-    [kl] = second[:1].get(("next", "kl_penalty", "full"), as_list=True)
-    [wrote] = second[:1].get(("masks", "all_assistant_mask"), as_list=True)
-    assert int(wrote.sum()) == sum(len(td[:1].get(("tokens", "response"), as_list=True)[0]) for td in (first, second))
+    kl, wrote = rows(second, "next", "kl_penalty", "full")[0], rows(second, "masks", "all_assistant_mask")[0]
+    assert int(wrote.sum()) == sum(len(rows(td, "tokens", "response")[0]) for td in (first, second))
     paid = first["next", "reward"][0].item() + second["next", "reward"][0].item()
     assert paid == pytest.approx(2 - 0.5 * kl[wrote].sum().item(), abs=1e-4)
     # what the env carried is untouched by what was scored again
-    [before] = first[:1].get(("log_probs", "full"), as_list=True)
-    assert torch.equal(second[:1].get(("log_probs", "full"), as_list=True)[0][: len(before)], before)
+    before = rows(first, "log_probs", "full")[0]
+    assert torch.equal(rows(second, "log_probs", "full")[0][: len(before)], before)
     assert "ref_log_probs" not in second  # it is not carried to the next turn
     assert "kl_penalty" not in second
 
@@ -236,8 +236,7 @@ def test_a_buffer_scores_what_it_samples(models):
     buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3, transform=RetrieveLogProb(reference))
     buffer.extend(one_turn(chat_env("history", One()), policy_of(model)))
     sample = buffer.sample()
-    keys = (("log_probs", "full"), ("next", "ref_log_probs", "full"))
-    for gen, ref in zip(*(sample.get(key, as_list=True) for key in keys), strict=True):
+    for gen, ref in zip(rows(sample, "log_probs", "full"), rows(sample, "next", "ref_log_probs", "full"), strict=True):
         torch.testing.assert_close(gen, ref, atol=2e-5, rtol=0)
 
 
@@ -247,12 +246,8 @@ def test_log_probs_are_written_under_the_key_of_the_model(models):
     for options, name in ({}, "log_probs"), ({"log_probs_key": "ref"}, "ref"):
         transform = RetrieveLogProb(wrapper(model, **options))
         assert transform.log_probs_full_key == (name, "full")
-        torch.testing.assert_close(
-            transform(td.copy()).get(("next", name, "full"), as_list=True)[0],
-            td.get(("log_probs", "full"), as_list=True)[0],
-            atol=2e-5,
-            rtol=0,
-        )
+        scores = rows(transform(td.copy()), "next", name, "full")[0]
+        torch.testing.assert_close(scores, rows(td, "log_probs", "full")[0], atol=2e-5, rtol=0)
     with pytest.raises(ConfigError, match="already holds what the policy sampled with"):
         RetrieveLogProb(wrapper(model))(td.exclude("next"))
     assert RetrieveLogProb(FakeEngine(["4"], tokenizer=TOKENIZER)).log_probs_full_key == ("ref_log_probs", "full")
@@ -261,35 +256,28 @@ def test_log_probs_are_written_under_the_key_of_the_model(models):
 @pytest.mark.parametrize("kl_key", ["kl_penalty", ("kl", "penalty")])
 def test_data_without_a_next_step_or_a_reward_get_the_kl_alone(models, kl_key):
     model, other = models
-    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
-    td = RetrieveKL(wrapper(model), wrapper(other), kl_key=kl_key, assistant_only=False)(td)
+    path = [kl_key] if isinstance(kl_key, str) else kl_key
+    td = RetrieveKL(wrapper(model), wrapper(other), kl_key=kl_key, assistant_only=False)(said())
     assert "next" not in td
     assert "reward" not in td
-    [gen], [ref] = (td.get((name, "full"), as_list=True) for name in ("log_probs", "ref_log_probs"))
-    [kl] = td.get((*([kl_key] if isinstance(kl_key, str) else kl_key), "full"), as_list=True)
+    [gen], [ref], [kl] = rows(td, "log_probs", "full"), rows(td, "ref_log_probs", "full"), rows(td, *path, "full")
     assert torch.equal(kl, gen - ref)
     assert kl[1:].abs().min() > 1e-4
-    turn = one_turn(chat_env("history"), policy_of(model))
-    turn = RetrieveKL(ref_model=wrapper(other), kl_key=kl_key)(turn)
+    options = {"ref_model": wrapper(other), "kl_key": kl_key}
+    turn = RetrieveKL(**options)(one_turn(chat_env("history"), policy_of(model)))
     assert "reward" not in turn["next"].keys()
-    [kl] = turn[:1].get(("next", *([kl_key] if isinstance(kl_key, str) else kl_key), "full"), as_list=True)
-    assert kl.abs().max() > 1e-3
-    env = chat_env(
-        "history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=wrapper(other), kl_key=kl_key)
-    )
+    assert rows(turn, "next", *path, "full")[0].abs().max() > 1e-3
+    env = chat_env("history", RewardFunction(lambda completion: 1.0), RetrieveKL(**options))
     check_env_specs(env, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy_of(model))
 
 
 def test_tokenizer_kwargs_are_what_apply_chat_template_takes(models):
     model, other = models
-    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
 
     def ids(transform):
-        td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
-        return transform.model(td).get(("tokens", "full"), as_list=True)[0]
+        return rows(transform.model(said()), "tokens", "full")[0]
 
-    expected = History.from_chats([chat]).apply_chat_template(
+    expected = History.from_chats([CHAT]).apply_chat_template(
         tokenizer=TOKENIZER, chat_template_name="chatml_format", add_generation_prompt=False, return_dict=True
     )["input_ids"][0]
     kwargs = {"chat_template_name": "chatml_format", "return_dict": True, "padding": False, "tokenize": True}
@@ -314,16 +302,13 @@ def test_rows_of_turns_in_a_buffer_pay_for_their_own_tokens(models):
     rows_of_turns = KLComputation(coeff=0.5)(collector.next())
     last = rows_of_turns[1::2]
     for row, paid in enumerate(rows_of_turns["next", "reward"].view(3, 2).sum(1).tolist()):
-        [kl] = last[row : row + 1].get(("next", "kl_penalty", "full"), as_list=True)
+        [kl] = rows(last[row : row + 1], "next", "kl_penalty", "full")
         assert paid == pytest.approx(2 - 0.5 * kl.sum().item(), abs=1e-4)
 
 
 def test_a_token_without_a_predecessor_counts_in_no_mean():
     td = batch([0], [[0.0, -1.0, -2.0]], [[0.0, -1.5, -3.0]])
     assert KLComputation(reduction="mean")(td)["next", "reward"].item() == pytest.approx(1 - 1.5 / 2)
-
-
-# --- a policy without its adapter ---
 
 
 def lora(model):
@@ -338,14 +323,14 @@ def test_the_policy_without_its_adapter_is_the_base_model(models):
     scorer = policy.get_new_version(generate=False)
     env = chat_env("history", One(), RetrieveKL(ref_model=scorer, reference="adapter_off"))
     untrained = one_turn(env, policy)
-    assert max(row.abs().max() for row in untrained.get(("next", "kl_penalty", "full"), as_list=True)) < 2e-5
+    assert max(row.abs().max() for row in rows(untrained, "next", "kl_penalty", "full")) < 2e-5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
     trained = one_turn(env, policy_of(model))
     keys = (("tokens", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty", "full"))
-    for ids, ref, kl in zip(*(trained.get(key, as_list=True) for key in keys), strict=True):
+    for ids, ref, kl in zip(*(rows(trained, *key) for key in keys), strict=True):
         wrote = ref != 0
         assert kl[wrote].abs().max() > 1e-2
         expected = torch.cat([torch.zeros(1), by_hand(models[0], ids, 1.0)])  # the base's, whatever the adapter says
@@ -366,18 +351,14 @@ def test_turning_the_adapter_off_changes_neither_what_is_trained_nor_what_is_fro
         RetrieveLogProb(wrapper(tiny_model(TOKENIZER)), reference="adapter_off")
 
 
-# --- one of the two alone ---
-
-
 def test_gradients_reach_the_model_unless_detached(models):
     model, _ = models
     td = one_turn(chat_env("history", One()), policy_of(model))
     reference = wrapper(model, log_probs_key="ref_log_probs")
-    frozen = RetrieveLogProb(reference)(td.copy())
-    assert not frozen.get(("next", "ref_log_probs", "full"), as_list=True)[0].requires_grad
-    live = RetrieveLogProb(reference, detach=False)(td.copy())
-    scores = live.get(("next", "ref_log_probs", "full"), as_list=True)
-    for score, other in zip(scores, frozen.get(("next", "ref_log_probs", "full"), as_list=True), strict=True):
+    frozen = rows(RetrieveLogProb(reference)(td.copy()), "next", "ref_log_probs", "full")
+    assert not frozen[0].requires_grad
+    scores = rows(RetrieveLogProb(reference, detach=False)(td.copy()), "next", "ref_log_probs", "full")
+    for score, other in zip(scores, frozen, strict=True):
         torch.testing.assert_close(score.detach(), other, atol=2e-5, rtol=0)
     torch.cat(scores).sum().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
@@ -386,9 +367,8 @@ def test_gradients_reach_the_model_unless_detached(models):
 
 def test_a_conversation_that_was_not_sampled_is_scored_by_its_rendering(models):
     model, _ = models
-    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    td = TensorDict(history=ChatHistory.from_rows({"full": History.from_chats([chat])}), batch_size=[1])
-    [scores] = RetrieveLogProb(wrapper(model))(td).get(("log_probs", "full"), as_list=True)
+    td = said()
+    [scores] = rows(RetrieveLogProb(wrapper(model))(td), "log_probs", "full")
     assert "next" not in td
     assert int((scores != 0).sum()) == len(TOKENIZER("4<|im_end|>").input_ids)
     text = RetrieveLogProb(wrapper(model, input_mode="text", input_key="said"))
@@ -401,10 +381,9 @@ def test_every_token_is_scored_where_that_is_asked_for(models):
     model, other = models
     env = chat_env("history", One(), KLRewardTransform(wrapper(other), assistant_only=False))
     td = one_turn(env, policy_of(model))
-    [ref] = td[:1].get(("next", "ref_log_probs", "full"), as_list=True)
-    [wrote] = td[:1].get(("masks", "all_assistant_mask"), as_list=True)
+    ref, wrote = rows(td, "next", "ref_log_probs", "full")[0], rows(td, "masks", "all_assistant_mask")[0]
     assert (ref[1:] != 0).all()
-    [kl] = td[:1].get(("next", "kl_penalty", "full"), as_list=True)
+    kl = rows(td, "next", "kl_penalty", "full")[0]
     assert ((kl != 0) == wrote).all()  # a prompt has no log-probs of the policy to compare with
 
 
@@ -415,24 +394,23 @@ def test_the_specs_are_kept(models, mode):
     declared = env.full_reward_spec
     assert {"kl_penalty", "ref_log_probs"} <= set(declared.keys())
     assert "kl_penalty" not in chat_env(mode, RetrieveLogProb(wrapper(other))).full_reward_spec
-    engine = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER, generate=False)
+    engine = fake_policy(TOKENIZER, ["4"], generate=False)
     quiet = chat_env("history", RewardFunction(lambda completion: 1.0), RetrieveKL(ref_model=engine))
-    policy = LLMWrapperBase(FakeEngine(["4"], tokenizer=TOKENIZER), tokenizer=TOKENIZER)
-    check_env_specs(quiet, tensordict=TensorDict(query=QUERIES, batch_size=[3]), policy=policy)
+    asked = TensorDict(query=QUERIES, batch_size=[3])
+    check_env_specs(quiet, tensordict=asked, policy=fake_policy(TOKENIZER, ["4"]))
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(MissingKeyError, match=r"KLComputation: the log-probs of the policy must be in \('log_probs'"):
+    with pytest.raises(MissingKeyError, match=r"the policy .*\('log_probs'"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude("log_probs"))
-    with pytest.raises(MissingKeyError, match=r"ref_log_probs.* put a RetrieveLogProb before it"):
+    with pytest.raises(MissingKeyError, match=r"ref_log_probs.* RetrieveLogProb"):
         KLComputation()(batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "ref_log_probs")))
     td = batch([1], [[-1.0]], [[-2.0]]).exclude(("next", "reward"))
-    with pytest.raises(MissingKeyError, match="append it after the transform that writes the reward"):
+    with pytest.raises(MissingKeyError, match="after the transform that writes the reward"):
         KLComputation()._step(td, td["next"])
     assert "reward" not in KLComputation()(td)["next"].keys()
-    wrong = batch([1], [[-1.0]], [[-2.0, -3.0]])
     with pytest.raises(ShapeError, match=r"the reference's log-probs .* got \[3\], expected \[2\]"):
-        KLComputation()(wrong)
+        KLComputation()(batch([1], [[-1.0]], [[-2.0, -3.0]]))
 
 
 def test_settings_that_contradict_each_other_are_refused(models):

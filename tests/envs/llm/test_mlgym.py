@@ -1,7 +1,5 @@
 """Gyms of strings as conversations, against a small gym of the interface that MLGym's have."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import ModuleType, SimpleNamespace
@@ -14,8 +12,8 @@ from tensordict import TensorDict
 from llmrl.envs import check_env_specs
 from llmrl.envs.llm import MLGymWrapper, make_mlgym
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
-from llmrl.modules.llm import LLMWrapperBase
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import fake_policy
 
 TOKENIZER = tiny_tokenizer()
 
@@ -104,8 +102,7 @@ def test_an_answer_without_a_command_is_told_so_and_may_cost():
 
 
 def test_a_gym_that_raises_is_a_failure_and_not_a_zero():
-    shells = [Shell("a"), Shell("b")]
-    env = MLGymWrapper(shells)
+    env = MLGymWrapper([Shell("a"), Shell("b")])
     td = answered(env, env.reset(), run("crash"), run("ls"))["next"]
     assert [math.isnan(value) for value in td["reward"].flatten().tolist()] == [True, False]
     assert td["truncated"].flatten().tolist() == [True, False]
@@ -129,8 +126,8 @@ def test_a_partial_reset_gives_the_free_gym_and_leaves_the_other_conversation():
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_the_stream_of_ids_goes_on_in_every_mode(mode):
     env = MLGymWrapper(Shell(), tokenizer=TOKENIZER, input_mode=mode)
-    engine = FakeEngine([run("ls"), run("submit")], tokenizer=TOKENIZER)
-    policy = LLMWrapperBase(engine, tokenizer=TOKENIZER, input_mode=mode)
+    policy = fake_policy(TOKENIZER, [run("ls"), run("submit")], input_mode=mode)
+    engine = policy.engine
     first = env.step(policy(env.reset()))
     second = env.step(policy(env.step_mdp(first)))
     [before] = first.get(("tokens", "full"), as_list=True)
@@ -188,10 +185,8 @@ def mlgym(monkeypatch):
 def test_the_tasks_of_the_package_are_made_by_name(mlgym):
     env = make_mlgym(tasks=["prisonersDilemma", "titanic"], max_steps=4, reward_wrong_format=-1.0)
     td = env.reset()
-    assert [chat[-1]["content"] for chat in td["history"].prompt.to_chats()] == [
-        "Solve prisonersDilemma.",
-        "Solve titanic.",
-    ]
+    asked = [chat[-1]["content"] for chat in td["history"].prompt.to_chats()]
+    assert asked == ["Solve prisonersDilemma.", "Solve titanic."]
     assert [arguments.task_config_path for arguments in mlgym] == ["tasks/prisonersDilemma.yaml", "tasks/titanic.yaml"]
     assert {arguments.max_steps for arguments in mlgym} == {4}
     assert [gym.devices for gym in env.turns.gyms] == [["cpu_0"], ["cpu_1"]]

@@ -1,7 +1,5 @@
 """PythonInterpreter: code blocks of a turn, their output, and their state."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.envs.llm import ChatEnv
@@ -16,9 +14,8 @@ def python_env():
     made = []
 
     def make(num, **options):
-        made.append(
-            ChatEnv(batch_size=[num]).append_transform(PythonInterpreter(sandbox="subprocess", timeout=60, **options))
-        )
+        interpreter = PythonInterpreter(sandbox="subprocess", timeout=60, **options)
+        made.append(ChatEnv(batch_size=[num]).append_transform(interpreter))
         return made[-1]
 
     yield make
@@ -32,12 +29,8 @@ def fenced(code, word="python"):
 
 def test_code_blocks_succeed_and_fail_in_the_documented_words(python_env):
     env = python_env(3)
-    answers = [
-        f"One:\n{fenced('print(6 * 7)')}\nTwo:\n{fenced('print(1)' + chr(10) + '1 / 0', 'Py')}",
-        "No code.",
-        fenced("1"),
-    ]
-    td = env.step(ScriptedPolicy(answers)(env.reset(queries("x", "y", "z"))))
+    two_blocks = f"One:\n{fenced('print(6 * 7)')}\nTwo:\n{fenced('print(1)' + chr(10) + '1 / 0', 'Py')}"
+    td = env.step(ScriptedPolicy([two_blocks, "No code.", fenced("1")])(env.reset(queries("x", "y", "z"))))
     first, second = told(td, 0)
     assert first == {
         "role": "tool", "content": "Code block 1 executed successfully:\n42\n", "name": "python",
@@ -53,10 +46,8 @@ def test_a_persistent_interpreter_remembers_within_a_conversation_and_not_beyond
     env = python_env(2, persistent=True)
     td = env.step(ScriptedPolicy([fenced("x = 1"), fenced("x = 2")])(env.reset(queries("a", "b"))))
     td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
-    assert [told(td, row)[0]["content"] for row in range(2)] == [
-        "Code block 1 executed successfully:\n1\n",
-        "Code block 1 executed successfully:\n2\n",
-    ]
+    for row, value in enumerate(("1", "2")):
+        assert told(td, row)[0]["content"] == f"Code block 1 executed successfully:\n{value}\n"
     td = env.step(ScriptedPolicy([fenced("1 / 0")])(env.step_mdp(td)))
     td = env.step(ScriptedPolicy([fenced("print(x)")])(env.step_mdp(td)))
     assert told(td, 0)[0]["content"].endswith("\n1\n"), "an error does not end it"

@@ -1,7 +1,5 @@
 """A user's function scores turns; a failing one costs rows, never the run."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import math
@@ -19,6 +17,7 @@ from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.rewards import CodeReward, JudgeReward
 from llmrl.envs.llm.transforms import RewardFunction, load_reward, make_rewards
 from llmrl.errors import ConfigError, ShapeError
+from tests.support.refusals import refusals
 
 
 def scores(fn, completions, say, *, columns=None, **options):
@@ -63,8 +62,7 @@ def test_failures_are_nan_in_their_row_and_counted(say):
         return {"none": None, "nan": math.nan, "exit": 1.0}.get(completion, 1.0)
 
     values, transform, _ = scores(moody, ["ok", "raise", "none", "nan", "ok"], say)
-    assert values[0] == values[4] == 1.0
-    assert all(math.isnan(value) for value in values[1:4])
+    assert str(values) == "[1.0, nan, nan, nan, 1.0]"
     assert transform.counters == {"rows": 5, "errors": 1, "timeouts": 0, "none": 2, "retries": 0}
     assert "ZeroDivisionError: no good" in transform.first_error
 
@@ -78,7 +76,7 @@ def test_a_number_too_large_for_the_statistics_of_a_group_is_a_failed_reward(say
     assert math.isnan(after["reward_<lambda>"].flatten()[0])
     assert values[1] == pytest.approx(weight)
     assert (transform.counters["errors"], transform.counters["none"]) == (1, 0)
-    assert transform.first_error.startswith("row 1 of 2: a reward must lie within 1e+17, also with its weight: got ")
+    assert "row 1 of 2: a reward must lie within 1e+17" in transform.first_error
 
 
 def test_a_batched_function_that_raises_costs_its_batch(say):
@@ -91,11 +89,11 @@ def test_a_batched_function_that_raises_costs_its_batch(say):
 @pytest.mark.parametrize(
     ("returned", "batched", "message"),
     [
-        (torch.ones(2), False, r"must be one number.*got a Tensor of shape \[2\] for row 1 of 2"),
+        (torch.ones(2), False, r"one number.*got a Tensor of shape \[2\] for row 1 of 2"),
         ([1.0], False, "got a list for row 1 of 2"),
         ("1.0", False, "got a str for row 1 of 2: '1.0'"),
         ({"score": 1}, False, "got a dict"),
-        ([1.0], True, "'<lambda>': a batched reward must return one value per row, 2: got 1"),
+        ([1.0], True, "'<lambda>': .*one value per row, 2: got 1"),
         (torch.ones(3), True, "one value per row, 2: got 3"),
         (1.0, True, "one value per row, 2: got a float"),
         (torch.ones(2, 3), True, r"a Tensor of shape \[3\] for row 1 of 2"),
@@ -122,29 +120,23 @@ def test_a_failing_row_is_tried_again_before_it_counts_as_failed(say):
         return len(seen)
 
     values, transform, _ = scores(flaky, ["ok", "twice", "always", "ok"], say, retries=2)
-    assert [values[0], values[1], values[3]] == [1, 4, 8]
-    assert math.isnan(values[2])
+    assert str(values) == "[1.0, 4.0, nan, 8.0]"
     assert transform.counters == {"rows": 4, "errors": 1, "timeouts": 0, "none": 0, "retries": 4}
     assert transform.first_error.count("ConnectionError: not now") == 1
 
 
 def test_coroutines_run_concurrently_over_the_rows(say):
-    running, most = 0, 0
     together = None
 
     async def meets_the_others(completion, answer):
-        nonlocal running, most, together
+        nonlocal together
         together = together or asyncio.Barrier(4)  # passes only if all four are there at once
-        running += 1
-        most = max(most, running)
         await together.wait()
-        running -= 1
         return len(completion) + int(answer)
 
     columns = {"answer": ["1", "2", "3", "4"]}
     values, transform, _ = scores(meets_the_others, ["a", "bb", "a", "a"], say, columns=columns, deadline_s=20)
     assert values == [2.0, 4.0, 4.0, 5.0]
-    assert most == 4
     transform.close()
 
 
@@ -175,11 +167,11 @@ def test_a_coroutine_that_is_late_is_cancelled_and_costs_its_row_alone(say):
                 raise
         return 1.0
 
-    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, deadline_s=0.3)
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, deadline_s=1.0)
     assert cancelled.is_set()
     assert [math.isnan(value) for value in values] == [False, True, False, False]
     assert transform.counters == {"rows": 4, "errors": 0, "timeouts": 1, "none": 0, "retries": 0}
-    assert "row 2 of 4 was not done 0.3 s" in transform.first_error
+    assert "row 2 of 4 was not done 1.0 s" in transform.first_error
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
@@ -213,12 +205,6 @@ def test_a_failed_reward_of_weight_0_is_reported_and_costs_nothing(say):
     assert math.isnan(td["next", "reward_watched"].item())
 
 
-@pytest.mark.parametrize("options", [{"retries": -1}, {"concurrency": 0}, {"deadline_s": 0}, {"weight": math.inf}])
-def test_settings_that_cannot_be_run_are_refused(options):
-    with pytest.raises(ConfigError, match="RewardFunction"):
-        RewardFunction(lambda completion: 1.0, **options)
-
-
 def test_a_hanging_function_costs_its_rows_not_the_run(say):
     release = threading.Event()
 
@@ -227,12 +213,11 @@ def test_a_hanging_function_costs_its_rows_not_the_run(say):
             assert not release.wait(60), "the batch waited for it"
         return 1.0
 
-    values, transform, _ = scores(hangs, ["ok", "hang", "ok"], say, deadline_s=0.2)
+    values, transform, _ = scores(hangs, ["ok", "hang", "ok"], say, deadline_s=1.0)
     release.set()
-    assert values[0] == 1.0
-    assert all(map(math.isnan, values[1:]))
+    assert str(values) == "[1.0, nan, nan]"
     assert transform.counters == {"rows": 3, "errors": 0, "timeouts": 2, "none": 0, "retries": 0}
-    assert "row 2 of 3 was not done 0.2 s" in transform.first_error
+    assert "row 2 of 3 was not done 1.0 s" in transform.first_error
     env = transform.container  # and the next batch is scored, in a new thread
     td = TensorDict(query="q", batch_size=[3])
     assert env.step(say(env.reset(td), ["a", "b", "c"]))["next", "reward"].flatten().tolist() == [1.0] * 3
@@ -276,15 +261,9 @@ def test_a_column_that_the_dataset_lacks_is_named_when_the_reward_is_attached():
         env.append_transform(RewardFunction(wants))
 
 
-@pytest.mark.parametrize("fn", [lambda: 0.0, lambda *, completion: 0.0])
-def test_a_function_that_cannot_take_a_completion_is_refused(fn):
-    with pytest.raises(ConfigError, match="first parameter must take the completion"):
-        RewardFunction(fn)
-
-
 @pytest.fixture
 def module(monkeypatch, tmp_path):
-    source = "def exact(completion, answer):\n    return completion == answer\n"
+    source = "def exact(completion, answer):\n    return completion == answer\nnumber = 3\n"
     (tmp_path / "my_pkg.py").write_text(f"{source}def size(completion):\n    return len(completion)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("my_pkg")
@@ -309,15 +288,6 @@ def test_weighted_rewards_add_up_and_each_has_a_metric(module, say):
 def test_rewards_are_loaded_by_name_or_given_as_functions(module):
     assert load_reward("my_pkg:exact") is module.exact
     assert [reward.name for reward in make_rewards(["my_pkg:exact", module.size])] == ["exact", "size"]
-    module.number = 3
-    for name, message in (
-        ("my_pkg.exact", "must be 'package.module:name'"),
-        ("no_such_module_here:exact", "there is no module 'no_such_module_here'"),
-        ("my_pkg:exakt", "Did you mean 'exact'"),
-        ("my_pkg:number", "must be a function: it is of type int"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_reward(name)
 
 
 def test_options_reach_the_reward(module):
@@ -332,34 +302,36 @@ def test_options_reach_the_reward(module):
 
 
 def test_judge_and_code_are_made_from_their_settings():
-    judge, code = make_rewards(
-        [
-            {"judge": {"url": "http://localhost:1/v1", "model": "m", "concurrency": 3}, "weight": 0.5},
-            {"code": {"sandbox": "subprocess", "mode": "all"}},
-        ]
-    )
+    settings = {"url": "http://localhost:1/v1", "model": "m", "concurrency": 3}
+    code = {"sandbox": "subprocess", "mode": "all"}
+    judge, code = make_rewards([{"judge": settings, "weight": 0.5}, {"code": code}])
     assert (judge.name, judge.weight, judge._runner.concurrency, judge.deadline_s) == ("judge", 0.5, 3, 600.0)
     assert isinstance(judge.fn, JudgeReward)
     assert isinstance(code.fn, CodeReward)
     code.close()
 
 
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        ([], "must be a list with at least one reward"),
-        ("my_pkg:exact", "must be a list"),
-        ([{"fn": "my_pkg:exact", "wieght": 1}], r"rewards\[0\]: 'wieght' is not a setting.*Did you mean 'weight'"),
-        ([{"weight": 1}], r"rewards\[0\]: must have exactly one of fn, judge, reward_model, code: got none"),
-        ([{"fn": "my_pkg:exact", "judge": {}}], "got fn and judge"),
-        (["my_pkg:exact", "my_pkg:exact"], "2 are called 'exact'; set name"),
-        ([{"judge": {"url": "http://x", "modle": "m"}}], r"rewards\[0\]\.judge: .*'modle'"),
-        ([{"judge": {"url": "x", "model": "m"}}], "url must begin with http"),
-    ],
+test_what_cannot_be_run_is_named = refusals(
+    (ConfigError, "RewardFunction", lambda: RewardFunction(len, retries=-1)),
+    (ConfigError, "RewardFunction", lambda: RewardFunction(len, concurrency=0)),
+    (ConfigError, "RewardFunction", lambda: RewardFunction(len, deadline_s=0)),
+    (ConfigError, "RewardFunction", lambda: RewardFunction(len, weight=math.inf)),
+    (ConfigError, "first parameter .*completion", lambda: RewardFunction(lambda: 0.0)),
+    (ConfigError, "first parameter .*completion", lambda: RewardFunction(lambda *, completion: 0.0)),
+    (ConfigError, "'package.module:name'", lambda: load_reward("my_pkg.exact")),
+    (ConfigError, "no module 'no_such_module_here'", lambda: load_reward("no_such_module_here:exact")),
+    (ConfigError, "Did you mean 'exact'", lambda: load_reward("my_pkg:exakt")),
+    (ConfigError, "must be a function: .*int", lambda: load_reward("my_pkg:number")),
+    (ConfigError, "list with at least one reward", lambda: make_rewards([])),
+    (ConfigError, "must be a list", lambda: make_rewards("my_pkg:exact")),
+    (ConfigError, r"\[0\]: 'wieght'.*Did you mean 'weight'", lambda: make_rewards([{"fn": "x:y", "wieght": 1}])),
+    (ConfigError, r"\[0\]: .*one of fn, judge, reward_model, code: got none", lambda: make_rewards([{"weight": 1}])),
+    (ConfigError, "got fn and judge", lambda: make_rewards([{"fn": "my_pkg:exact", "judge": {}}])),
+    (ConfigError, "2 are called 'exact'; set name", lambda: make_rewards(["my_pkg:exact", "my_pkg:exact"])),
+    (ConfigError, r"\[0\]\.judge: .*'modle'", lambda: make_rewards([{"judge": {"url": "http://x", "modle": "m"}}])),
+    (ConfigError, "url must begin with http", lambda: make_rewards([{"judge": {"url": "x", "model": "m"}}])),
 )
-def test_entries_that_cannot_be_run_are_named(module, specs, message):
-    with pytest.raises(ConfigError, match=message):
-        make_rewards(specs)
+pytest.mark.usefixtures("module")(test_what_cannot_be_run_is_named)
 
 
 def test_a_failing_batch_is_tried_again_as_a_whole(say):
@@ -382,7 +354,7 @@ def test_one_hanging_thread_of_several_costs_its_row_alone(say):
             release.wait(20)
         return 1.0
 
-    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=0.5)
+    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=1.0)
     assert [math.isnan(value) for value in values] == [False, True, False, False]
     assert transform.counters["timeouts"] == 1
     assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]

@@ -1,10 +1,7 @@
 """A reward model scores a batch as it scores each conversation alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tensordict import TensorDict
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -14,26 +11,21 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import RewardModelScorer
 from llmrl.envs.llm.transforms import RewardFunction, make_rewards
 from llmrl.errors import ConfigError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 256, "initializer_range": 0.3}
 QUERIES = ["2 + 2?", "Why is the sky blue, and not green?", "Hi", [{"role": "user", "content": "A list."}]]
 SAID = ["Four.", "Rayleigh scattering. " * 6, "", "Yes, it is one."]
 
 
 def model(kind, config, tokenizer, **changes):
     torch.manual_seed(0)
-    settings = {
-        "num_labels": 1,
-        "initializer_range": 0.3,
-        "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": 256,
-    } | changes
-    return kind(config(vocab_size=len(tokenizer), **SIZES, **settings)).float()
+    settings = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, **SIZES, **changes}
+    return kind(config(vocab_size=len(tokenizer), **settings)).float()
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +74,8 @@ def test_a_batch_has_at_most_as_many_tokens_as_asked_for(qwen, tokenizer):
 def test_the_label_that_is_the_reward_is_chosen_among_several(tokenizer):
     reward_model = model(Qwen2ForSequenceClassification, Qwen2Config, tokenizer, num_labels=3, num_key_value_heads=2)
     scorer = RewardModelScorer(reward_model, tokenizer, label=2)
-    assert scorer(SAID, query=QUERIES) == pytest.approx(
-        [row[2] for row in alone(reward_model, scorer, QUERIES, SAID)], abs=1e-5
-    )
+    expected = [row[2] for row in alone(reward_model, scorer, QUERIES, SAID)]
+    assert scorer(SAID, query=QUERIES) == pytest.approx(expected, abs=1e-5)
     for label, message in ((None, "a model with 3 labels needs label"), (3, r"within \[0, 3\): got 3")):
         with pytest.raises(ConfigError, match=message):
             RewardModelScorer(reward_model, tokenizer, label=label)
@@ -98,10 +89,10 @@ def test_a_conversation_that_is_too_long_has_no_score(qwen, tokenizer):
     assert RewardModelScorer(qwen, tokenizer)([], query=[]) == []
 
 
-def test_as_a_reward_it_scores_the_prompt_and_the_response(qwen, tokenizer, say):
+def test_as_a_reward_it_scores_the_prompt_and_the_response(qwen, tokenizer, answered):
     scorer = RewardModelScorer(qwen, tokenizer, system_prompt="Be brief.")
     env = ChatEnv(batch_size=[2]).append_transform(RewardFunction(scorer))
-    td = env.step(say(env.reset(TensorDict(query=column(["Hi", "2 + 2?"]), batch_size=[2])), ["Yes", "Four."]))
+    td = answered(env, ["Yes", "Four."], query=["Hi", "2 + 2?"])
     expected = [row[0] for row in alone(qwen, scorer, ["Hi", "2 + 2?"], ["Yes", "Four."])]
     assert td["next", "reward_reward_model"].flatten().tolist() == pytest.approx(expected, abs=1e-5)
     chat = scorer.conversation("Hi", "Yes")

@@ -1,7 +1,5 @@
 """Rewards given by name run in a process of their own: whatever they do, they are killed at their deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -182,12 +180,8 @@ def test_a_caller_waits_for_a_busy_process_no_longer_than_its_deadline(reward):
 
 
 def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):
-    (tmp_path / "stuck.py").write_text(
-        "import ctypes, os\n"
-        "def grade(completion):\n"
-        "    print(os.getpid(), flush=True)\n"
-        "    ctypes.PyDLL(None).sleep(1000)\n"
-    )
+    code = "import ctypes, os\ndef grade(completion):\n    print(os.getpid(), flush=True)\n"
+    (tmp_path / "stuck.py").write_text(f"{code}    ctypes.PyDLL(None).sleep(1000)\n")
     settings = json.dumps(["stuck:grade", 1, False, False])
     script = f"""
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every task through the collector and a buffer: multi-turn where it can be, resets of some rows, group advantages."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.collectors.llm import LLMCollector

@@ -1,7 +1,5 @@
 """A wrong answer becomes a reason to think again; a right one, a limit and a failed reward stay what they are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,8 +11,9 @@ from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KRewardParser
 from llmrl.envs.llm.transforms import AddThinkingPrompt, ToolTransform
 from llmrl.envs.llm.transforms.thinking import ADDRESSED, EGOCENTRIC
 from llmrl.errors import ConfigError, MissingKeyError
-from llmrl.modules.llm import LLMWrapperBase
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import fake_policy, rows
+from tests.support.refusals import refusals
 
 TOKENIZER = tiny_tokenizer()
 WRONG = "<think>2 + 2 is 5</think><answer>5</answer>"
@@ -34,13 +33,16 @@ def answered(env, *answers):
     return env.step(ScriptedPolicy(list(answers))(env.reset()))["next"]
 
 
+def messages(after):
+    return after["history"].prompt.to_chats()[0]
+
+
 @pytest.mark.parametrize("zero_reward", [None, False])
 @pytest.mark.parametrize("undo_done", [True, False])
 def test_a_wrong_answer_is_edited_into_a_doubt(undo_done, zero_reward):
     after = answered(gsm8k(undo_done=undo_done, zero_reward=zero_reward), WRONG)
     assert after["history"].prompt.shape == (1, 3)
-    last = after["history"].prompt.to_chats()[0][-1]
-    assert last == {"role": "assistant", "content": f"<think>2 + 2 is 5</think>{EGOCENTRIC[0]}"}
+    assert messages(after)[-1] == {"role": "assistant", "content": f"<think>2 + 2 is 5</think>{EGOCENTRIC[0]}"}
     assert after["reward"].item() == pytest.approx(0.0 if zero_reward is None else 0.1)
     assert after["done"].item() == after["terminated"].item() == (not undo_done)
 
@@ -50,7 +52,7 @@ def test_or_it_is_answered_by_a_message(role):
     after = answered(gsm8k(edit_last_turn=False, role=role), WRONG)
     assert after["history"].prompt.shape == (1, 4)
     asked = (EGOCENTRIC if role == "assistant" else ADDRESSED)[0]
-    assert after["history"].prompt.to_chats()[0][-1] == {"role": role, "content": asked}
+    assert messages(after)[-1] == {"role": role, "content": asked}
     assert after["history"].prompt[0, -1].is_complete == (role == "user")
     assert after["reward"].item() == pytest.approx(0.1)  # zero_reward follows edit_last_turn
     assert not after["done"].item()
@@ -59,8 +61,8 @@ def test_or_it_is_answered_by_a_message(role):
 def test_only_the_last_answer_block_goes_and_without_one_the_doubt_comes_at_the_end():
     env = gsm8k(prompt="Hm.")
     two = "<answer>1</answer> or <answer>5</answer> so"
-    assert answered(env, two)["history"].prompt.to_chats()[0][-1]["content"] == "<answer>1</answer> or Hm."
-    assert answered(env, "It is 5.<|im_end|>")["history"].prompt.to_chats()[0][-1]["content"] == "It is 5.Hm."
+    assert messages(answered(env, two))[-1]["content"] == "<answer>1</answer> or Hm."
+    assert messages(answered(env, "It is 5.<|im_end|>"))[-1]["content"] == "It is 5.Hm."
 
 
 def test_a_conversation_that_a_limit_ended_stays_ended_and_as_it_is():
@@ -68,7 +70,7 @@ def test_a_conversation_that_a_limit_ended_stays_ended_and_as_it_is():
     assert after["done"].item()
     assert after["truncated"].item()
     assert after["reward"].item() == pytest.approx(0.1)
-    assert after["history"].prompt.to_chats()[0][-1]["content"] == WRONG
+    assert messages(after)[-1]["content"] == WRONG
 
 
 class Score(Transform):
@@ -84,23 +86,18 @@ def test_a_reward_that_failed_is_not_made_a_zero():
     env = ChatEnv(batch_size=[2]).append_transform(Score(math.nan, 0.5))
     env = env.append_transform(AddThinkingPrompt(lambda _: 1))
     td = env.reset(TensorDict(query="?", batch_size=[2]))
-    reward = env.step(ScriptedPolicy(["a"])(td))["next", "reward"].flatten()
-    assert reward[0].isnan()
-    assert reward[1] == 0
+    assert str(env.step(ScriptedPolicy(["a"])(td))["next", "reward"].flatten().tolist()) == "[nan, 0.0]"
 
 
 def turns(mode, answers, pad_output=False, **options):
     env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=TOKENIZER)
     env = env.append_transform(GSM8KRewardParser(tokenizer=TOKENIZER)).append_transform(StepCounter(8))
     env.append_transform(AddThinkingPrompt(wrong, prompt="Hm.", tokenizer=TOKENIZER, **options))
-    engine = FakeEngine(answers, tokenizer=TOKENIZER)
-    policy = LLMWrapperBase(
-        engine, tokenizer=TOKENIZER, input_mode=mode, pad_output=pad_output, generate_kwargs={"max_new_tokens": 99}
-    )
+    sampling = {"max_new_tokens": 99}
+    policy = fake_policy(TOKENIZER, answers, input_mode=mode, pad_output=pad_output, generate_kwargs=sampling)
     td = env.reset(TensorDict(query=["2 + 2?", "What is 2 + 2?"], answer="#### 4", batch_size=[2]))
     first = env.step(policy(td))
-    second = policy(env.step_mdp(first))
-    return first, second, engine
+    return first, policy(env.step_mdp(first)), policy.engine
 
 
 @pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
@@ -112,10 +109,9 @@ def test_an_edited_turn_starts_a_record_in_which_it_is_not_trained(mode, pad_out
     seen = TOKENIZER.decode(engine.prompts[2])
     assert "<think>2 + 2 is 5</think>Hm." in seen
     assert "<answer>5" not in seen
-    kept = second.get(("masks", "all_attention_mask"), as_list=True)
-    wrote = second.get(("masks", "all_assistant_mask"), as_list=True)
-    ids = second.get(("tokens", "full"), as_list=True)
-    trained = [TOKENIZER.decode(row[mask & real]) for row, mask, real in zip(ids, wrote, kept, strict=True)]
+    columns = (("tokens", "full"), ("masks", "all_assistant_mask"), ("masks", "all_attention_mask"))
+    turns_of = zip(*(rows(second, *key) for key in columns), strict=True)
+    trained = [TOKENIZER.decode(ids[wrote & kept]) for ids, wrote, kept in turns_of]
     assert trained == ["4<|im_end|>", f"{RIGHT}<|im_end|>4<|im_end|>"]  # the other row goes on
 
 
@@ -123,7 +119,7 @@ def test_an_edited_turn_starts_a_record_in_which_it_is_not_trained(mode, pad_out
 def test_an_appended_message_continues_the_stream(mode):
     first, second, engine = turns(mode, [WRONG, WRONG, "4", "4"], edit_last_turn=False, role="user")
     assert second["new_record"].tolist() == [False, False]
-    for row, before in enumerate(first.get(("tokens", "full"), as_list=True)):
+    for row, before in enumerate(rows(first, "tokens", "full")):
         assert torch.equal(engine.prompts[2 + row][: len(before)], before)
         assert TOKENIZER.decode(engine.prompts[2 + row][len(before) :]).count("Hm.") == 1
 
@@ -136,15 +132,14 @@ def test_the_policy_goes_on_with_its_edited_message_and_every_mode_shows_the_eng
     for mode in ("history", "text", "tokens"):
         env = ChatEnv(batch_size=[1], input_mode=mode, tokenizer=tokenizer)
         env = env.append_transform(Score(0.0)).append_transform(AddThinkingPrompt(wrong, prompt="Hm."))
-        engine = FakeEngine([lead + WRONG, " No: 4", "4"], tokenizer=tokenizer)
-        policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode)
+        policy = fake_policy(tokenizer, [lead + WRONG, " No: 4", "4"], input_mode=mode)
         td = env.reset(TensorDict(query="2 + 2?", batch_size=[1]))
         for _ in range(3):
             td = env.step(policy(td))
             if mode == "history":
                 said = [message["content"] for message in td["history"].full.to_chats()[0][1:]]
             td = env.step_mdp(td)
-        prompts[mode] = [ids.tolist() for ids in engine.prompts]
+        prompts[mode] = [ids.tolist() for ids in policy.engine.prompts]
     first, second, third = (tokenizer.decode(ids) for ids in prompts["history"])
     assert second == f"{first}{lead}<think>2 + 2 is 5</think>Hm."
     assert third == f"{second} No: 4Hm."
@@ -154,7 +149,7 @@ def test_the_policy_goes_on_with_its_edited_message_and_every_mode_shows_the_eng
 
 def test_a_thought_of_its_own_behind_the_answer_is_gone_on_with():
     first, second, engine = turns("history", [WRONG, WRONG, " 4", " 4"], edit_last_turn=False)
-    for row, before in enumerate(first.get(("tokens", "full"), as_list=True)):
+    for row, before in enumerate(rows(first, "tokens", "full")):
         added = TOKENIZER.decode(engine.prompts[2 + row][len(before) :])
         assert added == "\n<|im_start|>assistant\nHm."
     assert second["history"].full.to_chats()[0][-1] == {"role": "assistant", "content": "Hm. 4"}
@@ -165,7 +160,7 @@ def test_what_a_tool_said_to_the_answer_is_not_in_the_edited_conversation():
     env.append_transform(ToolTransform(["calculator"], end_without_call=False))
     env.append_transform(AddThinkingPrompt(wrong, prompt="Hm."))
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
-    chat = answered(env, f"{call}<answer>5</answer>")["history"].prompt.to_chats()[0]
+    chat = messages(answered(env, f"{call}<answer>5</answer>"))
     assert [message["role"] for message in chat] == ["system", "user", "assistant"]
     assert chat[-1]["content"] == f"{call}Hm."
 
@@ -190,12 +185,9 @@ def test_the_specs_are_kept():
     check_env_specs(env, tensordict=TensorDict(query="?", batch_size=[2]), policy=ScriptedPolicy([WRONG]))
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match="leave prompt out"):
-        AddThinkingPrompt(wrong, "Hm.", random_prompt=True)
-    with pytest.raises(ConfigError, match="edit_last_turn=False"):
-        AddThinkingPrompt(wrong, role="user")
-    with pytest.raises(ConfigError, match="cond must be a function"):
-        AddThinkingPrompt("reward < 1")
-    with pytest.raises(MissingKeyError, match="a conversation in 'next'"):
-        AddThinkingPrompt(wrong)._step(TensorDict(), TensorDict(done=torch.zeros(1, 1), batch_size=[1]))
+test_settings_that_contradict_each_other_are_refused = refusals(
+    (ConfigError, "leave prompt out", lambda: AddThinkingPrompt(wrong, "Hm.", random_prompt=True)),
+    (ConfigError, "edit_last_turn=False", lambda: AddThinkingPrompt(wrong, role="user")),
+    (ConfigError, "cond must be a function", lambda: AddThinkingPrompt("reward < 1")),
+    (MissingKeyError, "a conversation in 'next'", lambda: AddThinkingPrompt(wrong)._step(TensorDict(), TensorDict())),
+)

@@ -1,7 +1,5 @@
 """Environments of flat text and ids: steps, ends, and the numbers of prefixes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,11 +8,9 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import LLMEnv, LLMHashingEnv
 from llmrl.envs.llm.token_env import prefix_hash
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from tests.support.refusals import refusals
 
 PROMPTS = torch.tensor([[5, 6, 7], [8, 9, 7]])
-
-
-# --- LLMEnv ---
 
 
 def test_a_step_appends_ids_and_lengthens_the_mask():
@@ -50,18 +46,12 @@ def test_an_end_token_in_the_action_ends_the_row_and_one_in_the_prompt_does_not(
 
 @pytest.mark.parametrize("options", [{}, {"assign_reward": True, "assign_done": True}])
 def test_the_specs_of_text_and_of_ids_are_kept(options):
-    def speak(td):
-        return td.set("text_response", [" a", " b"])
-
-    check_env_specs(
-        LLMEnv(batch_size=[2], **options), tensordict=TensorDict(text=["x", "y"], batch_size=[2]), policy=speak
-    )
-
-    def draw(td):
-        return td.set("tokens_response", torch.randint(10, (2, 3)))
-
-    ids = LLMEnv(batch_size=[2], from_text=False, vocab_size=10, **options)
-    check_env_specs(ids, tensordict=TensorDict(tokens=PROMPTS, batch_size=[2]), policy=draw)
+    texts = TensorDict(text=["x", "y"], batch_size=[2])
+    speak = LLMEnv(batch_size=[2], **options)
+    check_env_specs(speak, tensordict=texts, policy=lambda td: td.set("text_response", [" a", " b"]))
+    draw = LLMEnv(batch_size=[2], from_text=False, vocab_size=10, **options)
+    ids = TensorDict(tokens=PROMPTS, batch_size=[2])
+    check_env_specs(draw, tensordict=ids, policy=lambda td: td.set("tokens_response", torch.randint(10, (2, 3))))
 
 
 def test_prompts_come_from_a_dataloader_as_text_or_tokenised(tokenizer):
@@ -80,24 +70,19 @@ def test_prompts_come_from_a_dataloader_as_text_or_tokenised(tokenizer):
     assert given.reset()["tokens"].tolist() == [[0, 1, 2]] * 2
 
 
-def test_what_a_text_or_token_env_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="as_llm_data must be False"):
-        LLMEnv(as_llm_data=True)
-    with pytest.raises(ConfigError, match="needs from_text=False and assign_done=True"):
-        LLMEnv(eos_token_id=7)
-    with pytest.raises(ConfigError, match="belong to from_text=False"):
-        LLMEnv(vocab_size=7)
-    with pytest.raises(ConfigError, match="belongs to from_text=True"):
-        LLMEnv(from_text=False, str_key="text")
-    with pytest.raises(ConfigError, match="number of prompts"):
-        LLMEnv(batch_size=[])
-    with pytest.raises(MissingKeyError, match=r"reads 'text', which is not there; keys present: 'txt'"):
-        LLMEnv().reset(TensorDict(txt=["a"], batch_size=[1]))
-    with pytest.raises(MissingKeyError, match="add a DataLoadingPrimer"):
-        LLMEnv().reset()
-
-
-# --- LLMHashingEnv ---
+test_what_an_env_cannot_do_is_refused = refusals(
+    (ConfigError, "as_llm_data must be False", lambda: LLMEnv(as_llm_data=True)),
+    (ConfigError, "from_text=False and assign_done=True", lambda: LLMEnv(eos_token_id=7)),
+    (ConfigError, "belong to from_text=False", lambda: LLMEnv(vocab_size=7)),
+    (ConfigError, "belongs to from_text=True", lambda: LLMEnv(from_text=False, str_key="text")),
+    (ConfigError, "number of prompts", lambda: LLMEnv(batch_size=[])),
+    (MissingKeyError, "'text'.*keys present: 'txt'", lambda: LLMEnv().reset(TensorDict(txt=["a"], batch_size=[1]))),
+    (MissingKeyError, "add a DataLoadingPrimer", lambda: LLMEnv().reset()),
+    (ConfigError, "number of tokens", lambda: LLMHashingEnv(text_output=False)),
+    (ConfigError, "text_output needs a tokenizer", lambda: LLMHashingEnv(10)),
+    (ConfigError, "give one to the env", lambda: LLMHashingEnv(10, text_output=False).make_tensordict("a")),
+    (MissingKeyError, "reads 'observation'", lambda: LLMHashingEnv(10, text_output=False).reset()),
+)
 
 
 def test_equal_prefixes_share_a_number_however_they_were_split():
@@ -136,20 +121,9 @@ def test_the_specs_of_the_hashing_env_are_kept(tokenizer):
     check_env_specs(env, tensordict=TensorDict(observation=PROMPTS, batch_size=[2]))
 
 
-def test_a_hash_of_ones_own_is_used():
+def test_a_custom_hash_is_used():
     env = LLMHashingEnv(10, text_output=False, hashing_module=lambda pair: pair[..., :1] * 10 + pair[..., 1:])
     assert env.reset(TensorDict(observation=PROMPTS, batch_size=[2]))["hashing"].tolist() == [[567], [897]]
-
-
-def test_what_the_hashing_env_needs_is_named(tokenizer):
-    with pytest.raises(ConfigError, match="number of tokens"):
-        LLMHashingEnv(text_output=False)
-    with pytest.raises(ConfigError, match="text_output needs a tokenizer"):
-        LLMHashingEnv(10)
-    with pytest.raises(ConfigError, match="give one to the env"):
-        LLMHashingEnv(10, text_output=False).make_tensordict("a")
-    with pytest.raises(MissingKeyError, match="reads 'observation', which is not there"):
-        LLMHashingEnv(10, text_output=False).reset()
 
 
 def test_prefixes_of_all_orders_and_lengths_differ():

@@ -1,7 +1,5 @@
 """Strings to ids and messages to text, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,8 +10,10 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, LLMEnv
 from llmrl.envs.llm.transforms import TemplateTransform, Tokenizer, as_nested_tensor, as_padded_tensor
 from llmrl.errors import ConfigError, DataError, MissingKeyError, ShapeError, TemplateError
-from llmrl.modules.llm import LLMWrapperBase, Renderer
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.modules.llm import Renderer
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import fake_policy
+from tests.support.refusals import refusals
 
 TEXTS = ["Hi", "What is 2+2?"]
 CHAT = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -23,36 +23,34 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# --- Tokenizer ---
+def tokenised(tokenizer, texts=TEXTS, **options):
+    """What a Tokenizer writes for these texts."""
+    return Tokenizer(["text"], ["ids"], tokenizer=tokenizer, **options)(TensorDict(text=texts, batch_size=[len(texts)]))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
-    td = Tokenizer(["text"], ["tokens"], tokenizer=tokenizer)(TensorDict(text=TEXTS, batch_size=[2]))
+    td = tokenised(tokenizer)
     rows = [ids_of(tokenizer, text) for text in TEXTS]
     filler = [tokenizer.pad_token_id] * (len(rows[1]) - len(rows[0]))
     short = filler + rows[0] if side == "left" else rows[0] + filler
-    assert td["tokens"].tolist() == [short, rows[1]]
-    assert td["tokens"].dtype is torch.int64
+    assert td["ids"].tolist() == [short, rows[1]]
+    assert td["ids"].dtype is torch.int64
     assert td["attention_mask"].sum(1).tolist() == [len(row) for row in rows]
-    assert [row[mask].tolist() for row, mask in zip(td["tokens"], td["attention_mask"], strict=True)] == rows
+    assert [row[mask].tolist() for row, mask in zip(td["ids"], td["attention_mask"], strict=True)] == rows
 
 
 def test_lengths_are_cut_and_filled_as_asked(tokenizer):
-    td = TensorDict(text=TEXTS, batch_size=[2])
-    long = Tokenizer(["text"], ["a"], tokenizer=tokenizer, padding="max_length", max_length=30)(td.copy())
-    assert long["a"].shape == (2, 30)
-    cut = Tokenizer(["text"], ["a"], tokenizer=tokenizer, max_length=2, return_attention_mask=False)(td.copy())
-    assert cut["a"][1].tolist() == ids_of(tokenizer, TEXTS[1])[:2]
+    assert tokenised(tokenizer, padding="max_length", max_length=30)["ids"].shape == (2, 30)
+    cut = tokenised(tokenizer, max_length=2, return_attention_mask=False)
+    assert cut["ids"][1].tolist() == ids_of(tokenizer, TEXTS[1])[:2]
     assert "attention_mask" not in cut
     with pytest.raises(ShapeError, match="padding=False all rows must have one length"):
-        Tokenizer(["text"], ["a"], tokenizer=tokenizer, padding=False)(td)
-    alike = Tokenizer(["text"], ["a"], tokenizer=tokenizer, padding=False)(
-        TensorDict(text=["Hi", "Hi"], batch_size=[2])
-    )
-    assert alike["a"].shape == (2, len(ids_of(tokenizer, "Hi")))
+        tokenised(tokenizer, padding=False)
+    alike = tokenised(tokenizer, ["Hi", "Hi"], padding=False)
+    assert alike["ids"].shape == (2, len(ids_of(tokenizer, "Hi")))
 
 
 def test_the_inverse_decodes(tokenizer):
@@ -66,9 +64,9 @@ def test_the_inverse_decodes(tokenizer):
 
 def test_additional_tokens_go_to_a_copy_of_the_tokenizer(tokenizer):
     size = len(tokenizer)
-    transform = Tokenizer(["text"], ["ids"], tokenizer=tokenizer, additional_tokens=["<|mine|>"])
+    td = tokenised(tokenizer, ["<|mine|>"], additional_tokens=["<|mine|>"])
     assert len(tokenizer) == size
-    assert transform(TensorDict(text=["<|mine|>"], batch_size=[1]))["ids"].tolist() == [[size]]
+    assert td["ids"].tolist() == [[size]]
 
 
 def test_a_missing_entry_is_tolerated_where_that_is_allowed(tokenizer):
@@ -87,37 +85,28 @@ def test_several_keys_have_a_mask_each(tokenizer):
 
 
 def test_settings_and_values_that_cannot_be_used_are_refused(tokenizer):
-    with pytest.raises(ConfigError, match="there is no default"):
-        Tokenizer(["text"], ["ids"])
-    with pytest.raises(ConfigError, match="needs max_length"):
-        Tokenizer(tokenizer=tokenizer, padding="max_length")
-    with pytest.raises(ConfigError, match="one key to write per key"):
-        Tokenizer(["a", "b"], ["c"], tokenizer=tokenizer)
-    with pytest.raises(DataError, match="must be a string: got int"):
-        Tokenizer(["text"], ["ids"], tokenizer=tokenizer)(TensorDict(text=torch.tensor([1]), batch_size=[1]))
     unpadded = tiny_tokenizer()
     unpadded.pad_token = None
-    with pytest.raises(ConfigError, match=r"set tokenizer\.pad_token"):
-        Tokenizer(["text"], ["ids"], tokenizer=unpadded)(TensorDict(text=TEXTS, batch_size=[2]))
+    for error, words, call in (
+        (ConfigError, "there is no default", lambda: Tokenizer(["text"], ["ids"])),
+        (ConfigError, "needs max_length", lambda: Tokenizer(tokenizer=tokenizer, padding="max_length")),
+        (ConfigError, "one key to write per key", lambda: Tokenizer(["a", "b"], ["c"], tokenizer=tokenizer)),
+        (DataError, "string: got int", lambda: tokenised(tokenizer, torch.tensor([1]))),
+        (ConfigError, r"set tokenizer\.pad_token", lambda: tokenised(unpadded)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_an_env_of_text_acts_on_ids_and_keeps_its_specs(tokenizer):
-    env = LLMEnv(batch_size=[2]).append_transform(
-        Tokenizer(["text"], ["ids"], ["text_response"], ["action"], tokenizer=tokenizer)
-    )
-    td = env.reset(TensorDict(text=TEXTS, batch_size=[2]))
-    td["action"] = torch.tensor([ids_of(tokenizer, "Hi")] * 2)
-    after = env.step(td)["next"]
+    transform = Tokenizer(["text"], ["ids"], ["text_response"], ["action"], tokenizer=tokenizer)
+    env = LLMEnv(batch_size=[2]).append_transform(transform)
+    hi = torch.tensor([ids_of(tokenizer, "Hi")] * 2)
+    asked = TensorDict(text=TEXTS, batch_size=[2])
+    after = env.step(env.reset(asked).set("action", hi))["next"]
     assert after.get("text").tolist() == [text + "Hi" for text in TEXTS]
     assert after["ids"][1][after["attention_mask"][1]].tolist() == ids_of(tokenizer, TEXTS[1] + "Hi")
-
-    def policy(td):
-        return td.set("action", torch.tensor([ids_of(tokenizer, "Hi")] * 2))
-
-    check_env_specs(env, tensordict=TensorDict(text=TEXTS, batch_size=[2]), policy=policy)
-
-
-# --- TemplateTransform ---
+    check_env_specs(env, tensordict=asked, policy=lambda td: td.set("action", hi))
 
 
 READABLE = [name for name in template_names() if name != "tokenizer"]
@@ -125,77 +114,55 @@ READABLE = [name for name in template_names() if name != "tokenizer"]
 
 @pytest.mark.parametrize("name", READABLE)
 def test_the_inverse_reads_what_the_template_of_every_family_writes(tokenizer, name):
+    both = {"in_keys_inv": ["history"], "out_keys_inv": ["text"], "in_keys": ["history"], "out_keys": ["text"]}
     try:
-        transform = TemplateTransform(
-            tokenizer,
-            chat_template_name=name,
-            in_keys=["history"],
-            out_keys=["text"],
-            in_keys_inv=["history"],
-            out_keys_inv=["text"],
-        )
+        transform = TemplateTransform(tokenizer, chat_template_name=name, **both)
     except TemplateError as error:  # a family whose template needs a token that this tokenizer lacks
         pytest.skip(str(error))
     td = transform(TensorDict(history=History.from_chats([CHAT, CHAT]), batch_size=[2]))
     back = transform.inv(td.exclude("history"))["history"].to_chats()
-    assert [[(m["role"], m["content"]) for m in chat if m["role"] != "system"] for chat in back] == [
-        [(m["role"], m["content"]) for m in CHAT]
-    ] * 2
+    said = [[(m["role"], m["content"]) for m in chat if m["role"] != "system"] for chat in back]
+    assert said == [[(m["role"], m["content"]) for m in CHAT]] * 2
 
 
 def test_a_text_policy_acts_in_an_env_of_messages_and_its_ids_stay_as_they_were_drawn(tokenizer):
     env = ChatEnv(batch_size=[2], system_prompt="Be brief.").append_transform(TemplateTransform(tokenizer))
-    engine = FakeEngine(["four", "  4 ", "and", "so"], tokenizer=tokenizer)
-    policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode="text")
+    policy = fake_policy(tokenizer, ["four", "  4 ", "and", "so"], input_mode="text")
+    engine = policy.engine
     td = env.reset(TensorDict(query=TEXTS, batch_size=[2]))
     expected = Renderer(tokenizer).prompt_ids(td["history"].prompt.to_chats())
     first = env.step(policy(td.exclude("history")))
     assert all(torch.equal(a, b) for a, b in zip(engine.prompts, expected, strict=True))
-    assert [chat[-1] for chat in first["next", "history"].prompt.to_chats()] == [
-        {"role": "assistant", "content": "four"},
-        {"role": "assistant", "content": first["next", "history"].prompt.to_chats()[1][-1]["content"]},
-    ]
+    last = [chat[-1] for chat in first["next", "history"].prompt.to_chats()]
+    assert last == [{"role": "assistant", "content": content} for content in ("four", last[1]["content"])]
     second = policy(env.step_mdp(first).exclude("history"))
-    for row, (before, prompt) in enumerate(
-        zip(first.get(("tokens", "full"), as_list=True), engine.prompts[2:], strict=True)
-    ):
-        goes_on = torch.equal(prompt[: len(before)], before)
-        assert second["new_record"][row].item() is not goes_on
-    assert not second["new_record"][0].item()
+    pairs = zip(first.get(("tokens", "full"), as_list=True), engine.prompts[2:], strict=True)
+    goes_on = [torch.equal(prompt[: len(before)], before) for before, prompt in pairs]
+    assert second["new_record"].tolist() == [not same for same in goes_on]
+    assert goes_on[0]
 
 
 def test_text_that_holds_no_message_and_a_template_without_a_parser_are_refused(tokenizer):
-    transform = TemplateTransform(tokenizer, in_keys_inv=["history"], out_keys_inv=["text"])
-    with pytest.raises(TemplateError, match="must hold a message"):
-        transform.inv(TensorDict(text=[""], batch_size=[1]))
-    with pytest.raises(MissingKeyError, match="reads 'text'"):
-        transform.inv(TensorDict(batch_size=[1]))
-    with pytest.raises(MissingKeyError, match="there must be a History"):
-        transform(TensorDict(batch_size=[1]))
-    own = TemplateTransform(
-        tokenizer,
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}",
-        in_keys_inv=["history"],
-        out_keys_inv=["text"],
-    )
-    with pytest.raises(TemplateError, match="must have an inverse parser"):
-        own.inv(TensorDict(text=["[user]Hi[/]"], batch_size=[1]))
-    with pytest.raises(TemplateError, match=r"known: .*Did you mean"):
-        TemplateTransform(tokenizer, chat_template_name="chatml_formta")
+    inverse = {"in_keys_inv": ["history"], "out_keys_inv": ["text"]}
+    transform = TemplateTransform(tokenizer, **inverse)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    own = TemplateTransform(tokenizer, template, **inverse)
+    for error, words, call in (
+        (TemplateError, "must hold a message", lambda: transform.inv(TensorDict(text=[""], batch_size=[1]))),
+        (MissingKeyError, "reads 'text'", lambda: transform.inv(TensorDict(batch_size=[1]))),
+        (MissingKeyError, "there must be a History", lambda: transform(TensorDict(batch_size=[1]))),
+        (TemplateError, "an inverse parser", lambda: own.inv(TensorDict(text=["[user]Hi[/]"], batch_size=[1]))),
+        (TemplateError, "Did you mean", lambda: TemplateTransform(tokenizer, chat_template_name="chatml_formta")),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_the_specs_of_a_text_view_are_kept(tokenizer):
     env = ChatEnv(batch_size=[2]).append_transform(TemplateTransform(tokenizer))
     assert env.action_keys == (("text", "full"),)
     asked = TensorDict(query=TEXTS, batch_size=[2])
-
-    def policy(td):
-        return ScriptedPolicy(["4<|im_end|>"])(td.exclude("history"))
-
-    check_env_specs(env, tensordict=asked, policy=policy)
-
-
-# --- stack methods ---
+    check_env_specs(env, tensordict=asked, policy=lambda td: ScriptedPolicy(["4<|im_end|>"])(td.exclude("history")))
 
 
 def test_ragged_rows_become_padded_or_nested_tensors():
@@ -213,9 +180,8 @@ def test_ragged_rows_become_padded_or_nested_tensors():
 
 
 def test_tensordicts_are_stacked_entry_by_entry():
-    rows = [
-        TensorDict(ids=torch.arange(n), more=TensorDict(mask=torch.ones(n, dtype=torch.bool)), text="t") for n in (2, 3)
-    ]
+    mask = torch.ones(3, dtype=torch.bool)
+    rows = [TensorDict(ids=torch.arange(n), more=TensorDict(mask=mask[:n]), text="t") for n in (2, 3)]
     padded = as_padded_tensor(rows)
     assert padded["ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
     assert padded["more", "mask"].tolist() == [[True, True, False], [True, True, True]]
@@ -224,12 +190,9 @@ def test_tensordicts_are_stacked_entry_by_entry():
     assert as_nested_tensor(rows)["ids"].offsets().tolist() == [0, 2, 5]
 
 
-def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ShapeError, match="at least one row"):
-        as_padded_tensor([])
-    with pytest.raises(ShapeError, match="differ in nothing but"):
-        as_nested_tensor([torch.ones(2, 2), torch.ones(2, 3)])
-    with pytest.raises(ShapeError, match="the same entries"):
-        as_padded_tensor([TensorDict(a=torch.ones(1)), TensorDict(b=torch.ones(1))])
-    with pytest.raises(ShapeError, match="must have dim 1"):
-        as_padded_tensor([torch.ones(1)], dim=1)
+test_rows_that_do_not_fit_are_refused = refusals(
+    (ShapeError, "at least one row", lambda: as_padded_tensor([])),
+    (ShapeError, "differ in nothing but", lambda: as_nested_tensor([torch.ones(2, 2), torch.ones(2, 3)])),
+    (ShapeError, "same entries", lambda: as_padded_tensor([TensorDict(a=torch.ones(1)), TensorDict(b=torch.ones(1))])),
+    (ShapeError, "must have dim 1", lambda: as_padded_tensor([torch.ones(1)], dim=1)),
+)

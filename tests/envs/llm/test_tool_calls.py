@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
 """Formats of tool calls: each reads back what it writes, and no text can make one raise."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -28,10 +26,12 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm import Renderer
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.setting_types import TOOL_FORMATS
+from tests.support.refusals import refusals
 
 OF_FAMILIES = [MistralFormat(), MistralFormat(named=True), DeepSeekFormat(), DeepSeekFormat(fenced=False)]
 OF_FAMILIES += [HarmonyFormat()]
-JSON_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES, AnyFormat()]
+OWN_FORMATS = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES]
+JSON_FORMATS = [*OWN_FORMATS, AnyFormat()]
 ALL_FORMATS = [*JSON_FORMATS, PythonFence(), PatternFormat(r"CALL (\w+) (\{.*\})")]
 # fmt: off
 MARKERS = [
@@ -83,9 +83,7 @@ def plain(text: str) -> str:
     return "".join(character for character in text if character not in "<`{;[=")
 
 
-@pytest.mark.parametrize(
-    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("form", OWN_FORMATS, ids=lambda form: form.name)
 def test_several_calls_come_in_order_and_words_between_them_do_not_matter(form):
     text = f"First.\n{form.render('a', {'x': 1})}\nand then\n{form.render('b', {})}"
     assert [(call.name, call.arguments) for call in form.parse(text)] == [("a", {"x": 1}), ("b", {})]
@@ -120,9 +118,7 @@ def test_dialects_of_a_format_are_read_and_what_only_looks_like_a_call_is_not(fo
     assert form.parse(text) == calls
 
 
-@pytest.mark.parametrize(
-    "form", [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), PythonFence(), *OF_FAMILIES]
-)
+@pytest.mark.parametrize("form", [*OWN_FORMATS, PythonFence()])
 def test_a_call_inside_thinking_is_not_made(form):
     call = form.render("python", {"code": "1"})
     assert form.parse(f"<think>\nI could write\n{call}\n</think>\nNo need.") == []
@@ -139,49 +135,46 @@ def test_markers_inside_arguments_are_text():
     assert HermesFormat().parse(HermesFormat().render("a", arguments)) == [ParsedCall("a", arguments)]
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "reason"),
-    [
-        (HermesFormat(), "<tool_call>[1]</tool_call>", "a call is a JSON object, not a list"),
-        (HermesFormat(), "<tool_call>5</tool_call>", "not a number"),
-        (HermesFormat(), '<tool_call>{"tool": "a"}</tool_call>', 'no "name"'),
-        (HermesFormat(), '<tool_call>{"name": 5}</tool_call>', '"name" must be a string'),
-        (HermesFormat(), '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
-        (HermesFormat(), "<tool_call>add(1, 2)</tool_call>", "invalid JSON at 'add(1, 2)</tool_call>'"),
-        (HermesFormat(), '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not a JSON value"),
-        (HermesFormat(), "<tool_call>" + '{"a":' * 200_000, "nested too deeply"),
-        (HermesFormat(), '<tool_call>{"name": "a"} and so on</tool_call>', "'and so on</tool_call>' stands between"),
-        (LlamaFormat(), '<|python_tag|>print("hi")', "invalid JSON"),
-        (LlamaFormat(), '{"name": "a", "parameters": {"x": }}', "invalid JSON"),
-        (TaggedFormat(), "<tool>add\n{x: 1}</tool>", "invalid JSON"),
-        (TaggedFormat(), "<tool></tool>", "names no tool"),
-        (FunctionFormat(), "<function=a><parameter=x>1", "the value of 'x' does not end"),
-        (FunctionFormat(), "<function=a>x = 1</function>", "'x = 1</function>' stands where"),
-        (FunctionFormat(), "<function=></function>", "names no tool"),
-        (PythonFence(), "```python\nprint(1)", "does not end"),
-        (PatternFormat(r"CALL (\w+) (.*)"), "CALL add {1}", "invalid JSON"),
-        (MistralFormat(), "[TOOL_CALLS] [5]", "not a number"),
-        (MistralFormat(), '[TOOL_CALLS] [{"name": "a", "arguments": ', "invalid JSON"),
-        (MistralFormat(named=True), "[TOOL_CALLS]a[ARGS](1)", "invalid JSON at '(1)'"),
-        (MistralFormat(named=True), "[TOOL_CALLS]a[ARGS][1]", "must be a JSON object, not a list"),
-        (MistralFormat(named=True), "[TOOL_CALLS](a)", "names no tool"),
-        (DeepSeekFormat(), "<｜tool▁call▁begin｜>a(1)<｜tool▁call▁end｜>", "<｜tool▁sep｜> must follow the name"),
-        (DeepSeekFormat(), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{1}\n```", "invalid JSON"),
-        (
-            DeepSeekFormat(),
-            "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{} then<｜tool▁call▁end｜>",
-            "stands between the JSON object",
-        ),
-        (DeepSeekFormat(fenced=False), "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "names no tool"),
-        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>x=1<|call|>", "invalid JSON at 'x=1"),
-        (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>[1]<|call|>", "must be a JSON object"),
-        (
-            HarmonyFormat(),
-            "<|channel|>commentary to=functions.a<|message|>{} {}<|call|>",
-            "the JSON object and <|call|>",
-        ),
-    ],
-)
+BEGIN = "<｜tool▁call▁begin｜>"
+NAMED_MISTRAL = MistralFormat(named=True)
+TO_A = "<|channel|>commentary to=functions.a<|message|>"
+# fmt: off
+UNREADABLE = [
+    (HermesFormat(), "<tool_call>[1]</tool_call>", "a call is a JSON object, not a list"),
+    (HermesFormat(), "<tool_call>5</tool_call>", "not a number"),
+    (HermesFormat(), '<tool_call>{"tool": "a"}</tool_call>', 'no "name"'),
+    (HermesFormat(), '<tool_call>{"name": 5}</tool_call>', '"name" must be a string'),
+    (HermesFormat(), '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
+    (HermesFormat(), "<tool_call>add(1, 2)</tool_call>", "invalid JSON at 'add(1, 2)</tool_call>'"),
+    (HermesFormat(), '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not a JSON value"),
+    (HermesFormat(), "<tool_call>" + '{"a":' * 200_000, "nested too deeply"),
+    (HermesFormat(), '<tool_call>{"name": "a"} and so on</tool_call>', "'and so on</tool_call>' stands between"),
+    (LlamaFormat(), '<|python_tag|>print("hi")', "invalid JSON"),
+    (LlamaFormat(), '{"name": "a", "parameters": {"x": }}', "invalid JSON"),
+    (TaggedFormat(), "<tool>add\n{x: 1}</tool>", "invalid JSON"),
+    (TaggedFormat(), "<tool></tool>", "names no tool"),
+    (FunctionFormat(), "<function=a><parameter=x>1", "the value of 'x' does not end"),
+    (FunctionFormat(), "<function=a>x = 1</function>", "'x = 1</function>' stands where"),
+    (FunctionFormat(), "<function=></function>", "names no tool"),
+    (PythonFence(), "```python\nprint(1)", "does not end"),
+    (PatternFormat(r"CALL (\w+) (.*)"), "CALL add {1}", "invalid JSON"),
+    (MistralFormat(), "[TOOL_CALLS] [5]", "not a number"),
+    (MistralFormat(), '[TOOL_CALLS] [{"name": "a", "arguments": ', "invalid JSON"),
+    (NAMED_MISTRAL, "[TOOL_CALLS]a[ARGS](1)", "invalid JSON at '(1)'"),
+    (NAMED_MISTRAL, "[TOOL_CALLS]a[ARGS][1]", "must be a JSON object, not a list"),
+    (NAMED_MISTRAL, "[TOOL_CALLS](a)", "names no tool"),
+    (DeepSeekFormat(), f"{BEGIN}a(1)<｜tool▁call▁end｜>", "<｜tool▁sep｜> must follow the name"),
+    (DeepSeekFormat(), f"{BEGIN}function<｜tool▁sep｜>a\n```json\n{{1}}\n```", "invalid JSON"),
+    (DeepSeekFormat(), f"{BEGIN}a<｜tool▁sep｜>{{}} then<｜tool▁call▁end｜>", "stands between the JSON object"),
+    (DeepSeekFormat(fenced=False), f"{BEGIN}<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>", "names no tool"),
+    (HarmonyFormat(), f"{TO_A}x=1<|call|>", "invalid JSON at 'x=1"),
+    (HarmonyFormat(), f"{TO_A}[1]<|call|>", "must be a JSON object"),
+    (HarmonyFormat(), f"{TO_A}{{}} {{}}<|call|>", "the JSON object and <|call|>"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("form", "text", "reason"), UNREADABLE)
 def test_what_cannot_be_read_says_what_is_wrong_and_what_a_call_looks_like(form, text, reason):
     [call] = form.parse(text)
     assert call.arguments is None
@@ -205,9 +198,8 @@ def test_plain_values_take_the_type_that_the_schema_gives_them():
 
 
 def test_any_format_reads_each_call_by_its_looks():
-    forms = [HermesFormat(), LlamaFormat(), TaggedFormat(), FunctionFormat(), *OF_FAMILIES]
-    text = "\n".join(form.render(form.name, {"x": 1}) for form in forms)
-    assert [call.name for call in AnyFormat().parse(text)] == [form.name for form in forms]
+    text = "\n".join(form.render(form.name, {"x": 1}) for form in OWN_FORMATS)
+    assert [call.name for call in AnyFormat().parse(text)] == [form.name for form in OWN_FORMATS]
 
 
 @pytest.mark.parametrize(
@@ -327,10 +319,8 @@ def test_the_formats_that_settings_can_name_are_those_that_there_are():
     assert set(TOOL_FORMATS) == {"auto", *FORMATS}
 
 
-def test_settings_that_cannot_be_used_are_refused():
-    with pytest.raises(ConfigError, match="Did you mean 'hermes'"):
-        call_format("hermess")
-    with pytest.raises(ConfigError, match="two groups"):
-        PatternFormat("CALL")
-    with pytest.raises(ConfigError, match="regular expression"):
-        PatternFormat("(")
+test_settings_that_cannot_be_used_are_refused = refusals(
+    (ConfigError, "Did you mean 'hermes'", lambda: call_format("hermess")),
+    (ConfigError, "two groups", lambda: PatternFormat("CALL")),
+    (ConfigError, "regular expression", lambda: PatternFormat("(")),
+)

@@ -1,7 +1,5 @@
 """ToolTransform: calls that run, answers to the model, ends of conversations, and counts."""
 
-from __future__ import annotations
-
 import json
 import threading
 
@@ -19,10 +17,11 @@ from llmrl.envs.llm.transforms import RewardFunction, ToolTransform, tool_metric
 from llmrl.envs.llm.transforms.tool_use import read_calls
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.objectives.llm import MCAdvantage
-from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from llmrl.tools import ToolError
+from tests.support.conversations import fake_policy
+from tests.support.refusals import refusals
 from tests.support.tool_env import Diary, add, queries, told
 
 render = HermesFormat().render
@@ -39,24 +38,29 @@ def long(length: int) -> str:
     return "x" * length
 
 
+def tool_env(tools, num_envs=1, **options):
+    return ChatEnv(batch_size=[num_envs]).append_transform(ToolTransform(list(tools), **options))
+
+
 def started(*answers, tools=(add,), **options):
     """The step of a batch whose rows say these answers, in an environment with these tools."""
-    env = ChatEnv(batch_size=[len(answers)]).append_transform(ToolTransform(list(tools), **options))
-    td = env.reset(queries(*["?"] * len(answers)))
-    return env, env.step(ScriptedPolicy(list(answers))(td))
+    env = tool_env(tools, len(answers), **options)
+    return env.step(ScriptedPolicy(list(answers))(env.reset(queries(*["?"] * len(answers)))))
 
 
 def use(td, name):
     return td["next", "tool_use", name].tolist()
 
 
+CALL = render("add", {"a": 1, "b": 2})
+
+
 def test_calls_are_kept_with_arguments_result_and_outcome():
     good = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     bad = '<tool_call>{"name": "add", "arguments": </tool_call>'
     unknown = '<tool_call>{"name": "ad", "arguments": {}}</tool_call>'
-    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([add], max_calls_per_turn=2))
-    first = env.reset(queries("?", "?"))
-    td = env.step(ScriptedPolicy([good + bad + good, "none"])(first))
+    env = tool_env([add], 2, max_calls_per_turn=2)
+    td = env.step(ScriptedPolicy([good + bad + good, "none"])(env.reset(queries("?", "?"))))
     calls, none = (read_calls(lines) for lines in td["next", "tool_calls"])
     assert none == []
     assert [(call["turn"], call["name"], call["outcome"], call["arguments"]) for call in calls] == [
@@ -77,22 +81,21 @@ def test_what_the_tools_write_is_declared(declare):
     env = DatasetChatEnv(dataset=[{"question": "2 + 3?"}], num_envs=2, seed=0, max_steps=3, tokenizer=tokenizer)
     env.append_transform(ToolTransform([add], declare=declare))
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-    check_env_specs(env, policy=LLMWrapperBase(FakeEngine([call, "5"], tokenizer=tokenizer), tokenizer=tokenizer))
+    check_env_specs(env, policy=fake_policy(tokenizer, [call, "5"]))
 
 
 def test_a_turn_without_a_call_ends_its_conversation_and_only_its_own():
-    _, td = started("It is 3.", render("add", {"a": 1, "b": 2}))
+    td = started("It is 3.", CALL)
     assert told(td, 0) == []
     assert len(told(td, 1)) == 1
     for flag, wanted in (("done", [True, False]), ("terminated", [True, False]), ("truncated", [False, False])):
         assert td["next", flag].flatten().tolist() == wanted
-    _, td = started("It is 3.", end_without_call=False)
-    assert not td["next", "done"].any()
+    assert not started("It is 3.", end_without_call=False)["next", "done"].any()
 
 
 def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
-    td = ScriptedPolicy([render("add", {"a": 1, "b": 2}) + "\nThen I"])(env.reset(queries("?")))
+    env = tool_env([add])
+    td = ScriptedPolicy([CALL + "\nThen I"])(env.reset(queries("?")))
     td["stop_reason"] = torch.tensor([int(StopReason.LENGTH)])
     td = env.step(td)
     assert told(td) == []
@@ -113,7 +116,7 @@ def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
     ],
 )
 def test_what_goes_wrong_becomes_a_message_that_says_what_was_expected(text, status, says):
-    _, td = started(text, tools=[add, fail])
+    td = started(text, tools=[add, fail])
     [message] = told(td)
     assert message["content"].startswith("Error: ")
     assert says in message["content"]
@@ -122,10 +125,10 @@ def test_what_goes_wrong_becomes_a_message_that_says_what_was_expected(text, sta
     assert not td["next", "done"].any(), "the model may try again"
 
 
-def test_model_output_that_is_no_call_does_not_raise_out_of_the_step():
+def test_model_output_that_is_not_a_call_does_not_raise_out_of_the_step():
     """Regression: `[1]`, `5` and objects with other keys once raised through the environment."""
     texts = ["[1]", "5", '{"a": 1}', "null", '{"name": 5, "parameters": {}}', "<tool_call>", "<tool>", "<function="]
-    _, td = started(*texts)
+    td = started(*texts)
     assert td["next", "done"].flatten().tolist()[:4] == [True] * 4
     assert all(isinstance(message["content"], str) for row in range(len(texts)) for message in told(td, row))
 
@@ -137,8 +140,7 @@ def test_a_tool_without_keyword_arguments_runs_though_tools_may_have_state():
         """The time."""
         return "noon"
 
-    _, td = started(render("now", {}), tools=[now])
-    assert told(td)[0]["content"] == "noon"
+    assert told(started(render("now", {}), tools=[now]))[0]["content"] == "noon"
 
 
 def test_the_timeout_of_a_call_is_kept():
@@ -150,26 +152,23 @@ def test_the_timeout_of_a_call_is_kept():
         release.wait(WAIT_S)
         return "late"
 
-    _, td = started(render("wait", {}), tools=[wait], timeout_s=0.2)
+    td = started(render("wait", {}), tools=[wait], timeout_s=0.2)
     release.set()
     assert use(td, "timeout") == [1]
     assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
 
 
 def test_answers_are_bounded_with_a_notice():
-    _, td = started(render("long", {"length": 5_000_000}), tools=[long], max_result_chars=500)
+    td = started(render("long", {"length": 5_000_000}), tools=[long], max_result_chars=500)
     assert len(told(td)[0]["content"]) <= 500
     assert "characters cut" in told(td)[0]["content"]
     assert use(td, "cut") == [1]
 
 
 def test_calls_beyond_the_limit_of_a_turn_are_not_run_and_the_model_is_told():
-    _, td = started("\n".join(render("add", {"a": n, "b": 0}) for n in range(5)), max_calls_per_turn=2)
-    assert [message["content"] for message in told(td)] == [
-        "0",
-        "1",
-        "Error: 3 more calls of this turn were not run: at most 2 are.",
-    ]
+    td = started("\n".join(render("add", {"a": n, "b": 0}) for n in range(5)), max_calls_per_turn=2)
+    refused = "Error: 3 more calls of this turn were not run: at most 2 are."
+    assert [message["content"] for message in told(td)] == ["0", "1", refused]
     assert (use(td, "calls"), use(td, "ok"), use(td, "not_run")) == ([5], [2], [3])
 
 
@@ -193,20 +192,18 @@ def test_a_call_in_the_last_turn_is_not_run_and_counted(counter_first):
 
 
 def test_more_turns_with_calls_than_allowed_truncate():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add], max_tool_turns=2))
-    batch = env.rollout(9, ScriptedPolicy([render("add", {"a": 1, "b": 2})]), tensordict=queries("?"))
+    env = tool_env([add], max_tool_turns=2)
+    batch = env.rollout(9, ScriptedPolicy([CALL]), tensordict=queries("?"))
     assert batch.shape[1] == 3
-    assert batch[:, -1]["next", "truncated"].all()
-    assert batch[:, -1]["next", "tool_use", "tool_turns"].tolist() == [2]
-    assert batch[:, -1]["next", "tool_use", "not_run"].tolist() == [1]
+    last = batch[:, -1]["next"]
+    assert last["truncated"].all()
+    assert (last["tool_use", "tool_turns"].tolist(), last["tool_use", "not_run"].tolist()) == ([2], [1])
 
 
 def test_a_tool_keeps_what_belongs_to_a_conversation_until_its_end():
     diary = Diary()
-    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([diary]))
-    answers = iter(
-        [render("diary", {"line": "a"}), render("diary", {"line": "b"}), render("diary", {"line": "c"}), "End"]
-    )
+    env = tool_env([diary], 2)
+    answers = iter([*(render("diary", {"line": line}) for line in "abc"), "End"])
     td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.reset(queries("x", "y"))))
     assert [told(td, row)[0]["content"] for row in range(2)] == ["a", "b"]
     td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.step_mdp(td)))
@@ -217,7 +214,7 @@ def test_a_tool_keeps_what_belongs_to_a_conversation_until_its_end():
 
 def test_conversations_that_were_never_ended_do_not_pile_up():
     diary = Diary()
-    env = ChatEnv(batch_size=[128]).append_transform(ToolTransform([diary]))
+    env = tool_env([diary], 128)
     for _ in range(6):  # reset again and again in the middle
         env.step(ScriptedPolicy([render("diary", {"line": "a"})])(env.reset(queries(*["?"] * 128))))
     assert len(diary.lines) == 4 * 128
@@ -241,18 +238,14 @@ def test_a_tool_tells_the_conversations_of_several_environments_apart():
 
 
 def test_ids_of_conversations_go_on_after_a_resume():
-    def tools():
-        return ChatEnv(batch_size=[2]).append_transform(ToolTransform([add]))
-
-    env = tools()
+    env, other = tool_env([add], 2), tool_env([add], 2)
     assert env.reset(queries("a", "b"))["conversation_id"].tolist() == [0, 1]
-    other = tools()
     other.load_state_dict(env.state_dict())
     assert other.reset(queries("a", "b"))["conversation_id"].tolist() == [2, 3]
 
 
 def test_calls_that_stand_apart_from_the_text_are_run_too():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    env = tool_env([add])
     td = ScriptedPolicy([""])(env.reset(queries("?")))
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     td["history"].response.tool_calls = [[[call]]]
@@ -264,14 +257,12 @@ def test_characters_that_the_renderer_needs_for_itself_do_not_reach_it():
         """Odd text."""
         return "a\U000f0000b\ud800c<|im_end|>"
 
-    _, td = started(render("odd", {}), tools=[odd])
-    assert told(td)[0]["content"] == "a\ufffdb?c<|im_end|>"
+    assert told(started(render("odd", {}), tools=[odd]))[0]["content"] == "a\ufffdb?c<|im_end|>"
 
 
 def test_two_tool_transforms_share_the_end_and_the_counts():
-    env = ChatEnv(batch_size=[3]).append_transform(ToolTransform([add]))
-    env = env.append_transform(ToolTransform([fail], format=LlamaFormat()))
-    answers = [render("add", {"a": 1, "b": 2}), LlamaFormat().render("fail", {"reason": "x"}), "Nothing."]
+    env = tool_env([add], 3).append_transform(ToolTransform([fail], format=LlamaFormat()))
+    answers = [CALL, LlamaFormat().render("fail", {"reason": "x"}), "Nothing."]
     td = env.step(ScriptedPolicy(answers)(env.reset(queries("x", "y", "z"))))
     assert td["next", "done"].flatten().tolist() == [False, False, True]
     assert use(td, "calls") == [1, 1, 0]
@@ -291,8 +282,7 @@ def test_schemas_are_declared_in_the_first_message_once_and_beside_those_of_the_
 
 def test_without_tools_the_prompt_is_what_it_was():
     plain = ChatEnv(batch_size=[1]).reset(queries("Hi"))["history"].prompt.to_chats()
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add], declare=False))
-    assert env.reset(queries("Hi"))["history"].prompt.to_chats() == plain
+    assert tool_env([add], declare=False).reset(queries("Hi"))["history"].prompt.to_chats() == plain
 
 
 def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
@@ -301,31 +291,25 @@ def test_instructions_hold_the_schemas_and_the_format_for_a_system_prompt():
     assert '<tool><name>\n{"argument": value}</tool>' in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tools": []}, "at least one tool"),
-        ({"tools": "calculator"}, "must be a list"),
-        ({"tools": [add], "max_calls_per_turn": 0}, "max_calls_per_turn must be at least 1"),
-        ({"tools": [add], "max_tool_turns": 0}, "max_tool_turns must be at least 1"),
-        ({"tools": [add], "max_tool_turn": 1}, "Did you mean 'max_tool_turns'"),
-    ],
+test_settings_that_cannot_be_used_are_refused = refusals(
+    (ConfigError, "at least one tool", lambda: ToolTransform([])),
+    (ConfigError, "must be a list", lambda: ToolTransform("calculator")),
+    (ConfigError, "max_calls_per_turn must be at least 1", lambda: ToolTransform([add], max_calls_per_turn=0)),
+    (ConfigError, "max_tool_turns must be at least 1", lambda: ToolTransform([add], max_tool_turns=0)),
+    (ConfigError, "Did you mean 'max_tool_turns'", lambda: ToolTransform([add], max_tool_turn=1)),
 )
-def test_settings_that_cannot_be_used_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        ToolTransform(**arguments)
 
 
 def test_a_batch_that_no_reset_made_is_refused():
-    env = ChatEnv(batch_size=[1]).append_transform(ToolTransform([add]))
+    env = tool_env([add])
     td = ScriptedPolicy(["x"])(env.reset(queries("?")))
     with pytest.raises(MissingKeyError, match="step a tensordict that env"):
         env.step(td.exclude("tool_use"))
 
 
 def test_metrics_are_shares_of_the_conversations_that_ended():
-    text = "\n".join([render("add", {"a": 1, "b": 2}), render("ad", {}), render("fail", {"reason": "x"})])
-    env = ChatEnv(batch_size=[2]).append_transform(ToolTransform([add, fail]))
+    text = "\n".join([CALL, render("ad", {}), render("fail", {"reason": "x"})])
+    env = tool_env([add, fail], 2)
     answers = iter([text, "Done.", "Done."])
     td = env.step(ScriptedPolicy(lambda chat: next(answers))(env.reset(queries("x", "y"))))
     assert tool_metrics(td)["tools/conversations"] == 1
@@ -340,11 +324,6 @@ def test_metrics_are_shares_of_the_conversations_that_ended():
         tool_metrics(td.exclude(("next", "tool_use")))
 
 
-# -- rollouts and collectors -------------------------------------------------------------------------------------------
-
-CALL = render("add", {"a": 1, "b": 2})
-
-
 def talk(chat):
     """Calls as often as the question says, then answers."""
     text = chat if isinstance(chat, str) else chat[0]["content"]
@@ -355,10 +334,8 @@ def talk(chat):
 
 def dataset_env(num_envs, *, repeats=None, max_steps=6, calls=(0, 1, 2, 3)):
     rows = [{"prompt": f"calls={n}", "answer": f"done after {n}"} for n in calls]
-    env = DatasetChatEnv(
-        dataset=rows, num_envs=num_envs, shuffle=False, max_steps=max_steps, repeats=repeats,
-        group_repeats=repeats is not None, seed=0,
-    )  # fmt: skip
+    grouped = {"repeats": repeats, "group_repeats": repeats is not None}
+    env = DatasetChatEnv(dataset=rows, num_envs=num_envs, shuffle=False, max_steps=max_steps, seed=0, **grouped)
     env.append_transform(ToolTransform([add]))
     return env.append_transform(RewardFunction(lambda completion, answer: float(completion == answer), name="right"))
 
@@ -385,10 +362,9 @@ def test_done_is_reached_whatever_the_model_does():
 
 def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
     text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
-    _, td = started(f"Let me see. {text}")
-    assert told(td) == [
-        {"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)
-    ]
+    td = started(f"Let me see. {text}")
+    sent = [{"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)]
+    assert told(td) == sent
     assert not td["next", "done"].any()
 
 
@@ -400,18 +376,17 @@ def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum(
         """Meets the others."""
         return str(meeting.wait(WAIT_S) >= 0)
 
-    _, td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
+    td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
     assert use(td, "ok") == [1] * 64
 
 
 def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):
     counts = iter([CALL, "done after 0", "no", CALL, "done after 1", "no"])
-    policy = LLMWrapperBase(FakeEngine(lambda prompt: next(counts), tokenizer=tokenizer), tokenizer=tokenizer)
+    policy = fake_policy(tokenizer, lambda prompt: next(counts))
     env = dataset_env(1, repeats=4, calls=(1,))
     buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4))
-    collector = LLMCollector(
-        env, policy=policy, yield_only_last_steps=True, replay_buffer=buffer, dialog_turns_per_batch=1
-    )
+    options = {"yield_only_last_steps": True, "dialog_turns_per_batch": 1}
+    collector = LLMCollector(env, policy=policy, replay_buffer=buffer, **options)
     collector.next()
     rows = buffer[:]
     assert rows["next", "tool_use", "calls"].tolist() == [1, 0, 0, 1]

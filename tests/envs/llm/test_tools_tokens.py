@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001 (the markers of DeepSeek have full-width bars)
 """Token truth with tools: the stored ids are exactly what the engine saw and drew, in history, text and tokens mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from llmrl.errors import TemplateError
 from llmrl.modules.llm import rendering
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
+from tests.support.conversations import fake_policy
 from tests.support.tool_env import queries
 
 MODES = ["history", "text", "tokens"]
@@ -28,14 +27,18 @@ def echo(text: str) -> str:
 
 
 def policy_of(tokenizer, answers, mode, **options):
-    engine = FakeEngine(answers, tokenizer=tokenizer)
-    options = {"generate_kwargs": {"max_new_tokens": 200}, **options}
-    return LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, **options)
+    return fake_policy(tokenizer, answers, input_mode=mode, **{"generate_kwargs": {"max_new_tokens": 200}, **options})
 
 
 def make_env(tokenizer, mode, num=1, **options):
     env = ChatEnv(batch_size=[num], input_mode=mode, tokenizer=tokenizer, system_prompt="Help.")
     return env.append_transform(ToolTransform([echo], **options))
+
+
+def templated(tokenizer, chat, env):
+    """The prompt that the template writes for the conversation and the tools."""
+    options = {"add_generation_prompt": True, "tokenize": False}
+    return tokenizer.apply_chat_template(chat, tools=env.transform[0].runner.schemas(), **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,9 +69,7 @@ def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(mod
     env = make_env(tokenizer, mode)
     env.rollout(9, policy, tensordict=queries("Say hi."))
     chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Say hi."}]
-    first = tokenizer.apply_chat_template(
-        chat, tools=env.transform[0].runner.schemas(), add_generation_prompt=True, tokenize=False
-    )
+    first = templated(tokenizer, chat, env)
     assert '"name": "echo"' in first
     assert tokenizer.decode(policy.engine.prompts[0]) == first
     assert tokenizer.decode(policy.engine.prompts[1]) == first + call + ADDED
@@ -79,7 +80,7 @@ def test_a_tool_cannot_open_a_turn_by_quoting_a_marker(mode, tokenizer):
     policy = policy_of(tokenizer, [CALL, "Done."], mode)
     make_env(tokenizer, mode).rollout(9, policy, tensordict=queries("Say it."))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    # system, user, the model's own turn, the tool's: the marker in the tool's answer is no control token
+    # system, user, the model's own turn, the tool's: the marker in the tool's answer is not a control token
     assert (policy.engine.prompts[1] == end).sum() == 4
 
 
@@ -166,10 +167,8 @@ def test_families_that_keep_calls_apart_from_the_content_go_on_with_what_was_dra
             assert "the call could not be read" in added
     if mode == "history":
         first = batch[0, 1]["history"].prompt.to_chats()[1]
-        assert first["role"] == "assistant"
-        assert first["tool_calls"][0]["function"]["name"] == (
-            "same" if written == "well" or family != "mistral" else ""
-        )
+        name = "same" if written == "well" or family != "mistral" else ""
+        assert (first["role"], first["tool_calls"][0]["function"]["name"]) == ("assistant", name)
 
 
 def test_a_template_that_cannot_declare_tools_says_where_to_describe_them(tokenizer):
@@ -180,9 +179,8 @@ def test_a_template_that_cannot_declare_tools_says_where_to_describe_them(tokeni
 
 
 def test_a_thought_that_the_prompt_opened_holds_no_calls(tokenizer):
-    opening = tokenizer.chat_template.replace(
-        "'<|im_start|>assistant\\n' }}\n{%- endif", "'<|im_start|>assistant\\n<think>\\n' }}\n{%- endif"
-    )
+    opens = "'<|im_start|>assistant\\n%s' }}\n{%%- endif"
+    opening = tokenizer.chat_template.replace(opens % "", opens % "<think>\\n")
     assert opening != tokenizer.chat_template
     policy = policy_of(tokenizer, [f"I could write {CALL}", f"hm</think>\n{CALL}"], "history", chat_template=opening)
     env = make_env(tokenizer, "history", num=2)
@@ -202,9 +200,8 @@ def test_a_policy_that_leaves_text_alone_is_continued_in_text(tokenizer):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode, tokenizer):
     """Text and tokens mode have no messages to compare with; the second turn is the first that differs."""
-    numbered = tokenizer.chat_template.replace(
-        "'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' ~ loop.index0 ~ ': '"
-    )
+    response = "'\\n<tool_response>\\n'"
+    numbered = tokenizer.chat_template.replace(response, f"{response} ~ loop.index0 ~ ': '")
     assert numbered != tokenizer.chat_template
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = numbered
@@ -217,9 +214,7 @@ def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode,
     batch = env.rollout(9, policy, tensordict=queries("Say it."))
     for turn in range(4):
         chat = batch[0, turn]["history"].prompt.to_chats()
-        expected = tokenizer.apply_chat_template(
-            chat, tools=env.transform[0].runner.schemas(), add_generation_prompt=True, tokenize=False
-        )
+        expected = templated(tokenizer, chat, env)
         assert tokenizer.decode(policy.engine.prompts[turn]) == expected
     assert "<tool_response>\n7: " in expected
 
@@ -232,11 +227,8 @@ def test_the_work_of_a_turn_does_not_grow_with_the_conversation(mode, tokenizer,
     parse = form.parse
     form.parse = lambda text, *args, **options: parsed.append(len(text)) or parse(text, *args, **options)
     encode = rendering.ChatCodec.encode_with_spans
-    monkeypatch.setattr(
-        rendering.ChatCodec,
-        "encode_with_spans",
-        lambda self, texts, spans: encoded.append(sum(map(len, texts))) or encode(self, texts, spans),
-    )
+    counted = lambda self, texts, spans: encoded.append(sum(map(len, texts))) or encode(self, texts, spans)  # noqa: E731
+    monkeypatch.setattr(rendering.ChatCodec, "encode_with_spans", counted)
     policy = policy_of(tokenizer, [CALL], mode)
     env = make_env(tokenizer, mode, format=form)
     td = env.reset(queries("Say it."))

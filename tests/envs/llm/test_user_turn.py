@@ -9,6 +9,7 @@ from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction, UserTurn
 from llmrl.errors import ConfigError
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from tests.support.refusals import refusals
 
 ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
 
@@ -97,17 +98,12 @@ def test_a_conversation_of_ids_is_refused():
         env.append_transform(UserTurn(lambda messages: None))
 
 
-@pytest.mark.parametrize("options", [{"retries": -1}, {"concurrency": 0}])
-def test_settings_that_cannot_be_used_are_refused(options):
-    with pytest.raises(ConfigError, match="retries must not be negative and concurrency at least 1"):
-        UserTurn(lambda messages: None, **options)
-
-
-def test_what_cannot_be_called_with_the_messages_is_refused():
-    with pytest.raises(ConfigError, match="first parameter must take the messages"):
-        UserTurn(lambda *, messages: None)
-    with pytest.raises(ConfigError, match="must be a function: got a str"):
-        UserTurn("reply")
+test_settings_and_functions_that_cannot_be_used_are_refused = refusals(
+    (ConfigError, "retries .*concurrency at least 1", lambda: UserTurn(lambda messages: None, retries=-1)),
+    (ConfigError, "retries .*concurrency at least 1", lambda: UserTurn(lambda messages: None, concurrency=0)),
+    (ConfigError, "first parameter .*messages", lambda: UserTurn(lambda *, messages: None)),
+    (ConfigError, "must be a function: got a str", lambda: UserTurn("reply")),
+)
 
 
 def test_a_copy_counts_for_itself():

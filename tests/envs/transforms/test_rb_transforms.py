@@ -14,6 +14,7 @@ from llmrl.data.replay_buffers.samplers import SliceSampler
 from llmrl.envs.transforms.crop import RandomCropTensorDict
 from llmrl.envs.transforms.rb_transforms import MultiStepTransform, NextStateReconstructor
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from tests.support.refusals import refusals
 
 
 def stream(steps, ends=(), streams=None):
@@ -29,9 +30,6 @@ def assert_equal(left, right):
     assert set(left.keys(True, True)) == set(right.keys(True, True))
     for key in left.keys(True, True):
         torch.testing.assert_close(left[key], right[key], rtol=0, atol=1e-5)
-
-
-# --- n steps on the way in ---
 
 
 @settings(max_examples=50)
@@ -107,9 +105,6 @@ def test_rows_that_cannot_go_on_the_stream_are_refused_and_the_stream_stays():
     assert transform.inv(stream(2, streams=2)).batch_size == (2, 2)
 
 
-# --- the next observation, on the way out ---
-
-
 def compact_rows():
     """Two trajectories of four, the first of which never ends in done."""
     return TensorDict(
@@ -128,8 +123,6 @@ def same(left, right):
 
 
 nan = math.nan
-
-
 WHOLE, TWICE = [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 0, 1, 2, 3]
 
 
@@ -190,16 +183,6 @@ def test_a_marker_that_is_missing_is_an_error_or_with_strict_false_left_out():
         NextStateReconstructor(strict=False)(compact_rows().exclude("observation"))
 
 
-def test_a_batch_of_two_dimensions_is_refused():
-    with pytest.raises(ShapeError, match="flat"):
-        NextStateReconstructor()(compact_rows().reshape(2, 4))
-    with pytest.raises(ConfigError, match="list of keys"):
-        NextStateReconstructor("observation")
-
-
-# --- random windows ---
-
-
 def test_every_window_is_drawn_equally_often_the_last_one_too():
     generator = torch.Generator().manual_seed(0)
     crop = RandomCropTensorDict(3, generator=generator)
@@ -213,9 +196,8 @@ def test_every_window_is_drawn_equally_often_the_last_one_too():
 def test_the_dimension_that_is_given_is_cut_and_the_entries_of_a_step_stay_together(dim):
     shape = [4, 5, 6]
     cells = torch.arange(120).view(shape)
-    batch = TensorDict(
-        a=cells, b=TensorDict(c=cells.unsqueeze(-1).expand(4, 5, 6, 2), batch_size=shape), batch_size=shape
-    )
+    pair = TensorDict(c=cells.unsqueeze(-1).expand(4, 5, 6, 2), batch_size=shape)
+    batch = TensorDict(a=cells, b=pair, batch_size=shape)
     out = RandomCropTensorDict(3, dim)(batch)
     shape[dim] = 3
     assert out.batch_size == torch.Size(shape)
@@ -237,20 +219,17 @@ def test_a_masked_window_lies_in_the_valid_part(seed, width, left):
     assert out.batch_size == (5, width)
 
 
-def test_a_row_that_is_too_short_is_refused():
-    batch = TensorDict(
-        step=torch.arange(6).view(2, 3), mask=torch.tensor([[True] * 3, [True, False, True]]), batch_size=[2, 3]
-    )
-    with pytest.raises(ShapeError, match="4 steps in a row: got a batch of 3"):
-        RandomCropTensorDict(4)(batch)
-    with pytest.raises(ShapeError, match="'mask' leaves less"):
-        RandomCropTensorDict(2, mask_key="mask")(batch)
-    with pytest.raises(ShapeError, match="sample_dim"):
-        RandomCropTensorDict(2)(TensorDict())
-    with pytest.raises(MissingKeyError, match="'valid'"):
-        RandomCropTensorDict(2, mask_key="valid")(batch)
-    with pytest.raises(ConfigError):
-        RandomCropTensorDict(0)
+MASK = torch.tensor([[True] * 3, [True, False, True]])
+SHORT = TensorDict(step=torch.arange(6).view(2, 3), mask=MASK, batch_size=[2, 3])
+test_rows_and_settings_that_cannot_be_used_are_refused = refusals(
+    (ShapeError, "4 steps in a row: got a batch of 3", lambda: RandomCropTensorDict(4)(SHORT)),
+    (ShapeError, "'mask' leaves less", lambda: RandomCropTensorDict(2, mask_key="mask")(SHORT)),
+    (ShapeError, "sample_dim", lambda: RandomCropTensorDict(2)(TensorDict())),
+    (MissingKeyError, "'valid'", lambda: RandomCropTensorDict(2, mask_key="valid")(SHORT)),
+    (ConfigError, "sub_seq_len .*at least 1: got 0", lambda: RandomCropTensorDict(0)),
+    (ShapeError, "flat", lambda: NextStateReconstructor()(compact_rows().reshape(2, 4))),
+    (ConfigError, "list of keys", lambda: NextStateReconstructor("observation")),
+)
 
 
 def test_a_crop_that_is_saved_draws_the_same_windows_again():
