@@ -94,6 +94,7 @@ CHARTS = (
     ),
     Chart("Engine and trainer", "Idle", {"async/engine_idle": "engine", "async/trainer_idle": "trainer"}, "percent"),
     Chart("Speed", "Tokens per second", {"perf/gen_tok_s": "sampled", "perf/train_tok_s": "trained"}, "count"),
+    Chart("Speed", "Weights to the engine", {"perf/sync_gb_s": "GB per second"}),
     Chart("Speed", "Peak memory", {"perf/peak_gb": "GB of a device, on a CPU of the process"}),
     Chart(
         "Speed", "Use of the hardware", {"perf/mfu": "of peak arithmetic", "perf/padding_frac": "padding"}, "percent"
