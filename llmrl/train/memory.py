@@ -286,14 +286,12 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
     Raises  ConfigError where none is left, or they cannot be shared out
     """
     rollout = config.rollout if isinstance(config, GRPOConfig) else RolloutSettings()
-    if rollout.gpus >= gpu.count:
-        raise ConfigError(
-            f"rollout.gpus: must leave a GPU to the trainer: got {rollout.gpus} of {gpu.count} x {gpu.name}."
-        )
-    parts = rollout.tensor_parallel if rollout.engine == "vllm" and not rollout.elsewhere else 1
+    taken, parts = rollout.gpus, rollout.tensor_parallel if rollout.engine == "vllm" and not rollout.elsewhere else 1
+    if taken >= gpu.count:
+        raise ConfigError(f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}.")
     if gpu.count % parts:
         raise ConfigError(f"rollout.tensor_parallel: must divide the {gpu.count} GPUs: got {parts}.")
-    trainers = replace(gpu, count=(gpu.count - rollout.gpus) // parts)
+    trainers = replace(gpu, count=(gpu.count - taken) // parts)
     config.parallel.check_count(trainers.count)
     return trainers
 
