@@ -39,7 +39,7 @@ from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.memory import GPU
+from llmrl.train.memory import GPU, trainer_gpus
 from llmrl.train.model_shape import model_shape
 from llmrl.train.models import load_model, load_tokenizer, meta_model
 from llmrl.train.plan import grpo_plan, grpo_settings, samples_exactly
@@ -81,7 +81,6 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     prepared = prepare(config, run.source, session, task, runs=run.runs)
     run.print_plan(f"grpo · {config.env.name}", prepared.rows)
     advantage_settings, loss_settings = grpo_settings(config, exact=samples_exactly(config, session))
-    check_processes(config, session, advantage_settings)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
@@ -176,10 +175,11 @@ def prepare(
     config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
 ) -> Prepared:
     """``source``: the settings with the model to load, see `Run`."""
+    check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped = task.fit_prompts(training_rows(config.env))
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
-    engine = plan_engine(source, session, task, held_out, empty)
+    engine = plan_engine(source, session, task, held_out, empty, gpu)
     counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
     rows = grpo_plan(config, session, task, engine, model_shape(empty), gpu, **counts)
     return Prepared(prompts, held_out, engine, replays_routes(source, empty), rows)
@@ -261,9 +261,9 @@ def add_log_probs(
     return {"time/logp": time.perf_counter() - clock}
 
 
-def check_processes(config: GRPOConfig, session: Session, advantage: Mapping[str, Any]) -> None:
+def check_processes(config: GRPOConfig, world_size: int) -> None:
     """Raises ConfigError for settings that this number of processes cannot keep."""
-    world_size = session.world_size
+    advantage, _ = grpo_settings(config)
     if config.prompts_per_step % world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
@@ -273,7 +273,8 @@ def check_processes(config: GRPOConfig, session: Session, advantage: Mapping[str
             f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
             "processes has a part: use one process, or an algorithm that looks at groups"
         )
-    if session.sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
+    sharded = config.parallel.mode == "fsdp2" and world_size > 1
+    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
         raise ConfigError(
             f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
             "processes of a sharded model generate in step with each other"

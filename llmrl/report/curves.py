@@ -97,6 +97,7 @@ CHARTS = (
     Chart("Engine and trainer", "Idle", {"async/engine_idle": "engine", "async/trainer_idle": "trainer"}, "percent"),
     Chart("Speed", "Tokens per second", {"perf/gen_tok_s": "sampled", "perf/train_tok_s": "trained"}, "count"),
     Chart("Speed", "Tokens per second and device", {"perf/train_tok_s_device": "trained"}, "count"),
+    Chart("Speed", "Weights to the engine", {"perf/sync_gb_s": "GB per second"}),
     Chart("Speed", "Peak memory", {"perf/peak_gb": "GB"}, note="Of the fullest device; on a CPU, of the process."),
     Chart("Speed", "Slowest rank", {"perf/imbalance": "cost of its rows over the mean of all"}),
     Chart(

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.train.model_shape import model_shape
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from llmrl.train.distributed import Session
     from llmrl.train.settings import SFTConfig
 
@@ -32,20 +34,18 @@ def deal_epochs(rows: TensorDictBase, config: SFTConfig) -> ReplayBuffer:
     return buffer
 
 
-def attention_share(model: nn.Module) -> float:
+def attention_share(model: PreTrainedModel) -> float:
     """The cost of attention between two tokens over that of one token in all other layers.
 
-    A forward pass of T tokens takes about 2 P T operations in P parameters and 2 L H T^2 in causal attention, of L
-    layers and H = heads x head size.
+    A forward pass of T tokens takes about 2 P T operations in P parameters, of a mixture those of the chosen experts,
+    and 2 L H T^2 in causal attention, of L layers and H = heads x head size.
 
     >>> from llmrl.testing import tiny_model
     >>> 0 < attention_share(tiny_model()) < 1e-2
     True
     """
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return config.num_hidden_layers * width / sum(parameter.numel() for parameter in model.parameters())
+    shape = model_shape(model)
+    return shape.num_blocks * shape.query_width / (shape.multiplied + shape.vocabulary * shape.hidden)
 
 
 def row_costs(lengths: Sequence[int], share: float) -> list[float]:

@@ -46,7 +46,7 @@ from llmrl.run.console import make_console
 from llmrl.run.run_dir import writing
 from llmrl.train.settings import ModelSource
 
-__all__ = ["Session"]
+__all__ = ["Session", "check_gpus"]
 
 T = TypeVar("T")
 
@@ -61,9 +61,10 @@ class Session:
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
+        check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
         self.offloads = config.memory.offload == "parameters"
         self._store = _join(self._timeout_s, offloads=self.offloads)
-        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and _gpu_has_bfloat16())
+        bf16 = config.in_bfloat16(_gpu_has_bfloat16())
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16" if bf16 else "no",
@@ -72,6 +73,8 @@ class Session:
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self._check_same(config)
+        if self.world_size > 1:
+            config.parallel.check_count(self.world_size)
         self.sharded: bool = config.parallel.mode == "fsdp2" and self.world_size > 1
         self.device: torch.device = self.accelerator.device
         self.low_precision = bf16
@@ -300,27 +303,26 @@ class Session:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    """All ranks in a row, or ``replicas`` rows: a model is sharded along a row, and each row has all of it.
+def check_gpus(processes: int, gpus: int) -> None:
+    """Raises ConfigError where processes of a machine would share a GPU."""
+    if gpus and processes > gpus:
+        raise ConfigError(
+            f"session: each process needs a GPU of its own: got {processes} processes on a machine of {gpus} GPUs; "
+            "start fewer with --nproc-per-node."
+        )
 
-    Raises  ConfigError if the rows would differ in length
-    """
-    if world_size % replicas:
-        raise ConfigError(f"parallel.replicas  must divide the {world_size} processes: got {replicas}")
+
+def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
+    """All ranks in a row, or ``replicas`` rows: a model is sharded along a row, and each row has all of it."""
     if replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
 
 
 def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSplit | None:
-    """The split of sequences over this rank and its neighbours; None for one process, or a split over one.
-
-    Raises  ConfigError if the groups would differ in size
-    """
+    """The split of sequences over this rank and its neighbours; None for one process, or a split over one."""
     if world_size == 1 or size == 1:
         return None
-    if world_size % size:
-        raise ConfigError(f"parallel.context  must divide the {world_size} processes: got {size}")
     mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
     return SequenceSplit(mesh.get_group("context"))
 

@@ -16,7 +16,7 @@ from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.routers import why_not_replayed
 from llmrl.modules.llm.vision import vision_tower
-from llmrl.train.memory import GPU, engine_share
+from llmrl.train.memory import GPU, engine_share, trainer_gpus
 from llmrl.train.model_shape import model_shape
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings import GRPOConfig
@@ -52,15 +52,16 @@ class Gpus:
     bytes: int = 0
     ranks: int = 1
     rank: int = 0
+    name: str = "GPU"
 
     @classmethod
     def of(cls, session: Session) -> Gpus:
         """Those that this process sees; none on a CPU."""
         if session.device.type != "cuda":
             return cls()
-        size = torch.cuda.get_device_properties(session.device).total_memory
+        found = torch.cuda.get_device_properties(session.device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cls(torch.cuda.device_count(), size, ranks, session.device.index or 0)
+        return cls(torch.cuda.device_count(), found.total_memory, ranks, session.device.index or 0, found.name)
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,10 @@ def plan_engine(
     task: Task,
     held_out: Sequence[Mapping[str, Any]],
     model: PreTrainedModel,
+    gpu: GPU | None = None,
 ) -> EnginePlan | None:
-    """The engine of this rank; None without vLLM. ``model`` needs no weights. Measures problems held out.
+    """The engine of this rank, or of the first one on ``gpu``; None without vLLM. ``model`` needs no weights. Measures
+    problems held out.
 
     Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
     """
@@ -132,9 +135,12 @@ def plan_engine(
         raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers, .gpus and .ray.")
     if config.rollout.servers:
         return _plan_servers(config, model.config, _needed_length(config, longest))
-    dtype = torch.bfloat16 if session.low_precision else torch.float32
-    given = {"dtype": dtype, "world_size": session.world_size, "longest_evaluated": longest}
-    plan = make_engine_plan(config, Gpus.of(session), model, **given)
+    low, ranks, gpus = session.low_precision, session.world_size, Gpus.of(session)
+    if gpu is not None:
+        low, ranks = config.in_bfloat16(gpu.bfloat16), trainer_gpus(config, gpu).count
+        gpus = Gpus(gpu.count, int(gpu.bytes), ranks, name=gpu.name)
+    given = {"dtype": torch.bfloat16 if low else torch.float32, "world_size": ranks, "longest_evaluated": longest}
+    plan = make_engine_plan(config, gpus, model, **given)
     return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
 
 
@@ -196,10 +202,14 @@ def make_engine_plan(
     own_process = own_process if rollout.own_process is None else rollout.own_process
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
-        shape, share = model_shape(model), rollout.gpu_memory
-        if share is None:
-            gpu, low = GPU("GPU", gpus.bytes, world_size), dtype == torch.bfloat16
-            share = engine_share(config, shape, gpu, low_precision=low)
+        shape, gpu = model_shape(model), GPU(gpus.name, gpus.bytes, world_size)
+        most = engine_share(config, shape, gpu, low_precision=dtype == torch.bfloat16)
+        share = most if rollout.gpu_memory is None else rollout.gpu_memory
+        if share > most:
+            raise ConfigError(
+                f"rollout.gpu_memory: the trainer leaves {most:.0%} of a GPU's memory to the engine: got {share:.0%}; "
+                "lower it, or leave it out."
+            )
         options |= {"gpu_memory_utilization": share, "enable_sleep_mode": sleeps}
         width = dtype.itemsize / rollout.tensor_parallel
         weights, cache = shape.parameters * width, shape.cache_numbers(length or needed) * width

@@ -63,7 +63,7 @@ def _targets(config: ModelSource, shape: ModelShape) -> list[str]:
     return known if asked == "all-linear" else list(asked)
 
 
-def lora_rows(config: ModelSource, session: Session, shape: ModelShape) -> list[tuple[str, str]]:
+def lora_rows(config: ModelSource, shape: ModelShape) -> list[tuple[str, str]]:
     """The plan's row on what is trained; none without adapters.
 
     Raises  ConfigError for settings that the model or this run cannot keep; MissingDependencyError
@@ -82,17 +82,17 @@ def lora_rows(config: ModelSource, session: Session, shape: ModelShape) -> list[
             "sampled from."
         )
     if lora.quantize:
-        _check_quantization(config, session)
+        _check_quantization(config)
     kind = f" · the model's linear layers in {lora.quantize}" if lora.quantize else ""
     count = f"{trained:,} of {shape.parameters:,} parameters trained".replace(",", " ")
     return [("lora", f"{count} · r {lora.r}, alpha {lora.alpha:g} on {', '.join(targets)}{kind}")]
 
 
-def _check_quantization(config: ModelSource, session: Session) -> None:
+def _check_quantization(config: ModelSource) -> None:
     require("bitsandbytes", extra="qlora", used_by="lora.quantize=nf4")
     if isinstance(config.model, TinyModelSettings):
         raise ConfigError("lora.quantize: needs a model that is read from files: got one that is made on the spot.")
-    if session.sharded:
+    if config.parallel.mode == "fsdp2":
         raise ConfigError(
             "lora.quantize: cannot be used with parallel.mode fsdp2: 4-bit weights are packed as a whole and cannot be "
             "read shard by shard; use parallel.mode=ddp, or leave lora.quantize out."

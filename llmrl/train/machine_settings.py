@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from llmrl.errors import ConfigError
 from llmrl.train.setting_types import Settings
 
 __all__ = [
@@ -120,3 +121,15 @@ class ParallelSettings(Settings):
         1, ge=1, description="processes that each sequence is split over, for sequences too long for one GPU"
     )
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer ends the run")
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> ParallelSettings:
+        if self.replicas > 1 and self.mode != "fsdp2":
+            raise ValueError("replicas needs mode fsdp2: with ddp every process has a copy")
+        return self
+
+    def check_count(self, processes: int) -> None:
+        """Raises ConfigError if so many processes cannot be laid out."""
+        for name, size in (("replicas", self.replicas if processes > 1 else 1), ("context", self.context)):
+            if processes % size:
+                raise ConfigError(f"parallel.{name} must divide the {processes} processes: got {size}")

@@ -20,6 +20,7 @@ from llmrl.train.lora import num_trained
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.preference_settings import RewardConfig
+from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def plan_memory(
     arithmetic: Arithmetic = "float32" if not low_precision else "bfloat16" if sharded else "autocast"
     if config.lora and low_precision:  # weights in bfloat16, and autocast's copies of what adapters read
         arithmetic = "bfloat16" if checkpointing else "autocast"
-    ranks = num_gpus // getattr(config.parallel, "replicas", 1) if sharded else 1
+    ranks = num_gpus // config.parallel.replicas if sharded else 1
     whole = 4.0 * shape.parameters
     trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
     held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
@@ -279,16 +280,20 @@ def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool)
 
 
 def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
-    """Those of the machine's GPUs that train: all but the last ``rollout.gpus``.
+    """Those of the machine's GPUs that train: all but the last ``rollout.gpus``; if a rank's own engine is spread
+    over several, one of those.
 
-    Raises  ConfigError if none is left
+    Raises  ConfigError if none is left, or they cannot be shared out
     """
-    taken = config.rollout.gpus if isinstance(config, GRPOConfig) else 0
+    rollout = config.rollout if isinstance(config, GRPOConfig) else RolloutSettings()
+    taken, parts = rollout.gpus, rollout.tensor_parallel if rollout.engine == "vllm" and not rollout.elsewhere else 1
     if taken >= gpu.count:
-        raise ConfigError(
-            f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}; lower it."
-        )
-    return replace(gpu, count=gpu.count - taken)
+        raise ConfigError(f"rollout.gpus: must leave a GPU to the trainer: got {taken} of {gpu.count} x {gpu.name}.")
+    if gpu.count % parts:
+        raise ConfigError(f"rollout.tensor_parallel: must divide the {gpu.count} GPUs: got {parts}.")
+    trainers = replace(gpu, count=(gpu.count - taken) // parts)
+    config.parallel.check_count(trainers.count)
+    return trainers
 
 
 def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> float:
@@ -439,12 +444,11 @@ def memory_rows(
 
     Raises  ConfigError if the run cannot fit on the GPUs, naming the settings that would make it fit
     """
-    low = session.low_precision
-    if gpu is not None:
-        low = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu.bfloat16)
-        gpu = trainer_gpus(config, gpu)
-    gpu = gpu or find_gpu(session.device, session.world_size)
+    low = session.low_precision if gpu is None else config.in_bfloat16(gpu.bfloat16)
+    gpu = trainer_gpus(config, gpu) if gpu else find_gpu(session.device, session.world_size)
     count = gpu.count if gpu else session.world_size
+    if gpu or count > 1:
+        config.parallel.check_count(count)
     plan = plan_memory(config, shape, num_gpus=count, low_precision=low, capacity=gpu and gpu.bytes)
     if gpu and plan.peak > gpu.bytes:
         raise ConfigError(_does_not_fit(config, shape, plan, gpu, low))
@@ -454,11 +458,9 @@ def memory_rows(
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
     if config.memory.offload == "parameters" and count == 1:
         raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
-    if (gpu or count > 1) and count % config.parallel.context:
-        raise ConfigError(f"parallel.context must divide the {count} processes: got {config.parallel.context}")
     if plan.host:
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
-    rows = [("memory", f"{_gib(plan.peak)} GiB at most · {place} · {kept}"), ("", _causes(plan))]
+    rows = [("memory", f"needs {_gib(plan.peak)} GiB · {place} · {kept}"), ("", _causes(plan))]
     if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
         rows.append(("", _engines_row(config, shape, gpu, low)))
     return rows

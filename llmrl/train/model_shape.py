@@ -35,7 +35,7 @@ class ModelShape:
     ``multiplied``     parameters of the layers that each token is multiplied with; of a mixture, its chosen experts'
     ``largest_block``  parameters of the largest decoder layer
     ``outer``          parameters that are in no decoder layer
-    ``frozen``         of all parameters, those that are not trained
+    ``frozen``         of all parameters, those that are not trained; ``frozen_products``, of those multiplied
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them
     ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
@@ -61,6 +61,7 @@ class ModelShape:
     kept_after: dict[Arithmetic, float]
     frozen: int = 0
     splits: bool = False
+    frozen_products: int = 0
 
     def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
         """Bytes kept for the backward pass of ``tokens`` tokens; the output head's logits are not among them."""
@@ -75,11 +76,12 @@ class ModelShape:
     def training_flops(self, lengths: Sequence[int], num_scored: int) -> float:
         """Of forward and backward over sequences of these lengths, ``num_scored`` tokens through the output head.
 
-        Two for each multiplication, three passes (forward, and two products backward); causal attention halves the
-        square of the length. What checkpointing computes again is not counted.
+        Two for each multiplication, three passes (forward, and two products backward, of which frozen weights have
+        one); causal attention halves the square of the length. What checkpointing computes again is not counted.
         """
-        attention = 2 * self.num_blocks * self.query_width * sum(length**2 for length in lengths)
-        return 3 * (2 * self.multiplied * sum(lengths) + 2 * self.vocabulary * self.hidden * num_scored + attention)
+        attention = 6 * self.num_blocks * self.query_width * sum(length**2 for length in lengths)
+        layers, head = 3 * self.multiplied - self.frozen_products, (2 if self.frozen_products else 3) * self.vocabulary
+        return 2 * (layers * sum(lengths) + head * self.hidden * num_scored) + attention
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -103,6 +105,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     return ModelShape(
         parameters=_numel(model),
         multiplied=sum(_multiplied(block, config) for block in blocks),
+        frozen_products=sum(_multiplied(block, config, frozen=True) for block in blocks),
         largest_block=max(numbers, default=0),
         outer=_numel(model) - sum(numbers),
         num_blocks=len(blocks),
@@ -144,6 +147,12 @@ def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _elements(weight: nn.Parameter) -> int:
+    """Also of a weight in 4 bits, two of which are a byte."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else state.shape.numel()
+
+
 def _experts(block: nn.Module) -> list[nn.Parameter]:
     """The weights of a mixture of experts: one tensor for all experts, [E, ., .]."""
     return [parameter for parameter in block.parameters() if parameter.ndim == 3]
@@ -154,9 +163,11 @@ def _chosen(config: Any) -> int:
     return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
 
 
-def _multiplied(block: nn.Module, config: Any) -> int:
-    dense = sum(parameter.numel() for parameter in block.parameters() if parameter.ndim == 2)
-    return dense + sum(weight.numel() * _chosen(config) // len(weight) for weight in _experts(block))
+def _multiplied(block: nn.Module, config: Any, *, frozen: bool = False) -> int:
+    """Multiplications per token; ``frozen``: of those, the ones by weights that are not trained."""
+    weights = [weight for weight in block.parameters() if not (frozen and weight.requires_grad)]
+    dense = sum(_elements(weight) for weight in weights if weight.ndim == 2)
+    return dense + sum(weight.numel() * _chosen(config) // len(weight) for weight in weights if weight.ndim == 3)
 
 
 def _cached(config: Any, width: int) -> dict[int | None, int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["load_files", "load_model", "load_tokenizer", "meta_model", "resolve_model", "save_made_model"]
+__all__ = ["load_files", "load_model", "load_tokenizer", "made_model", "meta_model", "resolve_model", "save_made_model"]
 
 T = TypeVar("T")
 
@@ -109,18 +109,15 @@ def load_model(
 
     Raises  DataError if it cannot be loaded
     """
-    if isinstance(config.model, TinyModelSettings):
-        from llmrl.testing import tiny_model
-
-        model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).to(session.device)
-        if session.split:
-            session.split.prepare(model)
-        model = session.shard(model) if session.sharded else model
+    is_tiny = isinstance(config.model, TinyModelSettings)
+    if is_tiny:
+        model = made_model(config, tokenizer).to(session.device)
     else:
         model = load_files(config, session, runs=runs, checked=checked)
-        if session.split:
-            session.split.prepare(model)
-        model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    if session.split:
+        session.split.prepare(model)
+    model = session.shard(model) if is_tiny and session.sharded else model
+    model.get_output_embeddings().in_float32 = config.model_options.float32_head
     freeze_vision(model, config)
     return add_adapters(config, model, session, adapter) if config.lora else model
 
@@ -151,8 +148,10 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
     in_parts = session.sharded and not head
     load = partial(_load_sharded, session, kind) if in_parts else partial(_read_all, kind)
     offloads = session.offloads and in_parts
-    place = {} if session.device.type == "cpu" else {"device_map": {"": session.device}}  # without a copy on the CPU
-    options = ({} if offloads else place) | _attention(config) | quantization(config, dtype)
+    # Without a copy on the CPU; but what is sharded later goes layer by layer onto a GPU that need not hold it whole.
+    goes_there = session.device.type != "cpu" and not offloads and in_parts == session.sharded
+    place = {"device_map": {"": session.device}} if goes_there else {}
+    options = place | _attention(config) | quantization(config, dtype)
     model = _loaded(load, source, dtype=dtype, **options, **head).eval()
     if offloads:  # buffers are never sharded, and so not brought to the device as parameters in host memory are
         for module in model.modules():
@@ -249,6 +248,19 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
     return model
 
 
+def made_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> PreTrainedModel:
+    """The tiny model of ``config``, on the device of this block."""
+    from llmrl.testing import tiny_model
+
+    def make(source: str, **options: Any) -> PreTrainedModel:
+        model = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump())
+        if (attention := config.model_options.attn_implementation) is not None:
+            model.set_attn_implementation(attention)
+        return model
+
+    return _loaded(make, "tiny")
+
+
 def _attention(config: ModelSource) -> dict[str, Any]:
     """The arguments of transformers' ``from_pretrained`` and ``from_config`` that ``model_options`` asks for."""
     asked = config.model_options.attn_implementation
@@ -269,9 +281,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):
-            from llmrl.testing import tiny_model
-
-            model = tiny_model(tokenizer, **config.model.model_dump())
+            model = made_model(config, tokenizer)
         else:
             model = _loaded(build, resolve_model(config.model, runs=runs))
     check_model(config, model)

@@ -95,7 +95,7 @@ def data_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
-        *lora_rows(config, session, shape),
+        *lora_rows(config, shape),
         *memory_rows(config, shape, session, gpu),
         *_images(config, data.renderer, shape, getattr(data, "media", ())),
         ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
@@ -147,7 +147,7 @@ def grpo_plan(
     return [
         ("machine", session.describe()),
         ("model", _model(config)),
-        *lora_rows(config, session, shape),
+        *lora_rows(config, shape),
         *memory_rows(config, shape, session, gpu),
         *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),

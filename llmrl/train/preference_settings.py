@@ -116,4 +116,6 @@ class RewardConfig(PairsConfig):
             raise ValueError("packing is for models that answer: leave it out")
         if self.parallel.context > 1:
             raise ValueError("parallel.context is for models that answer: leave it out")
+        if self.model_options.float32_head:
+            raise ValueError("model_options.float32_head is of models that answer: leave it out")
         return self

@@ -14,7 +14,7 @@ from llmrl.objectives.llm import RewardLoss
 from llmrl.train.dealing import deal_batch
 from llmrl.train.evaluation import eval_metrics
 from llmrl.train.lora import add_adapters
-from llmrl.train.models import load_files
+from llmrl.train.models import load_files, made_model
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import TinyModelSettings
 
@@ -39,7 +39,7 @@ def load_reward_model(
     adapter: Path | None = None,
 ) -> PreTrainedModel:
     """The layers of ``config.model`` with an output of one number, random unless the files have one; float32, on the
-    session's device, in evaluation mode. It is read whole, even if the session then shards it.
+    session's device, in evaluation mode. If the session shards it, each rank reads all of it into host memory first.
 
     With ``config.lora`` a ``peft.PeftModel`` around it, as by `load_model`; its output is trained in full.
 
@@ -50,9 +50,7 @@ def load_reward_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if isinstance(config.model, TinyModelSettings):
-            from llmrl.testing import tiny_model
-
-            body = tiny_model(tokenizer, seed=config.seed, **config.model.model_dump())
+            body = made_model(config, tokenizer)
             body.config.num_labels, body.config.pad_token_id = 1, tokenizer.pad_token_id
             model = AutoModelForSequenceClassification.from_config(body.config)
             model.base_model.load_state_dict(body.base_model.state_dict())

@@ -136,8 +136,8 @@ class RolloutEngine:
                 self._use_probed_rows(scorer)
 
     def push(self, scorer: TokenScorer) -> dict[str, float]:
-        """New weights to the engine, and the proof: "mismatch/probe", the mean |log-prob difference| on rows of this
-        run; "mismatch/probe_warnings", 1 if it looked wrong, and the weights were pushed once more.
+        """New weights to the engine ("perf/sync_gb_s"), and the proof: "mismatch/probe", the mean |log-prob difference|
+        on rows of this run; "mismatch/probe_warnings", 1 if it looked wrong, and the weights were pushed once more.
 
         Raises  WeightSyncError if they do not arrive, or the probe says so for several versions
         """
@@ -146,11 +146,16 @@ class RolloutEngine:
         send = partial(self._send, version)
         if self._probed_since is None:
             send()
-            return {}
+            return self._speed()
         mean, self.warning = self._probe.prove(send, self._engine_scores, partial(self._score, scorer))
         if not self.warning and version - self._probed_since >= _PROBED_VERSIONS:
             self._use_probed_rows(scorer)
-        return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))}
+        return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))} | self._speed()
+
+    def _speed(self) -> dict[str, float]:
+        """Of the last push; nothing if the engine shares the trainer's weights, or takes adapters."""
+        speed = getattr(self.policy.engine, "load_speed", 0.0)
+        return {"perf/sync_gb_s": speed / 1e9} if speed else {}
 
     def _send(self, version: int) -> None:
         """The weights, once to each engine. Raises WeightSyncError on all ranks if it fails on one."""

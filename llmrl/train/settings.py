@@ -230,7 +230,7 @@ class EvalSettings(Settings):
 
 
 class ModelSource(Settings):
-    """Fields of both recipes: the model, precision, optimizer, checkpoints, processes."""
+    """Fields of all recipes: the model, precision, optimizer, checkpoints, processes."""
 
     FIXED: ClassVar[tuple[str, ...]] = ("model", "seed", "lora")  # what a resumed run cannot change
 
@@ -261,6 +261,10 @@ class ModelSource(Settings):
         [], description="mirrors of metrics.jsonl, which is always written"
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
+
+    def in_bfloat16(self, gpu_has_it: bool) -> bool:
+        """The arithmetic, of a GPU that has bfloat16 or not."""
+        return self.dtype == "bfloat16" or (self.dtype == "auto" and gpu_has_it)
 
     @model_validator(mode="before")
     @classmethod

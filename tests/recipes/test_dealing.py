@@ -47,10 +47,17 @@ def test_every_row_is_dealt_once_and_too_few_rows_leave_ranks_without_any():
     assert row_costs([10, 0], 0.01) == [11.0, 0.0]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
-def test_the_share_of_attention_is_that_of_the_configuration(architecture):
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "qwen3_moe"])
+def test_the_share_of_attention_is_over_what_a_token_is_multiplied_with(architecture):
     model = tiny_model(architecture=architecture, hidden_size=64, layers=2, heads=2)
-    assert attention_share(model) == 2 * 64 / sum(parameter.numel() for parameter in model.parameters())
+    config, multiplied = model.config, model.lm_head.weight.numel()
+    for name, weight in model.named_parameters():
+        if ".layers." in name or ".h." in name:
+            of_expert = weight.ndim == 3  # those of all experts in one tensor, of which each token takes some
+            chosen = config.num_experts_per_tok / config.num_experts if of_expert else weight.ndim == 2
+            multiplied += weight.numel() * chosen
+    width = config.num_attention_heads * getattr(config, "head_dim", 32)
+    assert attention_share(model) == pytest.approx(2 * width / multiplied)
 
 
 GRADIENTS = """

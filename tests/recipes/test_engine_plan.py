@@ -13,6 +13,7 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
 from llmrl.testing import tiny_model
+from llmrl.train.distributed import check_gpus
 from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan, replays_routes
 from llmrl.train.model_shape import model_shape
 from llmrl.train.settings import GRPOConfig
@@ -73,6 +74,13 @@ def test_each_rank_has_its_engine_on_its_own_gpu_and_on_several_side_by_side():
     assert [place.devices for place in places] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert planned(spread, Gpus(2, CARD)).devices == (0, 1)
     assert planned(gpus=Gpus(1, CARD)).devices is None, "in this process, on the GPU that it has"
+
+
+def test_processes_that_would_share_a_gpu_are_refused_before_they_meet():
+    with pytest.raises(ConfigError, match=r"got 8 processes on a machine of 4 GPUs; .* --nproc-per-node"):
+        check_gpus(8, 4)
+    check_gpus(4, 4)
+    check_gpus(2, 0)  # on a CPU
 
 
 def test_on_a_cpu_nothing_is_placed_and_nothing_sleeps_unless_it_is_asked():

@@ -156,11 +156,12 @@ def test_dropout_is_of_adapters_alone_and_of_training_alone():
         ({"lora": {"target_modules": ["lm_head"]}}, "lm_head must be a linear layer of the model's decoder layers"),
         ({"lora": {"target_modules": []}}, "needs linear layers"),
         ({"lora": {"quantize": "nf4"}, "model": "tiny"}, "needs a model that is read from files"),
+        ({"lora": {"quantize": "nf4"}, "parallel": {"mode": "fsdp2"}}, "cannot be used with parallel.mode fsdp2"),
     ],
 )
 def test_settings_that_a_model_cannot_keep_are_errors_of_the_plan(settings, message):
-    with Session(sft_config()) as session, pytest.raises(ConfigError, match=message):
-        lora_rows(sft_config(**settings), session, model_shape(tiny_model()))
+    with pytest.raises(ConfigError, match=message):
+        lora_rows(sft_config(**settings), model_shape(tiny_model()))
 
 
 def test_what_grpo_cannot_keep_and_what_is_not_installed_is_named(monkeypatch, place, grpo):
@@ -172,8 +173,8 @@ def test_what_grpo_cannot_keep_and_what_is_not_installed_is_named(monkeypatch, p
         assert f"enable_lora cannot be used {word}" in place.run("grpo", settings, "--dry-run").err
     monkeypatch.setitem(sys.modules, "peft", None)
     config = GRPOConfig(model="m", env={"name": "gsm8k"}, lora={})
-    with Session(config) as session, pytest.raises(MissingDependencyError, match=r"lora: .*llmrl\[lora\]"):
-        lora_rows(config, session, model_shape(tiny_model()))
+    with pytest.raises(MissingDependencyError, match=r"lora: .*llmrl\[lora\]"):
+        lora_rows(config, model_shape(tiny_model()))
 
 
 def test_a_model_in_4_bits_is_trained_and_leaves_a_whole_one(place):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
-from llmrl.errors import MissingDependencyError
-from llmrl.testing import tiny_model
+from llmrl.errors import DataError, MissingDependencyError
+from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
+from llmrl.train.models import load_model, meta_model
 from llmrl.train.updater import make_updater
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
 
@@ -42,6 +44,21 @@ def test_a_float32_head_is_nearer_to_float32_than_a_bfloat16_one(session):
     assert errors[1] < 0.8 * errors[0], errors
     model.get_output_embeddings().in_float32 = True
     assert worst(gradients(session, model)[1], reference) == 0, "in float32 it changes nothing"
+
+
+@pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny", "files"])
+def test_the_options_of_a_model_reach_it(tmp_path, is_tiny):
+    tiny_model(tiny_tokenizer(), heads=2).save_pretrained(tmp_path)
+    name = {"heads": 2} if is_tiny else str(tmp_path)
+    asked = config(model=name, model_options={"attn_implementation": "eager", "float32_head": True})
+    with Session(asked) as session:
+        model = load_model(asked, tiny_tokenizer(), session, runs=tmp_path)
+        assert model.config._attn_implementation == "eager"
+        assert model.get_output_embeddings().in_float32
+        unknown = config(model=name, model_options={"attn_implementation": "flsh"})
+        for load in (meta_model, partial(load_model, session=session)):
+            with pytest.raises(DataError, match="flsh"):
+                load(unknown, tiny_tokenizer(), runs=tmp_path)
 
 
 @pytest.mark.slow

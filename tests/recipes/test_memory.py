@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from llmrl.errors import ConfigError, MissingDependencyError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.objectives.llm import SFTLoss
+from llmrl.recipes.grpo import plan as plan_grpo
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import Session
 from llmrl.train.memory import (
+    GPU,
     engine_memory,
     engine_share,
     memory_rows,
@@ -100,6 +103,21 @@ def test_parameters_are_counted_once_and_arithmetic_as_torch_counts_it(family):
     # torch counts all of the attention's square, the plan what lies below the diagonal
     square = shape.num_blocks * 3 * 2 * shape.query_width * 2 * 64**2
     assert shape.training_flops([64, 64], 128) + square == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_with_adapters_the_arithmetic_is_that_of_frozen_products():
+    peft = pytest.importorskip("peft")
+    model = tiny_model(hidden_size=128, layers=2, heads=8, vocab_size=2000)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).eval()
+    model.enable_input_require_grads()  # so that torch's counter sees the gradient of the first layer's input, too
+    model.set_attn_implementation("eager")
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    shape = model_shape(model)
+    square = shape.num_blocks * 3 * 2 * shape.query_width * 2 * 64**2
+    assert shape.training_flops([64, 64], 128) + square == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert shape.frozen_products > 0.8 * shape.multiplied
 
 
 def test_public_models_have_their_parameters():
@@ -319,7 +337,8 @@ def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
 # --- speed
 
 
-def test_speed_is_of_all_updates_since_it_was_asked():
+def test_speed_is_of_all_updates_since_it_was_asked(monkeypatch):
+    monkeypatch.setattr("llmrl.train.updater.find_gpu", lambda device, count: GPU("a GPU", 1e9, count, flops=1e9))
     with Session(sft()) as session:
         scorer = TokenScorer(tiny_model(hidden_size=32, heads=2), packing="off")
         updater = Updater(session, scorer, OptimSettings(), steps=9, tokens_per_microbatch=100)
@@ -333,9 +352,11 @@ def test_speed_is_of_all_updates_since_it_was_asked():
         )
         for step in (1, 2):
             updater.step(SFTLoss(updater.scorer), batch, step)
+        flops = 2 * model_shape(scorer.model).training_flops([9, 6], 11)
         metrics = updater.speed(2.0)
         assert metrics["perf/train_tok_s_device"] == 11, "7 and 4 trained tokens, twice, in 2 s"
         assert metrics["perf/padding_frac"] == pytest.approx(3 / 18)
+        assert metrics["perf/mfu"] == pytest.approx(flops / (2.0 * 1e9))
         assert metrics["perf/peak_gb"] > 0.1
         assert updater.speed(2.0)["perf/train_tok_s_device"] == 0
 
@@ -361,6 +382,34 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(place, sft):
     assert refused.code == 2
     assert "must fit on 8 x 1 GB" in refused.err
     assert "needs --dry-run" in place.run("sft", settings, "--gpu", "H100:8").err
+
+
+def test_the_engine_is_planned_for_those_gpus_too(tmp_path):
+    def rows(rollout, gpu="H100:8", **changes):
+        model = {"hidden_size": 32, "heads": 4}
+        config = GRPOConfig(model=model, env={"name": "sums"}, rollout={"engine": "vllm"} | rollout, **changes)
+        return dict(reversed(plan_grpo(config, runs=tmp_path, gpu=parse_gpu(gpu))))
+
+    engine = rows({})["engine"]
+    assert "vLLM in a process of its own" in engine
+    assert re.search(r"GPU 0 · 9\d% of the GPU's memory · .* · asleep during updates", engine)
+    assert "asleep" not in rows({"max_staleness": 4})["engine"], "it samples during updates"
+    spread = rows({"tensor_parallel": 2})
+    assert "GPU 0 and 1" in spread["engine"]
+    assert "4 x H100" in spread["memory"], "as many ranks as engines"
+    for rollout, changes, words in (
+        ({"tensor_parallel": 2}, {"gpu": "H100:7"}, "tensor_parallel: must divide the 7 GPUs: got 2"),
+        ({"gpu_memory": 0.01}, {}, "share must hold its weights .* raise rollout.gpu_memory"),
+        ({"gpu_memory": 0.99}, {}, r"the trainer leaves 9\d% of a GPU's memory to the engine: got 99%"),
+        ({}, {"prompts_per_step": 30}, "prompts_per_step 30 must be a multiple of the 8 processes"),
+        ({"gpus": 5}, {}, "prompts_per_step 32 must be a multiple of the 3 processes"),
+        ({}, {"algo": "reinforce++"}, "each of the 8 processes has a part"),
+        ({}, {"parallel": {"mode": "fsdp2", "replicas": 16}}, "parallel.replicas must divide the 8 processes: got 16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            rows(rollout, **changes)
+    with pytest.raises(ValueError, match="replicas needs mode fsdp2"):
+        grpo(parallel={"replicas": 2})
 
 
 @pytest.mark.gpu

@@ -135,6 +135,7 @@ def test_a_margin_comes_from_the_data(place, level):
 
 def test_settings_that_cannot_be_run_are_refused(place):
     place.train("reward", "bad", code=2, words=["env is for models that answer"], env={"name": "sums"})
+    place.train("reward", "bad", code=2, words=["float32_head is of models"], model_options={"float32_head": True})
     place.train("reward", "bad", code=2, words=["first_share is for level token"], reward={"first_share": 0.5})
     place.train("reward", "same", code=3, words=["eval.split must be pairs that are not"], eval={"split": "train"})
     data = {"path": place.rows("p.jsonl", [PAIR, {**PAIR, "prompt": "1 + 1?"}]), "margin_column": "gap"}

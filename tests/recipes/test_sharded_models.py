@@ -171,7 +171,7 @@ def test_two_copies_of_a_model_on_two_processes_each_have_the_numbers_of_one(pla
     close(place, same, "one", "four", 4)
     result = place.finish(place.process("sft", settings, "parallel.mode=fsdp2", "parallel.replicas=3", ranks=2))
     assert result.code != 0
-    assert "parallel.replicas  must divide the 2 processes: got 3" in result.err
+    assert "parallel.replicas must divide the 2 processes: got 3" in result.err
 
 
 DIES_ONCE = """

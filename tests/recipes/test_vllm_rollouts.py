@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
+from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.distributed import Session
@@ -62,6 +63,8 @@ def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place,
     result = finished(place, recipe(place, grpo, "here", sleep=True), "--name", "here")  # of the order alone, on a CPU
     steps = place.steps("here")
     assert len(steps) == 3
+    speeds = [step["perf/sync_gb_s"] for step in read_metrics(place.path / "runs/here") if step["step"]]
+    assert min(speeds) > 0
     for step in steps:
         assert 0 <= step["mismatch/probe"] < 1e-5
         assert step["mismatch/logp_abs_max"] < 1e-4, "the loss computes what the engine said, weights of this version"
@@ -222,3 +225,20 @@ def test_an_engine_reads_the_files_of_the_model_and_sleeps_while_that_is_trained
                 rollouts.push(None)
         finally:
             rollouts.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_shares_its_gpu_with_an_engine_as_the_plan_says(place, grpo):
+    name = place.recipe("shared", grpo, model=MODEL, rollout={"engine": "vllm"}, zero_variance="keep")
+    result = finished(place, name, "--name", "shared")
+    plan = " ".join(result.out.replace("│", " ").split())
+    assert "% of the GPU's memory" in plan
+    assert "asleep during updates" in plan
+    steps = [step for step in read_metrics(place.path / "runs/shared") if step["step"]]
+    assert len(steps) == 3
+    for step in steps:
+        assert step["mismatch/probe"] < 0.1, "in bfloat16"
+        assert step["mismatch/probe_warnings"] == 0
+        assert step["perf/sync_gb_s"] > 0
+        assert step["perf/peak_gb"] > 0

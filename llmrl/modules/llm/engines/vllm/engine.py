@@ -118,6 +118,7 @@ class VLLMEngine:
         self._incomplete = False  # the weights in the engine, after an update that failed in the middle
         self._was_updated = self._has_adapter = False
         self._interruptions = 0  # of calls under way, by updates
+        self.load_speed = 0.0  # bytes a second, of the last set of weights
         self.version = 0
         self.core: Core = self._make_core(model)
         try:
@@ -357,7 +358,7 @@ class VLLMEngine:
                 f"VLLMEngine: {self.core.info.model} takes no weights: {reason}. Nothing was updated."
             )
         weights = replace(weights, dtype=getattr(torch, workers[0]["dtype"]))
-        was_incomplete, self._incomplete = self._incomplete, True
+        was_incomplete, self._incomplete, began = self._incomplete, True, time.monotonic()
         try:
             with self._sleep.loading(end), self.core.updating(version, end) as same_workers:
                 if self.core.info.place == "process":
@@ -375,6 +376,7 @@ class VLLMEngine:
                 "nothing is served until a complete set of weights is loaded."
             ) from error
         self._incomplete, self._was_updated = False, True
+        self.load_speed = weights.num_bytes / max(time.monotonic() - began, 1e-9)
         self.version = version
 
     def _check_ready(self, phase: str) -> None:
