@@ -99,7 +99,7 @@ def test_a_run_starts_at_log_2_and_raises_the_margin(place):
     assert steps[-1]["policy/loss"] < math.log(2)
     assert "eval/sums/mean" in steps[-1]
     assert "rejected" in result.out
-    assert place.run("eval", "a").code == 0
+    place.run("eval", "a")
     assert "right_frac" not in place.run("show", "a").err
 
 
@@ -109,18 +109,14 @@ def test_without_a_reference_the_loss_starts_elsewhere(place):
 
 
 def test_settings_that_cannot_be_run_are_refused(place):
-    place.train(
-        "dpo", "bad", code=2, words=["label_smoothing is for kind sigmoid"], dpo={"kind": "ipo", "label_smoothing": 0.1}
-    )
+    smoothed = {"kind": "ipo", "label_smoothing": 0.1}
+    place.train("dpo", "bad", code=2, words=["label_smoothing is for kind sigmoid"], dpo=smoothed)
     place.train("dpo", "bad", code=2, words=["did you mean  dpo.beta"], dpo={"bta": 0.1})
-    place.train(
-        "dpo", "bad", code=3, words=["row 1"], data={"path": place.rows("p.jsonl", [{**PAIR, "rejected": "four"}])}
-    )
+    same = {"path": place.rows("p.jsonl", [{**PAIR, "rejected": "four"}])}
+    place.train("dpo", "bad", code=3, words=["row 1"], data=same)
 
 
-def test_micro_batches_change_nothing(place, same):
+def test_micro_batches_change_nothing(place):
     place.train("dpo", "whole", tokens_per_microbatch=100_000)
     place.train("dpo", "cut", tokens_per_microbatch=100)
-    same(place.steps("whole"), place.steps("cut"), tolerance=1e-4)
-    one, other = place.weights("whole", 3), place.weights("cut", 3)
-    assert all((value - other[name]).abs().max() < 1e-3 for name, value in one.items())
+    place.same("whole", "cut", tolerance=1e-4, step=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -22,27 +21,19 @@ PATIENCE_S = 500
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.slow
-def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run(place, grpo):
+def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run(place):
     pytest.importorskip("ray")
     rollout = {"engine": "vllm", "ray": "local", "max_staleness": 2, "options": {"kv_cache_memory_bytes": 1 << 27}}
-    name = place.recipe("mine", grpo, model=MODEL, rollout=rollout, zero_variance="keep")
+    name = place.recipe("mine", "grpo", model=MODEL, rollout=rollout, zero_variance="keep")
     run = place.process("grpo", name, "--name", "run", "steps=100000", start_new_session=True)
-    metrics = place.path / "runs/run/metrics.jsonl"
-
-    def num_steps():
-        assert run.poll() is None, run.communicate()
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
     try:
-        wait_until(lambda: num_steps() >= 3, PATIENCE_S)
+        wait_until(lambda: place.num_steps("run") >= 3 or run.poll() is not None, PATIENCE_S)
         started = descendants(run.pid)
         (actor,) = [pid for pid, command in started if command.startswith("ray::_Server")]
         os.kill(actor, signal.SIGKILL)
-        result = place.finish(run, timeout_s=180)
+        place.finish(run, timeout_s=180, code=4, words=["llmrl resume"])
     finally:
         run.kill()
-    assert result.code == 4, result.err
-    assert "llmrl resume" in result.err
     for step in place.steps("run")[:3]:
         assert step["async/staleness_max"] <= 2
         assert step["mismatch/probe"] < 1e-5
@@ -50,25 +41,21 @@ def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run
     wait_until(lambda: not any(is_running(pid) for pid, _ in started), 60)
 
 
-def test_a_cluster_that_is_not_there_is_an_error_within_ten_seconds(place, grpo, monkeypatch):
+def test_a_cluster_that_is_not_there_is_an_error(place, monkeypatch):
     pytest.importorskip("ray")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"  # held, and nothing listens: nothing else can take it
-        clock = time.monotonic()
         with pytest.raises(ConfigError, match=rf"a Ray cluster must be at '{address}': ConnectionRefused.*ray start"):
             connect(address)
-        assert time.monotonic() - clock < 10
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=address.rpartition(":")[2]):
             connect("auto")
         for wrong in ("nowhere", "nowhere:port"):
             with pytest.raises(ConfigError, match=r"host:port of its head node"):
                 connect(wrong)
-        name = place.recipe("mine", grpo, model=MODEL, rollout={"engine": "vllm", "ray": address})
-        refused = place.run("grpo", name, "--dry-run")
-        assert refused.code == 2
-        assert f"a Ray cluster must be at '{address}'" in refused.err
+        words = [f"a Ray cluster must be at '{address}'"]
+        place.plan("grpo", code=2, words=words, model=MODEL, rollout={"engine": "vllm", "ray": address})
 
 
 NODES = [
