@@ -19,7 +19,7 @@ from tests.support.conversations import AskAgain, talks_for
 from tests.support.processes import wait_until
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 FORMS = [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True, "async_envs": True}]
 
 

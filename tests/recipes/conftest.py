@@ -22,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
+from llmrl.train.distributed import Session
+from llmrl.train.settings import SFTConfig
 from tests.support.commands import Result
 
 ROOT = Path(__file__).parents[2]  # where tests.support is found
@@ -214,6 +216,13 @@ class Workplace:
     def same_rollouts(self, one: str, other: str, steps: int) -> None:
         for step in range(1, steps + 1):
             assert self.rollouts(one, step) == self.rollouts(other, step)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """This process alone, for the tests of one file that compute steps."""
+    with Session(SFTConfig(model={}, data={"path": "sums"})) as session:
+        yield session
 
 
 @pytest.fixture

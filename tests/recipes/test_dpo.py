@@ -91,14 +91,14 @@ def test_the_embedded_pairs_are_right_and_wrong():
 
 def test_a_run_starts_at_log_2_and_raises_the_margin(place):
     settings = {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4}}
-    result = place.train("dpo", "a", steps=5, words=["dpo · sums", "20 pairs", "sigmoid, beta 0.1"], **settings)
+    words = ["dpo · sums", "20 pairs", "sigmoid, beta 0.1", "rejected"]
+    place.train("dpo", "a", steps=5, words=words, **settings)
     steps = place.steps("a")
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["preference/margin"] == pytest.approx(0, abs=1e-6)
     assert steps[-1]["preference/margin"] > 0.01
     assert steps[-1]["policy/loss"] < math.log(2)
     assert "eval/sums/mean" in steps[-1]
-    assert "rejected" in result.out
     place.run("eval", "a")
     assert "right_frac" not in place.run("show", "a").err
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmrl.errors import ConfigError
@@ -15,9 +15,9 @@ from llmrl.modules.llm.engines.vllm import compat
 from llmrl.testing import tiny_model
 from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan, replays_routes
 from llmrl.train.model_shape import model_shape
+from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.settings import GRPOConfig
 
-NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 CARD = 80 * GIB
 # Qwen2.5: hidden size, inner width, layers, heads, key/value heads, tied embeddings
 QWEN = {
@@ -130,7 +130,6 @@ def test_old_files_with_kv_cache_gb_are_read():
 # --- memory: a ledger of bytes, and vLLM's own functions
 
 
-@NO_VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode", "largest"), [(1, "ddp", "3B"), (8, "ddp", "3B"), (8, "fsdp2", "7B")])
@@ -187,7 +186,6 @@ def test_vllm_starts_beside_the_trainer_and_holds_a_conversation(tmp_path, ranks
         assert 2 * model_shape(model).cache_numbers(16384) == counted
 
 
-@NO_VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_with_several_turns_vllm_takes_as_many_tokens_as_the_memory_holds():
@@ -225,17 +223,27 @@ def test_engines_on_gpus_of_their_own_are_planned_as_servers():
         ({"gpus": 3, "tensor_parallel": 2}, "gpus 3 must be a multiple of tensor_parallel 2"),
         ({"gpus": 1, "sleep": True}, "gpus needs sleep"),
         ({"gpus": 1, "engine": "transformers"}, "gpus needs engine vllm"),
+        ({"gpus": 2, "options": {"enable_lora": True}}, "gpus sends whole weights"),
         ({"servers": ["http://a:1"], "engine": "transformers"}, "servers needs engine vllm"),
-        ({"max_staleness": 1, "sleep": True}, "max_staleness needs sleep off"),
         ({"tensor_parallel": 2, "own_process": False}, "needs"),
+        ({"max_staleness": 4, "engine": "transformers"}, "max_staleness needs engine vllm"),
+        ({"max_staleness": 4, "own_process": False}, "max_staleness needs own_process"),
+        ({"max_staleness": 2, "sleep": True}, "max_staleness needs sleep off"),
+        ({"max_staleness": -1}, "greater than or equal to 0"),
+        ({"oversample": 0.5, "engine": "transformers"}, "oversample needs engine vllm"),
+        ({"ray": "auto", "engine": "transformers"}, "ray needs engine vllm"),
+        ({"ray": "auto", "servers": ["http://a:1"]}, "leave out servers"),
+        ({"ray": "auto", "gpus": 1}, "leave out gpus"),
+        ({"ray": "auto", "sleep": True}, "ray needs sleep and own_process left out"),
+        ({"ray": "auto", "options": {"enable_lora": True}}, "ray sends whole weights"),
+        ({"ray_engines": 2}, "need ray"),
     ],
 )
 def test_settings_of_engines_that_exclude_each_other(rollout, message):
-    with pytest.raises(ValueError, match=message):
-        config(rollout)
+    with pytest.raises(ValidationError, match=message):
+        RolloutSettings(**{"engine": "vllm", **rollout})
 
 
-@NO_VLLM
 @pytest.mark.vllm
 def test_an_argument_that_vllm_does_not_have_is_named_in_the_plan(place):
     rollout = {"engine": "vllm", "options": {"enforce_eagr": True}}

@@ -245,7 +245,6 @@ def test_grpo_with_adapters_learns(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["merged", "adapters"])
 def test_vllm_gets_adapters_merged_or_alone_and_a_resumed_run_goes_on_with_them(place, way):
-    pytest.importorskip("vllm")
     options = {"enforce_eager": True} | ({"enable_lora": True} if way == "adapters" else {})
     rollout = {"engine": "vllm", "sleep": True, "options": options}
     model = {"hidden_size": 64, "heads": 2, "layers": 1}

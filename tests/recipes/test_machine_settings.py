@@ -10,15 +10,8 @@ import torch
 
 from llmrl.errors import MissingDependencyError
 from llmrl.testing import tiny_model
-from llmrl.train.distributed import Session
 from llmrl.train.updater import make_updater
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
-
-
-@pytest.fixture(scope="module")
-def session():
-    with Session(config()) as session:
-        yield session
 
 
 def gradients(session, model, dtype=None, **changes):

@@ -10,7 +10,6 @@ import torch
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.objectives.base import total_loss
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.distributed import Session
 from tests.support.training_rows import config, losses, policy_of, random_rows, step, worst
 
 
@@ -53,12 +52,6 @@ def expected(model, rows, coefficient, name="token"):
     loss = total_loss(losses(policy_of(plain))[name](rows)) + coefficient * auxiliary
     loss.backward()
     return loss.item(), auxiliary.item(), {key: p.grad for key, p in plain.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def session():
-    with Session(config()) as session:
-        yield session
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])

@@ -114,10 +114,7 @@ def test_tools_of_the_settings_act_in_it(own):
 
 
 def test_a_file_has_no_problems_that_are_held_out(own):
-    own.rows("sums.jsonl", [{"question": "2 + 2?", "answer": "4"}])
-    for name in ("sums", "mine:OwnReward"):
-        assert eval_rows(EnvSettings(name=name, dataset="sums.jsonl"), EvalSettings()) is None
-    assert len(eval_rows(EnvSettings(name="sums"), EvalSettings(rows=5))) == 5
+    assert eval_rows(EnvSettings(name="mine:OwnReward", dataset="prompts.jsonl"), EvalSettings()) is None
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import signal
 import socket
 
 import pytest
-from pydantic import ValidationError
 
 from llmrl.errors import ConfigError
 from llmrl.train.ray_servers import RayPlan, check_room, connect
-from llmrl.train.rollout_settings import RolloutSettings
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
@@ -72,20 +70,3 @@ def test_the_room_of_a_cluster_is_counted_node_by_node():
         check_room(NODES, RayPlan("auto", 5, {"GPU": 2.0, "CPU": 1.0}))
     with pytest.raises(ConfigError, match=r"it has for 0, its nodes \[{'big_disk': 0}, {'big_disk': 0}\]"):
         check_room(NODES, RayPlan("auto", 1, {"big_disk": 1.0}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ray": "auto"}, "ray needs engine vllm"),
-        ({"ray": "auto", "servers": ["http://a:1"], "engine": "vllm"}, "leave out servers"),
-        ({"ray": "auto", "gpus": 1, "engine": "vllm"}, "leave out gpus"),
-        ({"ray": "auto", "sleep": True, "engine": "vllm"}, "ray needs sleep and own_process left out"),
-        ({"ray_engines": 2, "engine": "vllm"}, "need ray"),
-        ({"ray": "auto", "engine": "vllm", "options": {"enable_lora": True}}, "ray sends whole weights"),
-        ({"gpus": 2, "engine": "vllm", "options": {"enable_lora": True}}, "gpus sends whole weights"),
-    ],
-)
-def test_settings_that_exclude_each_other(settings, message):
-    with pytest.raises(ValidationError, match=message):
-        RolloutSettings(**settings)

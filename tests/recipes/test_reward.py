@@ -29,13 +29,13 @@ def largest_difference(one, other):
 
 
 def test_a_model_of_pairs_is_the_reward_of_grpo(place):
-    result = place.train("reward", "judge", steps=8, words=["reward · sums", "20 pairs", "after the last token"])
+    words = ["reward · sums", "20 pairs", "after the last token", "pairs test"]
+    place.train("reward", "judge", steps=8, words=words)
     steps = place.steps("judge")
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=0.05)
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"] - 0.01
     assert 0 <= steps[-1]["eval/pairs/mean"] <= 1
-    assert "pairs test" in result.out
-    folder = place.path / "runs/judge/checkpoints/step8"
+    folder = place.checkpoint("judge", 8)
     scorer = RewardModelScorer.load(str(folder))
     questions = [row["prompt"] for row in ROWS]
     chosen, rejected = (scorer([row[key] for row in ROWS], query=questions) for key in ("chosen", "rejected"))
@@ -50,7 +50,7 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     changes = {"lora": {"r": 2}, "checkpoint": {"every": 2}, "data": {"rows": 16}}
     words = ["1 056 of 39 968 parameters trained"]  # of which 32 are the output's
     place.train("reward", "judge", steps=4, words=words, **changes)
-    first, last = (place.path / f"runs/judge/checkpoints/step{step}" for step in (2, 4))
+    first, last = (place.checkpoint("judge", step) for step in (2, 4))
     base, (early, late) = place.path / "runs/judge/base", (load_file(f / "adapter" / FILE) for f in (first, last))
     assert (early[HEAD] - late[HEAD]).abs().max() > 1e-3, "the output layer learns"
     assert not list(first.glob("model*"))
@@ -160,7 +160,7 @@ def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
     assert own["mean"] == pytest.approx(trained["eval/pairs/mean"]) == pytest.approx(1 - other["mean"])
     assert own["interval"][0] <= own["mean"] <= own["interval"][1]
     assert f"pairs test {own['mean']:.3f}" in place.run("eval", "judge").out
-    result = place.run("eval", "judge", "--samples", "2", code=2, words=["--samples"])
+    place.run("eval", "judge", "--samples", "2", code=2, words=["--samples"])
 
 
 def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place):

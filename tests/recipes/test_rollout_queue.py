@@ -10,7 +10,7 @@ from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
 from llmrl.train.plan import _staleness, grpo_settings
 from llmrl.train.rollout_queue import RolloutQueue
-from llmrl.train.settings import GRPOConfig, RolloutSettings
+from llmrl.train.settings import GRPOConfig
 from tests.support.simulated import simulate
 from tests.support.vllm import wait_until
 
@@ -138,21 +138,6 @@ def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
     with pytest.raises(RuntimeError, match="no engine"):
         queue.take(0)
     queue.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_staleness": 4}, "max_staleness needs engine vllm"),
-        ({"oversample": 0.5}, "oversample needs engine vllm"),
-        ({"max_staleness": 4, "engine": "vllm", "own_process": False}, "max_staleness needs own_process"),
-        ({"max_staleness": 2, "engine": "vllm", "sleep": True}, "max_staleness needs sleep off"),
-        ({"max_staleness": -1}, "greater than or equal to 0"),
-    ],
-)
-def test_settings_that_cannot_run_ahead_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutSettings(**settings)
 
 
 def config(grpo=None, updates_per_step=1, **rollout):

@@ -153,10 +153,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(p
         damage(folder / f"step{step}")
     words = ["step8/checksums.json: must list the files of the checkpoint"]
     place.run("eval", "run", "env.name=sums", "eval.rows=2", code=3, words=words)
-    result = place.run("resume", "run")
-    for fault in DAMAGE:
-        assert fault in result.out
-    assert "going on from step1" in result.out
+    place.run("resume", "run", words=[*DAMAGE, "going on from step1"])
     steps = range(2, 9)
     assert place.checkpoints("run") == [
         *(f"damaged-step{step}" for step in steps),

@@ -108,8 +108,9 @@ def test_every_task_has_rows_to_train_on_and_others_to_measure():
     assert len(eval_rows(SUMS, EvalSettings(split="validation", rows=200))) == 200
 
 
-def test_a_file_of_ones_own_has_no_held_out_problems_unless_they_are_named(place):
-    env = EnvSettings(dataset="prompts.jsonl", reward="vowels:share")
+@pytest.mark.parametrize("task", [{"reward": "vowels:share"}, {"name": "sums"}], ids=["chat", "sums"])
+def test_a_file_of_ones_own_has_no_held_out_problems_unless_they_are_named(place, task):
+    env = EnvSettings(dataset="prompts.jsonl", **task)
     assert eval_rows(env, EvalSettings()) is None
     assert len(eval_rows(env, EvalSettings(dataset="prompts.jsonl", rows=5))) == 5
 

@@ -21,12 +21,6 @@ from tests.support.training_rows import random_rows
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
 
 
-@pytest.fixture
-def session():
-    with Session(CONFIG) as session:
-        yield session
-
-
 def updater(session, model, *, tokens=16384, steps=10, **optim):
     optim = OptimSettings(**{"lr": 1e-2, **optim})
     return Updater(session, TokenScorer(model), optim, steps=steps, tokens_per_microbatch=tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 from pathlib import Path
 
@@ -23,11 +22,7 @@ from llmrl.train.settings import GRPOConfig
 from tests.support.processes import wait_until
 from tests.support.vllm import stepped, trainer_log_probs
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: scripts/setup --vllm"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
 ROLLOUT = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}

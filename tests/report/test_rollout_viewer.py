@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-
-from llmrl.tools.browser import find_chromium
-
-if importlib.util.find_spec("playwright") is None:
-    pytest.skip("needs the package playwright: llmrl[browser]", allow_module_level=True)
-
-from playwright.sync_api import sync_playwright
 
 ASSETS = Path(__file__).parents[2] / "llmrl" / "report" / "assets"
 HOSTILE = [
@@ -71,28 +63,12 @@ def data_of(rollouts, vocabulary=None):
     return {"steps": steps, **counts, "rollouts": rollouts, "vocabulary": words, "control": [4, 9]}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
 @pytest.fixture
-def show(browser, tmp_path):
-    """Opens a page with the viewer of these rollouts, as a report has it; what went wrong in it fails the test."""
-    pages, faults = [], []
+def show(open_page, tmp_path):
+    """Opens a page with the viewer of these rollouts, as a report has it."""
 
     def show(data, width=1200):
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        page.on(
-            "console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None
-        )
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("dialog", lambda dialog: faults.append(dialog.message))
-        page.on("request", lambda request: None if request.url.startswith("file:") else faults.append(request.url))
-        path = tmp_path / f"page{len(pages)}.html"
+        path = tmp_path / "page.html"
         embedded = json.dumps(data).replace("<", "\\u003c")
         path.write_text(
             "<!doctype html><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; "
@@ -104,14 +80,9 @@ def show(browser, tmp_path):
             "renderRollouts(document.getElementById('rollouts'), data);</script>",
             encoding="utf-8",
         )
-        page.goto(path.as_uri())
-        pages.append(page)
-        return page
+        return open_page(path, width=width)
 
-    yield show
-    for page in pages:
-        page.close()
-    assert faults == []
+    return show
 
 
 def rows(page):
