@@ -25,6 +25,7 @@ from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
 from tests.support.commands import Result
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]  # where tests.support is found
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
@@ -110,6 +111,11 @@ class Workplace:
                 return
         raise AssertionError(self.finish(process, code=None).err)
 
+    def wait_for_lines(self, process: subprocess.Popen[str], run: str, count: int) -> None:
+        """Waits until a run has written metrics so often; where it ends before, shows what it said."""
+        wait_until(lambda: self.num_lines(run) >= count or process.poll() is not None, 600)
+        assert process.poll() is None, process.communicate()
+
     def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 600, **expected: Any) -> Result:
         """The end of a process; see `Result.check` for what is ``expected``."""
         try:
@@ -169,8 +175,8 @@ class Workplace:
         rows = [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
         return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
-    def num_steps(self, run: str) -> int:
-        """The lines that a run has written, which may be going on."""
+    def num_lines(self, run: str) -> int:
+        """The lines of metrics of a run, which may be going on."""
         metrics = self.path / "runs" / run / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 

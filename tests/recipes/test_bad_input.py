@@ -65,6 +65,34 @@ def test_settings_that_cannot_be_run_are_refused(place, command, changes, messag
     assert not (place.path / "runs").exists()
 
 
+OFFLOAD = ("memory.offload=parameters",)
+ENABLE_LORA = ("rollout.engine=vllm", "rollout.options={enable_lora: true}")
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "words"),
+    [
+        ("sft", OFFLOAD, ["memory.offload=parameters needs parallel.mode=fsdp2"]),
+        ("sft", (*OFFLOAD, "parallel.mode=fsdp2", "optim.name=adamw_8bit"), ["got fsdp2 and adamw_8bit"]),
+        ("sft", (*OFFLOAD, "parallel.mode=fsdp2"), ["memory.offload=parameters needs several processes"]),
+        ("sft", ("optim.name=adamw_8bit", "parallel.mode=fsdp2"), ["adamw_8bit cannot be used with parallel.mode"]),
+        ("sft", ("parallel.context=3",), ["2 attention heads and 1 key/value heads cannot be shared by 3 ranks"]),
+        ("sft", ("parallel.context=2", "packing=on"), ["use packing=auto"]),
+        ("sft", ("parallel.context=2", "memory.compile=true"), ["use memory.compile=false"]),
+        ("sft", ("parallel.context=2", "--gpu", "H100:7"), ["parallel.context must divide the 7 processes: got 2"]),
+        ("sft", ("parallel.context=2", "--gpu", "H100"), ["parallel.context must divide the 1 processes: got 2"]),
+        ("sft", ("--gpu", "1:8"), ["must fit on 8 x 1 GB"]),
+        ("sft", ("model_options.router_aux_loss=0.1",), ["router_aux_loss must be 0 or null", "Qwen2ForCausalLM"]),
+        ("grpo", ("rollout.routing_replay=on",), ["it is not a mixture of experts"]),
+        ("grpo", ("lora.dropout=0.1",), ["lora.dropout: must be 0 for grpo"]),
+        ("grpo", ENABLE_LORA, ["enable_lora cannot be used without lora"]),
+        ("grpo", (*ENABLE_LORA, "lora.quantize=nf4"), ["enable_lora cannot be used with lora.quantize"]),
+    ],
+)
+def test_settings_that_exclude_each_other_are_errors_of_the_plan(place, command, overrides, words):
+    place.plan(command, *overrides, code=2, words=words)
+
+
 def test_a_reward_must_find_its_columns_in_the_dataset(place):
     place.module("needy", "def score(completion, difficulty):\n    return 1.0\n")
     place.train("grpo", "b", code=2, words=["'difficulty' must be a column"], env={"reward": "needy:score"})

@@ -47,22 +47,17 @@ def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoin
     arguments = ("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port, "steps=100000")
     launch = place.process(*arguments, start_new_session=True)
 
-    def num_steps():
-        assert launch.poll() is None, launch.communicate()
-        return place.num_steps("run")
-
     try:
-        wait_until(lambda: num_steps() >= 3, PATIENCE_S)
+        place.wait_for_lines(launch, "run", 3)
         pushes = [log_of(place, number).count("POST /update_weight_version") for number in (port, port + 1)]
-        steps = num_steps()
+        steps = place.num_lines("run")
         assert 3 <= pushes[0] <= steps + 2, "one by each version, the first before the first step, not one by each rank"
         assert abs(pushes[0] - pushes[1]) <= 1
 
         started = descendants(launch.pid)
         (second,) = [pid for pid, command in started if f"--port={port + 1}" in command and "api_server" in command]
         os.kill(second, signal.SIGKILL)
-        alone = num_steps()
-        wait_until(lambda: num_steps() >= alone + 5, PATIENCE_S)
+        place.wait_for_lines(launch, "run", place.num_lines("run") + 5)
         os.kill(launch.pid, signal.SIGINT)
         words = [f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is started again"]
         place.finish(launch, timeout_s=PATIENCE_S, code=130, words=words)

@@ -152,11 +152,7 @@ def test_settings_that_a_model_cannot_keep_are_errors_of_the_plan(settings, mess
         lora_rows(sft_config(**settings), session, model_shape(tiny_model()))
 
 
-def test_what_grpo_cannot_keep_and_what_is_not_installed_is_named(monkeypatch, place):
-    place.plan("grpo", code=2, words=["lora.dropout: must be 0 for grpo"], lora={"dropout": 0.1})
-    engine = {"engine": "vllm", "options": {"enable_lora": True}}
-    for lora, word in ((None, "without lora"), ({"quantize": "nf4"}, "with lora.quantize")):
-        place.plan("grpo", code=2, words=[f"enable_lora cannot be used {word}"], lora=lora, rollout=engine)
+def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     config = GRPOConfig(model="m", env={"name": "gsm8k"}, lora={})
     with Session(config) as session, pytest.raises(MissingDependencyError, match=r"lora: .*llmrl\[lora\]"):

@@ -66,11 +66,6 @@ def test_adamw_in_8_bits_follows_adamw_or_names_the_package_that_it_needs(sessio
     assert worst(found, exact) < 0.5 * moved
 
 
-def test_adamw_in_8_bits_is_refused_where_no_checkpoint_could_hold_it(place):
-    words = ["optim.name=adamw_8bit cannot be used with parallel.mode=fsdp2"]
-    place.plan("sft", code=2, words=words, optim={"name": "adamw_8bit"}, parallel={"mode": "fsdp2"})
-
-
 def test_a_run_with_adamw_in_8_bits_is_resumed_exactly_or_refused_before_weights_are_loaded(place):
     eight_bit = {"steps": 4, "checkpoint": {"every": 2}, "optim": {"name": "adamw_8bit"}, "model": {"hidden_size": 64}}
     if importlib.util.find_spec("torchao") is None:

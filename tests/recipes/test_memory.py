@@ -338,7 +338,6 @@ def test_a_run_writes_its_speed_and_a_trace_of_the_steps_asked_for(place):
 
 def test_a_dry_run_plans_for_gpus_that_are_not_here(place):
     place.plan("sft", "--gpu", "H100:8", words=["8 x H100, 79.2 GiB each"])
-    place.plan("sft", "--gpu", "1:8", code=2, words=["must fit on 8 x 1 GB"])
     place.run("sft", "plan.yaml", "--gpu", "H100:8", code=2, words=["needs --dry-run"])
 
 

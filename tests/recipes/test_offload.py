@@ -107,15 +107,3 @@ def test_offloading_is_named_where_it_makes_a_run_fit():
     assert changes["memory.offload"] == "parameters"
     assert "optim.name" not in changes
     type(settings).model_validate(with_changes(settings, changes).model_dump())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([], "memory.offload=parameters needs parallel.mode=fsdp2"),
-        (["parallel.mode=fsdp2", "optim.name=adamw_8bit"], "got fsdp2 and adamw_8bit"),
-        (["parallel.mode=fsdp2"], "memory.offload=parameters needs several processes"),
-    ],
-)
-def test_what_cannot_be_offloaded_is_an_error_of_the_plan(place, changes, words):
-    place.plan("sft", "memory.offload=parameters", *changes, code=2, words=[words])

@@ -161,7 +161,7 @@ def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(plac
     env = {"reward": None, "rewards": [{"fn": "dies:score", "process": False}]}
     settings = place.recipe("dies", "grpo", steps=500, env=env, checkpoint={"every": 5}, parallel={"mode": layout})
     process = place.process("grpo", settings, "--name", "dies", ranks=2)
-    wait_until(lambda: place.num_steps("dies") or process.poll() is not None, 600)
+    wait_until(lambda: place.num_lines("dies") or process.poll() is not None, 600)
     place.finish(process, timeout_s=180, code=None, words=[message])
     assert 1 <= len(place.steps("dies")) < 500
 

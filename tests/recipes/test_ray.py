@@ -13,7 +13,6 @@ from llmrl.train.ray_servers import RayPlan, check_room, connect
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
-PATIENCE_S = 500
 
 
 @pytest.mark.vllm
@@ -25,7 +24,7 @@ def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run
     name = place.recipe("mine", "grpo", model=MODEL, rollout=rollout, zero_variance="keep")
     run = place.process("grpo", name, "--name", "run", "steps=100000", start_new_session=True)
     try:
-        wait_until(lambda: place.num_steps("run") >= 3 or run.poll() is not None, PATIENCE_S)
+        place.wait_for_lines(run, "run", 3)
         started = descendants(run.pid)
         (actor,) = [pid for pid, command in started if command.startswith("ray::_Server")]
         os.kill(actor, signal.SIGKILL)

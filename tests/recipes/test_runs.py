@@ -24,16 +24,14 @@ EVAL = {"rows": 6, "max_tokens": 6}
 @pytest.fixture(scope="module")
 def runs(shared_place):
     """One supervised run on ``sums``, and one of GRPO that starts from its checkpoint."""
-    from llmrl.run.cli import main
-
     place = shared_place
     tiny = {"hidden_size": 32, "layers": 1, "heads": 2}
     common = {"env": {"name": "sums"}, "eval": EVAL, "checkpoint": {"every": 2, "keep": 3}, "optim": {"lr": 1e-2}}
     place.recipe("teach", {**common, "model": tiny, "data": {"path": "sums", "rows": 40}, "batch_size": 8, "steps": 5})
     grpo = {"steps": 3, "prompts_per_step": 3, "group_size": 4, "sampling": {"max_tokens": 6}, "zero_variance": "keep"}
     place.recipe("improve", {**common, "model": "latest:teach", **grpo, "eval": {**EVAL, "every": 2}})
-    assert main(["sft", "teach.yaml", "--name", "taught"]) == 0
-    assert main(["grpo", "improve.yaml", "--name", "improved"]) == 0
+    place.run("sft", "teach.yaml", "--name", "taught")
+    place.run("grpo", "improve.yaml", "--name", "improved")
     return place
 
 

@@ -256,9 +256,9 @@ def test_one_command_begins_a_run_begins_it_again_and_goes_on(place):
     command = ("sft", settings, "--name", "job7", "--resume")
     (place.path / "runs/job7").mkdir()  # killed before it wrote its first file
     job = place.process(*command, "steps=100000", "checkpoint.every=0", start_new_session=True)
-    wait_until(lambda: place.num_steps("job7") >= 3, 600)
+    place.wait_for_lines(job, "job7", 3)
     place.run(*command, code=3, words=["must have one process at a time"])
-    assert place.num_steps("job7") >= 3, "it took nothing from the one that runs"
+    assert place.num_lines("job7") >= 3, "it took nothing from the one that runs"
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate()
     assert not (place.path / "runs/job7/checkpoints").exists() or place.checkpoints("job7") == []
@@ -282,7 +282,7 @@ def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(pl
     place.run("sft", settings, "--name", "straight")
     command = ("sft", settings, "--name", "job7", "--resume")
     job = place.process(*command, "steps=100000", ranks=2, start_new_session=True)
-    wait_until(lambda: place.num_steps("job7"), 600)
+    place.wait_for_lines(job, "job7", 1)
     ranks = descendants(job.pid)
     for pid in (job.pid, *(pid for pid, _ in ranks)):
         with suppress(ProcessLookupError):

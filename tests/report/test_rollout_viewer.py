@@ -85,6 +85,11 @@ def show(open_page, tmp_path):
     return show
 
 
+def cards(page, fact):
+    """The step (0) or the reward (1) of each conversation that stands beside others."""
+    return [text.split(" · ")[fact] for text in page.locator(".rv-card > button").all_text_contents()]
+
+
 def rows(page):
     return page.locator("[role=option] .rv-start").all_text_contents()
 
@@ -98,10 +103,11 @@ def test_rollouts_are_filtered_by_each_of_their_facts(show):
 
     def filtered(name, value, expected):
         control = page.locator(f".rv-bar [name={name}]")
+        choose = control.select_option if control.evaluate("node => node.tagName") == "SELECT" else control.fill
         before = control.input_value()
-        control.select_option(value) if control.evaluate("node => node.tagName") == "SELECT" else control.fill(value)
+        choose(value)
         assert count.text_content() == f"{expected} of 12", name
-        control.select_option(before) if control.evaluate("node => node.tagName") == "SELECT" else control.fill(before)
+        choose(before)
 
     filtered("step", "5", 6)
     filtered("stop", "length", 4)
@@ -198,17 +204,12 @@ def test_the_keyboard_moves_through_the_list_and_finds_the_search(show):
 def test_a_group_and_the_same_prompt_at_another_step_stand_side_by_side(show):
     page = show(data_of([rollout(step, number) for step in (1, 5, 9) for number in range(4)]))
     page.get_by_role("button", name="group of 2").click()
-    assert [text.split(" · ")[1] for text in page.locator(".rv-card > button").all_text_contents()] == [
-        "reward 0",
-        "reward 0.1",
-    ]
+    assert cards(page, 1) == ["reward 0", "reward 0.1"]
     assert page.locator(".rv-card .rv-token").count() == 6  # the prompt is shown once
     page.get_by_role("button", name="other steps (4)").click()
-    steps = [text.split(" · ")[0] for text in page.locator(".rv-card > button").all_text_contents()]
-    assert steps == ["step 1", "step 9", "step 9"]
+    assert cards(page, 0) == ["step 1", "step 9", "step 9"]
     page.locator("[name=other]").select_option("5")
-    steps = [text.split(" · ")[0] for text in page.locator(".rv-card > button").all_text_contents()]
-    assert steps == ["step 1", "step 5", "step 5"]
+    assert cards(page, 0) == ["step 1", "step 5", "step 5"]
     page.locator(".rv-card > button").nth(2).click()
     assert page.locator("[aria-selected=true] .rv-facts").text_content().startswith("step 5 · reward 0.1")
 
@@ -230,21 +231,11 @@ def test_calls_are_folded_behind_the_turn_that_made_them(show):
 
 
 def test_no_text_of_a_model_runs_and_hidden_letters_are_seen(show):
-    hostile = [
-        rollout(
-            1,
-            number,
-            prompt=text,
-            completion=text,
-            prompt_id=text,
-            stop_reason=text,
-            rewards={text: 1.0},
-            tool_calls=[call(text, name=text, arguments=text, result=text)],
-        )
-        for number, text in enumerate(HOSTILE)
-    ]
-    for row in hostile:
-        row["record"]["spans"] = [[row["prompt"], 0, 2], ["assistant", 0, 3]]
+    hostile = [rollout(1, number) for number in range(len(HOSTILE))]
+    for row, text in zip(hostile, HOSTILE, strict=True):
+        row |= {"prompt": text, "completion": text, "prompt_id": text, "stop_reason": text, "rewards": {text: 1.0}}
+        row["tool_calls"] = [call(text, name=text, arguments=text, result=text)]
+        row["record"]["spans"] = [[text, 0, 2], ["assistant", 0, 3]]
     without = [rollout(1, 50 + number, completion=text, record=None) for number, text in enumerate(HOSTILE)]
     page = show(data_of(hostile + without, {1: HOSTILE[1], 2: HOSTILE[5]}))
     page.locator(".rv-list").focus()
