@@ -29,7 +29,7 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
     overrides, words = (f"parallel.mode={layout}", "memory.checkpointing=on"), [f"2 processes, {layout.upper()}"]
     changes = {"steps": 5, "batch_size": 9, "tokens_per_microbatch": 200, "optim": OPTIM, "checkpoint": {"every": 3}}
     result = place.train_as_one_and_as_ranks("sft", *overrides, step=5, words=words, **changes, **EVAL)
-    assert result.out.count("sft · mine") == 1, "only the first process prints"
+    assert result.out.count("sft · sums") == 1, "only the first process prints"
     assert place.checkpoints("two") == ["step3", "step5"]
     resume_without(place, 5)
 
