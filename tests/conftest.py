@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+from llmrl.run.cli import main
+from tests.support.commands import Result
 from tests.support.ray_cluster import cluster  # noqa: F401  a fixture of several folders
 
 # Set before torch and transformers are imported; child processes inherit it.
@@ -37,6 +39,18 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # what lives as long as the tests themselves is not visited again by every collection
+
+
+@pytest.fixture
+def run_llmrl(capsys):
+    """Runs one command in this process; see `Result.check` for what can be expected of it."""
+
+    def run(*arguments, **expected):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr()).check(**expected)
+
+    return run
 
 
 def pytest_runtest_setup(item):

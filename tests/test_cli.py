@@ -71,8 +71,8 @@ def only_run() -> RunDir:
     return RunDir.open(entry)
 
 
-def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy):
-    assert cli.main(["grpo", "toy.yaml", "steps=7"]) == 0
+def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy, run_llmrl):
+    run_llmrl("grpo", "toy.yaml", "steps=7")
     run = only_run()
     assert run.path.name.startswith("toy-")
     assert yaml.safe_load(run.config.read_text()) == {"steps": 7, "fail": ""}
@@ -84,35 +84,31 @@ def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy):
     assert (config.steps, run_dir, resume) == (7, run.path, False)
 
 
-def test_options_may_stand_between_settings_and_name_and_place_the_run(toy):
-    assert cli.main(["sft", "toy.yaml", "--name", "try1", "steps=2", "--runs", "elsewhere", "fail=''"]) == 0
+def test_options_may_stand_between_settings_and_name_and_place_the_run(toy, run_llmrl):
+    run_llmrl("sft", "toy.yaml", "--name", "try1", "steps=2", "--runs", "elsewhere", "fail=''")
     assert RunDir.open("elsewhere/try1").read_info()["command"] == "sft"
-    assert cli.main(["sft", "steps=2"]) == 0, "settings alone are enough"
+    run_llmrl("sft", "steps=2")  # settings alone are enough
     assert only_run().path.name.startswith("sft-")
 
 
-def test_a_dry_run_prints_the_settings_and_the_plan_and_writes_nothing(toy, capsys):
-    assert cli.main(["grpo", "toy.yaml", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_a_dry_run_prints_the_settings_and_the_plan_and_writes_nothing(toy, run_llmrl):
+    out = run_llmrl("grpo", "toy.yaml", "--dry-run").out
     assert "steps: 5  # toy.yaml:1\n" in out
     assert "batch     5 steps of everything\n" in out
     assert not os.path.exists("runs")
     assert toy.calls == []
 
 
-def test_defaults_are_printed_with_their_meaning(toy, capsys):
-    assert cli.main(["sft", "--defaults"]) == 0
-    assert capsys.readouterr().out == "steps: 3  # optimizer steps\nfail: ''\n"
+def test_defaults_are_printed_with_their_meaning(toy, run_llmrl):
+    assert run_llmrl("sft", "--defaults").out == "steps: 3  # optimizer steps\nfail: ''\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["fail=data"], 3), (["fail=extra"], 3), (["fail=rollout"], 4), (["fail=config"], 2), (["fail=interrupt"], 130)],
+    ("failure", "code"), [("data", 3), ("extra", 3), ("rollout", 4), ("config", 2), ("interrupt", 130)]
 )
-def test_exit_codes_tell_the_failures_apart(toy, capsys, arguments, code):
-    assert cli.main(["grpo", "toy.yaml", *arguments]) == code
-    err = capsys.readouterr().err
-    assert "interrupted" in err if code == 130 else "toy: must work" in err
+def test_exit_codes_tell_the_failures_apart(toy, run_llmrl, failure, code):
+    err = run_llmrl("grpo", "toy.yaml", f"fail={failure}", code=code).err
+    assert ("interrupted" if code == 130 else "toy: must work") in err
 
 
 @pytest.mark.parametrize(
@@ -131,33 +127,30 @@ def test_exit_codes_tell_the_failures_apart(toy, capsys, arguments, code):
         (["show"], "required: run"),
     ],
 )
-def test_what_is_wrong_with_a_command_line_is_said_with_exit_code_2(toy, capsys, arguments, said):
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("config error  ")
-    assert said in captured.err
-    assert captured.out == ""
+def test_what_is_wrong_with_a_command_line_is_said_with_exit_code_2(toy, run_llmrl, arguments, said):
+    result = run_llmrl(*arguments, code=2)
+    assert result.err.startswith("config error  ")
+    assert said in result.err
+    assert result.out == ""
     assert not os.path.exists("runs")
 
 
-def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, capsys, monkeypatch):
+def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, run_llmrl, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     (tmp_path / "toy.yaml").write_text("# comment\nstps: 5\n")
-    assert cli.main(["grpo", "toy.yaml"]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second, third = run_llmrl("grpo", "toy.yaml", code=2).err.splitlines()
     assert first == "config error  toy.yaml:2  stps  is not a setting"
     assert second == "did you mean  steps  (optimizer steps, default 3)?"
     assert third.startswith("              nothing was loaded (")
     assert third.endswith("llmrl grpo --defaults  lists every setting.")
 
 
-def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, capsys, monkeypatch):
+def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, run_llmrl, monkeypatch):
     waited = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    assert cli.main(["grpo", "toy.yaml", "steps=0"]) == 2
+    run_llmrl("grpo", "toy.yaml", "steps=0", code=2, words=["steps"])
     assert waited == [cli.RANK_0_SPEAKS_WITHIN_S]
-    assert "steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,43 +161,43 @@ def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, 
         ("/sys/runs", "choose a folder that can be written"),
     ],
 )
-def test_a_place_where_no_run_can_be_is_one_line_with_exit_code_3(toy, capsys, runs, said):
-    assert cli.main(["grpo", "toy.yaml", "--runs", runs]) == 3
-    (line,) = capsys.readouterr().err.splitlines()
+def test_a_place_where_no_run_can_be_is_one_line_with_exit_code_3(toy, run_llmrl, runs, said):
+    (line,) = run_llmrl("grpo", "toy.yaml", "--runs", runs, code=3).err.splitlines()
     assert line.startswith(f"error         {runs}")
     assert said in line
 
 
-def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_run(toy, capsys):
+def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_run(toy, run_llmrl):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        code = cli.main(["grpo", "toy.yaml"])
+        (line,) = run_llmrl("grpo", "toy.yaml", code=3).err.splitlines()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 3
-    (line,) = capsys.readouterr().err.splitlines()
     assert "config.yaml: cannot be written: File too large; " in line
     assert line.endswith(" on that disk; make room.")
     assert os.listdir("runs") == []
 
 
-def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy):
-    cli.main(["grpo", "toy.yaml"])
-    run = only_run()
-    assert cli.main(["resume", run.path.name, "steps=9"]) == 0
+@pytest.fixture
+def run(toy, run_llmrl):
+    """A run that the toy recipe made."""
+    run_llmrl("grpo", "toy.yaml")
+    return only_run()
+
+
+def test_resume_goes_on_with_the_recorded_settings_and_the_changed_ones(toy, run, run_llmrl):
+    run_llmrl("resume", run.path.name, "steps=9")
     config, run_dir, resume = toy.calls[-1]
     assert (config.steps, config.fail, run_dir, resume) == (9, "", run.path, True)
     assert "steps: 9  # resume" in run.config.read_text()
 
 
-def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(toy):
-    cli.main(["grpo", "toy.yaml"])
-    run = only_run()
+def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(run, run_llmrl):
     files = run.config.read_text(), run.info.read_text()
-    assert cli.main(["resume", run.path.name, "steps=9", "fail=data"]) == 3
+    run_llmrl("resume", run.path.name, "steps=9", "fail=data", code=3)
     assert (run.config.read_text(), run.info.read_text()) == files
-    assert cli.main(["resume", run.path.name]) == 0
+    run_llmrl("resume", run.path.name)
 
 
 HOLD = """
@@ -218,21 +211,17 @@ with RunDir(Path(sys.argv[1])).lock():
 """
 
 
-def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(toy, capsys):
-    cli.main(["grpo", "toy.yaml"])
-    run = only_run()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
+def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(toy, run, run_llmrl):
+    command = [sys.executable, "-c", HOLD, str(run.path)]
+    resume = ("resume", run.path.name, "steps=9")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline() == "held\n"
-        assert cli.main(["resume", run.path.name, "steps=9"]) == 3
-        error = capsys.readouterr().err
-        assert f"beside process {owner.pid} on {socket.gethostname()}, which runs" in error
-        assert "Traceback" not in error
+        words = [f"beside process {owner.pid} on {socket.gethostname()}, which runs"]
+        assert "Traceback" not in run_llmrl(*resume, code=3, words=words).err
         assert len(toy.calls) == 1
         assert "steps: 9" not in run.config.read_text()
         owner.kill()
-    assert cli.main(["resume", run.path.name, "steps=9"]) == 0
+    run_llmrl(*resume)
     assert "steps: 9" in run.config.read_text()
 
 
@@ -250,11 +239,10 @@ def make_run(tmp_path, *steps) -> RunDir:
     return run
 
 
-def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_path, toy, capsys):
+def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_path, toy, run_llmrl):
     first, last = ({"reward/mean": reward, "time/step": 60.0} for reward in (0.25, 0.75))
     run = make_run(tmp_path, {"eval/sums/mean": 0.25}, first, last | {"eval/sums/mean": 0.5})
-    assert cli.main(["show", "try1"]) == 0
-    out = capsys.readouterr().out
+    out = run_llmrl("show", "try1").out
     table = [line.split() for line in out.splitlines()[3:6]]
     assert table == [["step", "reward", "step", "s"], ["1", ".250", "60.0"], ["2", ".750", "60.0"]]
     assert "done       2 steps · 2m 00s" in out
@@ -263,23 +251,20 @@ def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_pa
     assert out.index("p1.0«c»") < out.index("p0.0«c»")
     assert "p0.5" not in out
     assert "llmrl resume" in out
-    assert cli.main(["show", str(run.path), "--step", "1"]) == 3
-    capsys.readouterr()
-    assert cli.main(["show", "try1", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    run_llmrl("show", run.path, "--step", "1", code=3)
+    facts = json.loads(run_llmrl("show", "try1", "--json").out)
     assert facts["checkpoints"] == [2]
     assert facts["calls"] is None, "a run without tools"
     assert facts["changes"]["eval/sums"] == {"before": 0.25, "after": 0.5}
 
 
-def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path, toy, capsys):
+def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path, toy, run_llmrl):
     columns = ("call_rate", "calls_mean", "ok_frac", "malformed_frac", "cut_frac", "error_frac")
     rows = [(0, 0, 0, 0, 0, 0), (0.25, 0.5, 0.5, 0.5, 0.25, 0), (1, 1.5, 1, 0, 0, 0)]
     tools = [{f"tools/{name}": value for name, value in zip(columns, row, strict=True)} for row in rows]
     common = {"reward/mean": 0.5, "time/step": 1.0, "tools/conversations": 8}
     make_run(tmp_path, {}, *(common | metrics for metrics in tools))
-    assert cli.main(["show", "try1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_llmrl("show", "try1").out.splitlines()
     assert [line.split() for line in lines[3:7]] == [
         ["step", "reward", "calls", "step", "s"],
         ["1", ".500", "0%", "1.00"],
@@ -287,34 +272,31 @@ def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path,
         ["3", ".500", "100%", "1.00"],
     ]
     assert "tools     16 calls · ok 50% -> 100% · malformed 50% -> 0%" in lines
-    assert cli.main(["show", "try1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["calls"] == {
+    assert json.loads(run_llmrl("show", "try1", "--json").out)["calls"] == {
         "count": 16,
         "outcomes": {"ok": {"before": 0.5, "after": 1.0}, "malformed": {"before": 0.5, "after": 0.0}},
     }
 
 
-def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, monkeypatch):
+def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, run_llmrl, monkeypatch):
     run = make_run(tmp_path)
     (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef evaluate(**k):\n    calls.append(k)\n    return 0\n")
     import toy_evaluate
 
     monkeypatch.setitem(sys.modules, "llmrl.run.evaluate", toy_evaluate)
-    assert cli.main(["eval", "try1", "steps=9", "--json"]) == 0
+    run_llmrl("eval", "try1", "steps=9", "--json")
     (given,) = toy_evaluate.calls
     assert given["run"].path.resolve() == run.path
     assert given["checkpoint"].name == "step2"
     assert (given["config"].steps, given["as_json"]) == (9, True)
-    assert cli.main(["eval", "try1", "--checkpoint", "step7"]) == 3
+    run_llmrl("eval", "try1", "--checkpoint", "step7", code=3)
 
 
-def test_doctor_finds_that_this_machine_can_train(capsys):
-    assert cli.main(["doctor", "--json"]) == 0
-    found = {check["name"]: check["ok"] for check in json.loads(capsys.readouterr().out)}
+def test_doctor_finds_that_this_machine_can_train(run_llmrl):
+    found = {check["name"]: check["ok"] for check in json.loads(run_llmrl("doctor", "--json").out)}
     assert found["cpu"]
     assert found["training"]
-    assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith("ok  python")
+    assert run_llmrl("doctor").out.startswith("ok  python")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -348,14 +330,10 @@ def test_idle_threads_soon_sleep_unless_the_user_said_how_they_wait(monkeypatch,
     assert (os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")) == expected
 
 
-def test_help_and_version_answer(capsys):
-    assert cli.main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(command in out for command in ("grpo    RECIPE", "template NAME_OR_PATH"))
-    assert cli.main([]) == 2
-    capsys.readouterr()
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("llmrl ")
+def test_help_and_version_answer(run_llmrl):
+    run_llmrl("--help", words=["grpo    RECIPE", "template NAME_OR_PATH"])
+    run_llmrl(code=2)
+    assert run_llmrl("--version").out.startswith("llmrl ")
 
 
 def test_a_reader_that_stops_early_is_not_an_error():

@@ -30,6 +30,13 @@ def terminal(width: int = 100) -> Console:
     )
 
 
+def shown(show, *arguments, console: Console | None = None, **options) -> list[str]:
+    """The lines that a function writes to a console which is not a terminal."""
+    console = console or plain()
+    show(console, *arguments, **options)
+    return written(console).splitlines()
+
+
 def written(console: Console) -> str:
     if isinstance(console.file, io.StringIO):
         return console.file.getvalue()
@@ -37,8 +44,7 @@ def written(console: Console) -> str:
 
 
 class Clock:
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -113,14 +119,8 @@ def test_other_ranks_print_nothing(capsys, monkeypatch):
 
 
 def test_the_plan_is_aligned_and_keeps_further_lines_under_the_first():
-    console = plain()
-    print_plan(console, "grpo", [("machine", "cpu"), ("batch", "8 x 8\n[64]")], right="runs/a")
-    assert written(console).splitlines() == [
-        "grpo" + " " * 50 + "runs/a",
-        "machine   cpu",
-        "batch     8 x 8",
-        "          [64]",
-    ]
+    lines = shown(print_plan, "grpo", [("machine", "cpu"), ("batch", "8 x 8\n[64]")], right="runs/a")
+    assert lines == ["grpo" + " " * 50 + "runs/a", "machine   cpu", "batch     8 x 8", "          [64]"]
 
 
 def test_a_console_that_cannot_write_a_character_gets_another():
@@ -135,9 +135,7 @@ def test_trained_tokens_are_bracketed_off_a_terminal_and_coloured_on_one():
     sample = Sample(
         [("1 + 1 [/INST]? ", False), ("it", True), (" is 2", True), (" ok", False)], reward=1.0, advantage=-0.5
     )
-    console = plain()
-    print_conversations(console, [sample])
-    lines = written(console).splitlines()
+    lines = shown(print_conversations, [sample])
     assert lines[1].startswith("1 + 1 [/INST]? «it is 2» ok")
     assert lines[1].endswith("reward 1")
     assert lines[2].endswith("advantage -.500")
@@ -154,15 +152,14 @@ def test_what_a_model_wrote_cannot_steer_the_terminal():
 
 
 def test_long_conversations_lose_their_middle_and_say_how_much():
-    console = plain(width=200)
-    print_conversations(console, [Sample([("a" * 50, False), ("b" * 50, True)])], max_chars=20)
-    assert f"{'a' * 10} [... 80 characters ...] «{'b' * 10}»" in written(console)
+    sample = Sample([("a" * 50, False), ("b" * 50, True)])
+    lines = shown(print_conversations, [sample], max_chars=20, console=plain(width=200))
+    assert f"{'a' * 10} [... 80 characters ...] «{'b' * 10}»" in "\n".join(lines)
 
 
 def test_the_summary_shows_before_and_after():
-    console = plain()
-    print_summary(console, ["3 steps"], changes=[("sums", 0.25, 0.5), ("late", None, 0.5), ("nll", 2.0, 1.5)])
-    assert written(console).splitlines() == [
+    changes = [("sums", 0.25, 0.5), ("late", None, 0.5), ("nll", 2.0, 1.5)]
+    assert shown(print_summary, ["3 steps"], changes=changes) == [
         "done      3 steps",
         "sums      .250 -> .500 (+.250)",
         "late      - -> .500",
@@ -171,15 +168,13 @@ def test_the_summary_shows_before_and_after():
 
 
 def test_a_long_name_widens_the_column_of_labels():
-    console = plain()
-    print_summary(console, ["3 steps"], changes=[("eval/gsm8k-test", 0.25, 0.5)])
-    assert written(console).splitlines() == ["done             3 steps", "eval/gsm8k-test  .250 -> .500 (+.250)"]
+    lines = shown(print_summary, ["3 steps"], changes=[("eval/gsm8k-test", 0.25, 0.5)])
+    assert lines == ["done             3 steps", "eval/gsm8k-test  .250 -> .500 (+.250)"]
 
 
 def test_a_table_of_recorded_steps_leaves_out_columns_without_values():
-    console = plain()
-    print_table(console, COLUMNS, [{"step": 1, "perf/gen_tok_s": 10.0}, {"step": 2, "perf/gen_tok_s": None}])
-    assert written(console).splitlines() == ["  step   tok/s", "     1      10", "     2       -"]
+    lines = shown(print_table, COLUMNS, [{"step": 1, "perf/gen_tok_s": 10.0}, {"step": 2, "perf/gen_tok_s": None}])
+    assert lines == ["  step   tok/s", "     1      10", "     2       -"]
 
 
 @pytest.mark.parametrize("column", GRPO_COLUMNS, ids=lambda column: column.label)

@@ -51,6 +51,14 @@ def examples() -> list[Example]:
 
 
 EXAMPLES = examples()
+
+
+def examples_of(suffix: str) -> pytest.MarkDecorator:
+    """A test for each example that is a file of this kind."""
+    found = [example for example in EXAMPLES if example.name.endswith(suffix)]
+    return pytest.mark.parametrize("example", found, ids=lambda example: example.name)
+
+
 SMALL = ("model={hidden_size: 16, layers: 1, heads: 2}", "steps=1", "prompts_per_step=2", "group_size=2")
 SMALL += ("sampling.max_tokens=4", "env.split=validation", "eval.rows=2", "eval.max_tokens=4")
 
@@ -74,7 +82,7 @@ def test_every_file_of_the_documents_has_a_name_of_its_own():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.name.endswith(".py")], ids=lambda example: example.name)
+@examples_of(".py")
 def test_a_program_of_the_documents_runs_and_prints_what_they_say(example, folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(folder))  # as Python does for the file that it runs
     runpy.run_path(example.name, run_name="__main__")
@@ -82,7 +90,7 @@ def test_a_program_of_the_documents_runs_and_prints_what_they_say(example, folde
     assert example.prints, "a program that shows nothing"
 
 
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.name.endswith(".yaml")], ids=lambda example: example.name)
+@examples_of(".yaml")
 def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     assert f"llmrl grpo {example.name}" in commands(), "the page says how to run it"
     changes = [change for change in SMALL if "jsonl" not in example.text or "split" not in change]
@@ -90,9 +98,7 @@ def test_a_recipe_of_the_documents_trains(example, folder, capsys):
     assert (folder / "runs" / "try" / "checkpoints" / "step1").is_dir()
 
 
-@pytest.mark.parametrize(
-    "example", [e for e in EXAMPLES if e.name.endswith(".sbatch")], ids=lambda example: example.name
-)
+@examples_of(".sbatch")
 def test_a_batch_file_of_the_documents_is_one_that_bash_reads(example, folder):
     checked = subprocess.run(["bash", "-n", example.name], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -96,9 +96,8 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
             package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
             base = node.module or ""
             if node.level:
-                base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
-                )
+                above = package.split(".")[: package.count(".") + 2 - node.level]
+                base = ".".join([*above, *filter(None, [base])])
             for alias in node.names:
                 yield (f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base), node.lineno
         for child in nodes:
@@ -157,13 +156,8 @@ def test_the_walker_sees_imports_everywhere_but_under_type_checking(tmp_path, mo
         "if TYPE_CHECKING:\n    import llmrl.run.cli\nelse:\n    import yaml\ndef f():\n    from llmrl import recipes\n"
     )
     monkeypatch.setitem(MODULES, "llmrl.data.module", path)
-    assert [found for found, _ in imports("llmrl.data.module")] == [
-        "__future__",
-        "typing",
-        "llmrl.data.b",
-        "yaml",
-        "llmrl.recipes",
-    ]
+    found = [found for found, _ in imports("llmrl.data.module")]
+    assert found == ["__future__", "typing", "llmrl.data.b", "yaml", "llmrl.recipes"]
     assert not allowed("llmrl.data.module", "llmrl.recipes")
     assert not allowed("llmrl.data.module", "llmrl.envs.base")
     assert allowed("llmrl.objectives.llm.advantage", "llmrl.envs.transforms.base")

@@ -19,9 +19,13 @@ def test_each_step_is_one_json_line_on_disk_when_log_returns(tmp_path):
         )
 
 
+def log_step(path, metrics, step=1, **options):
+    with MetricsLog(path, **options) as log:
+        log.log(step, metrics)
+
+
 def test_what_is_not_finite_is_null_so_that_every_json_reader_can_read_it(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.log(1, {"policy/loss": math.nan, "policy/grad_norm": math.inf})
+    log_step(tmp_path, {"policy/loss": math.nan, "policy/grad_norm": math.inf})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "policy/loss": None, "policy/grad_norm": None}
 
@@ -30,19 +34,15 @@ def test_what_is_not_finite_is_null_so_that_every_json_reader_can_read_it(tmp_pa
     "name", ["reward/mean", "eval/gsm8k-test/mean", "eval/aime25/pass@16", "reward/exact_match/std"]
 )
 def test_names_of_the_table_and_of_the_two_families_are_accepted(tmp_path, name):
-    with MetricsLog(tmp_path) as log:
-        log.log(1, {name: 0.5})
+    log_step(tmp_path, {name: 0.5})
     assert read_metrics(tmp_path) == [{"step": 1, name: 0.5}]
 
 
 @pytest.mark.parametrize(("name", "meant"), [("reward", ""), ("policy/losss", "policy/loss"), ("eval/mean", "")])
 def test_other_names_are_refused_also_where_nothing_is_written(tmp_path, name, meant):
     for enabled in (True, False):
-        with (
-            MetricsLog(tmp_path, enabled=enabled) as log,
-            pytest.raises(ConfigError, match=f"'{name}' is not a metric.*{meant}"),
-        ):
-            log.log(1, {name: 1.0})
+        with pytest.raises(ConfigError, match=f"'{name}' is not a metric.*{meant}"):
+            log_step(tmp_path, {name: 1.0}, enabled=enabled)
     assert not read_metrics(tmp_path)
 
 
@@ -58,21 +58,18 @@ def test_a_resumed_run_drops_the_steps_after_its_checkpoint_and_a_torn_last_line
             log.log(step, {"policy/loss": step})
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "policy/lo')
-    with MetricsLog(tmp_path, resume_step=3) as log:
-        log.log(4, {"policy/loss": 40.0})
+    log_step(tmp_path, {"policy/loss": 40.0}, step=4, resume_step=3)
     assert [(row["step"], row["policy/loss"]) for row in read_metrics(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40.0)]
 
 
 def test_a_new_run_does_not_write_into_the_file_of_another(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.log(1, {"policy/loss": 1.0})
-    with pytest.raises(ConfigError, match="holds the steps of another run"):
+    log_step(tmp_path, {"policy/loss": 1.0})
+    with pytest.raises(ConfigError, match="the steps of another run"):
         MetricsLog(tmp_path)
 
 
 def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path):
-    with MetricsLog(tmp_path / "run", enabled=False, mirrors=["wandb"]) as log:
-        log.log(1, {"policy/loss": 1.0})
+    log_step(tmp_path / "run", {"policy/loss": 1.0}, enabled=False, mirrors=["wandb"])
     assert not (tmp_path / "run").exists()
 
 
@@ -102,8 +99,7 @@ def test_a_file_that_holds_no_steps_is_named(tmp_path, content, message):
 def test_mirrors_see_every_step(tmp_path):
     calls = []
     mirror = types.SimpleNamespace(log=lambda *a: calls.append(a), close=lambda: calls.append("closed"))
-    with MetricsLog(tmp_path, mirrors=[mirror]) as log:
-        log.log(3, {"policy/loss": 1.0})
+    log_step(tmp_path, {"policy/loss": 1.0}, step=3, mirrors=[mirror])
     assert calls == [(3, {"policy/loss": 1.0}), "closed"]
 
 

@@ -30,12 +30,13 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
     write(tmp_path, "tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [(1, 0.5), (2, 0.25)]
-    texts = {}
-    for tag in ("settings", "plan", "rollouts"):
-        texts[tag] = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
-    assert '"lr": 0.0001' in texts["settings"][0]
-    assert "a tiny one" in texts["plan"][0]
-    (rollouts,) = texts["rollouts"]
+
+    def texts(tag):
+        return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+
+    assert '"lr": 0.0001' in texts("settings")[0]
+    assert "a tiny one" in texts("plan")[0]
+    (rollouts,) = texts("rollouts")
     assert rollouts.count(HOSTILE) == 15, "16 rows, of which one failed"
     assert all(line.startswith("    ") for line in rollouts.splitlines()), "code, which Markdown leaves as it is"
 

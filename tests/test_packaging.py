@@ -11,21 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {
-    "llmrl": "llmrl",
-    "llmrl.chat_templates": "chat_templates",
-    "llmrl.tools": "tools",
-    "llmrl.recipes": "recipes",
-}
+FOLDERS = {"llmrl": "llmrl"} | {f"llmrl.{name}": name for name in ("chat_templates", "tools", "recipes")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def packages_in_tree() -> list[str]:
-    found = []
-    for package, folder in FOLDERS.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            found.append(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
-    return sorted(found)
+    return sorted(
+        ".".join([package, *init.parent.relative_to(ROOT / folder).parts])
+        for package, folder in FOLDERS.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    )
 
 
 def test_the_package_list_is_the_tree():
@@ -47,6 +42,13 @@ def test_data_files_are_found_where_they_are_installed(package, suffix):
     assert [entry for entry in resources.files(package).iterdir() if entry.name.endswith(suffix)]
 
 
+def run(script: str, *arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkout(tmp_path):
     source = tmp_path / "source"
@@ -58,10 +60,7 @@ def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkou
             shutil.copy(ROOT / name, source / name)
     # setuptools itself, not pip: the environment may have been made without pip, and nothing is to be downloaded
     build = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
-    made = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True, timeout=400
-    )
-    assert made.returncode == 0, made.stderr
+    run(build, str(tmp_path), cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for package, folder in FOLDERS.items():
@@ -75,9 +74,7 @@ def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkou
         f"sys.path.insert(0, {str(site)!r}); from llmrl.run.config import recipe_names; import llmrl, llmrl.tools; "
         "print(llmrl.__file__, llmrl.tools.__file__, *recipe_names())"
     )
-    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stderr
-    package_file, tools_file, *recipes = ran.stdout.split()
+    package_file, tools_file, *recipes = run(script, cwd=tmp_path).split()
     assert package_file == str(site / "llmrl" / "__init__.py")
     assert tools_file == str(site / "llmrl" / "tools" / "__init__.py")
     assert recipes == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

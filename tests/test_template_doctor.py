@@ -9,7 +9,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmrl.data.llm.templates import template_names
-from llmrl.run import cli
 from llmrl.run.template_report import Diagnosis, diagnose
 from llmrl.testing import tiny_tokenizer
 
@@ -31,7 +30,7 @@ def found(diagnosis: Diagnosis) -> dict[str, bool | None]:
 
 
 def detail(diagnosis: Diagnosis, name: str) -> str:
-    return next(finding.detail for finding in diagnosis.findings if finding.name == name)
+    return {finding.name: finding.detail for finding in diagnosis.findings}[name]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -47,22 +46,17 @@ def test_every_registered_template_is_fine(name: str):
 
 
 @pytest.mark.parametrize(("name", "code"), [("qwen", 0), ("qwen3", 0), ("llama", 1), ("chatml_format", 1)])
-def test_exit_code_says_whether_tools_would_work(name: str, code: int, capsys):
-    assert cli.main(["template", name, "--tools"]) == code
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("ok  verdict" if code == 0 else "NO  verdict       do not train with it: tools")
-    assert any(line.startswith("ok  tools=[]      writes the same text") for line in lines)
+def test_exit_code_says_whether_tools_would_work(name: str, code: int, run_llmrl):
+    verdict = "ok  verdict" if code == 0 else "NO  verdict       do not train with it: tools"
+    words = ["ok  tools=[]      writes the same text"]
+    assert run_llmrl("template", name, "--tools", code=code, words=words).out.splitlines()[-1].startswith(verdict)
 
 
-def test_conversation_is_shown_with_what_is_trained_and_lines_with_the_answers(capsys):
-    assert cli.main(["template", "qwen", "--tools"]) == 0
-    out = capsys.readouterr().out
-    assert "«It is 4.<|im_end|>»" in out
+def test_conversation_is_shown_with_what_is_trained_and_lines_with_the_answers(run_llmrl):
+    words = ["ok  tools         are declared", "ok  tool calls    are trained, and their results are not"]
+    words += ["ok  stop token    '<|im_end|>'", "ok  prefix        a longer conversation begins with the shorter one"]
+    out = run_llmrl("template", "qwen", "--tools", words=["«It is 4.<|im_end|>»", *words]).out
     assert '«<tool_call>\n{"name": "add"' in out
-    assert "ok  tools         are declared to the model" in out
-    assert "ok  tool calls    are trained, and their results are not" in out
-    assert "ok  stop token    '<|im_end|>' ends an answer and is trained" in out
-    assert "ok  prefix        a longer conversation begins with the shorter one" in out
 
 
 def test_folder_with_a_tokenizer_is_judged_by_its_own_template(tmp_path: Path):
@@ -74,11 +68,10 @@ def test_folder_with_a_tokenizer_is_judged_by_its_own_template(tmp_path: Path):
     assert "none of its own; guessed, that of 'qwen3'" in detail(diagnose(saved(bare, None)), "template")
 
 
-def test_end_of_turn_that_stops_no_generation_is_a_problem(tmp_path: Path, capsys):
+def test_end_of_turn_that_stops_no_generation_is_a_problem(tmp_path: Path, run_llmrl):
     folder = saved(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}")
     assert found(diagnose(folder))["stop token"] is False
-    assert cli.main(["template", folder]) == 1
-    assert "NO  verdict       do not train with it: stop token" in capsys.readouterr().out
+    run_llmrl("template", folder, code=1, words=["NO  verdict       do not train with it: stop token"])
 
 
 def test_template_that_rewrites_the_past_is_said_and_is_fine_for_one_turn(tmp_path: Path):
@@ -95,9 +88,7 @@ def test_tools_that_are_ignored_and_an_empty_list_that_is_not_are_found(tmp_path
     assert found(ignoring)["tool calls"] is False
     mentioning = diagnose(saved(tmp_path / "mentioning", "{# tools come later #}" + CHATML), tools=True)
     assert "are not shown to the model" in detail(mentioning, "tools")
-    confused = CHATML.replace(
-        "{% for", "{% if tools is not none %}<|im_start|>system\nTools:<|im_end|>\n{% endif %}{% for", 1
-    )
+    confused = "{% if tools is not none %}<|im_start|>system\nTools:<|im_end|>\n{% endif %}" + CHATML
     assert found(diagnose(saved(tmp_path / "confused", confused)))["tools=[]"] is None
 
 
@@ -113,44 +104,32 @@ def test_template_that_renders_nothing_is_a_problem(tmp_path: Path):
     assert "no chat" in detail(diagnosis, "rendering")
 
 
-def test_conversations_of_a_file_are_counted_and_shown(tmp_path: Path, capsys):
+def test_conversations_of_a_file_are_counted_and_shown(tmp_path: Path, run_llmrl):
     path = tmp_path / "chats.jsonl"
-    rows = [
-        {"prompt": "one", "completion": "first"},
-        {
-            "messages": [
-                {"role": "user", "content": "two"},
-                {"role": "user", "content": "three"},
-                {"role": "assistant", "content": "second"},
-            ]
-        },
-    ]
+    turns = (("user", "two"), ("user", "three"), ("assistant", "second"))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"prompt": "one", "completion": "first"}, {"messages": messages}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.main(["template", "qwen", "--data", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "«first<|im_end|>»" in out
-    assert "«second<|im_end|>»" in out
-    assert f"in 2 of 2 conversations of {path}" in out
+    words = ["«first<|im_end|>»", "«second<|im_end|>»", f"in 2 of 2 conversations of {path}"]
+    run_llmrl("template", "qwen", "--data", path, words=words)
     alternating = diagnose("llama", data=str(path))
     assert found(alternating)["coverage"] is False
     assert "in 1 of 2 conversations" in detail(alternating, "coverage")
     assert "conversation 1, message 1, role 'user'" in detail(alternating, "coverage")
 
 
-def test_json_holds_everything(capsys):
-    assert cli.main(["template", "gpt_oss", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_json_holds_everything(run_llmrl):
+    report = json.loads(run_llmrl("template", "gpt_oss", "--json").out)
     assert report["ok"]
     assert report["template"] == "gpt_oss"
     assert {finding["name"]: finding["ok"] for finding in report["findings"]}["prefix"] is None
     assert 0 < report["trained_share"] < 1
 
 
-def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch, run_llmrl):
     def offline(name: str, *, trust_remote_code: bool) -> None:
         raise OSError(f"{name} is not to be had")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
-    assert cli.main(["template", "qwen4"]) == 3
-    assert "got 'qwen4'. Did you mean 'qwen" in capsys.readouterr().err
-    assert cli.main(["template"]) == 2
+    run_llmrl("template", "qwen4", code=3, words=["got 'qwen4'. Did you mean 'qwen"])
+    run_llmrl("template", code=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from llmrl.envs import EnvBase, ParallelEnv, SerialEnv, Transform
 from llmrl.envs.transforms.rb_transforms import NextStateReconstructor
 from llmrl.weight_update import MultiProcessWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
+from tests.support.processes import wait_until
 
 gymnasium = pytest.importorskip("gymnasium")
 N = 60
@@ -166,10 +166,7 @@ def test_a_buffer_is_filled_in_the_background_and_sampled():
     rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
     collector = SyncDataCollector(make_env(), Scale(), frames_per_batch=8, total_frames=-1, replay_buffer=rb)
     collector.start()
-    end = time.monotonic() + 60
-    while not len(rb):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: len(rb))
     for _ in range(3):
         assert rb.sample().batch_size == (8,)
     collector.async_shutdown()

@@ -19,7 +19,7 @@ from tests.support.conversations import AskAgain, talks_for
 from tests.support.processes import wait_until
 
 ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 FORMS = [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True, "async_envs": True}]
 
 
@@ -96,21 +96,15 @@ def test_a_buffer_that_refuses_rows_leaves_them_counted_as_dropped():
 
 
 def test_what_runs_in_the_background_ends_with_its_budget_or_its_data():
+    policy, rows = talks_for([2, 1, 3, 1, 2, 2]), buffer()
     for form in FORMS:
-        rows = buffer()
-        collector = LLMCollector(
-            dialogs(), policy=talks_for([2, 1, 3, 1, 2, 2]), replay_buffer=rows, total_dialog_turns=9, **form
-        )
-        collector.start()
-        wait_until(lambda one=collector: not one.background.is_running, PATIENCE_S)
+        collector = LLMCollector(dialogs(), policy=policy, replay_buffer=buffer(), total_dialog_turns=9, **form)
+        start_and_wait(collector)
         collector.async_shutdown()
         assert collector.counters["produced"] == 9
         assert balanced(collector.counters)
-    rows = buffer()
-    policy = talks_for([2, 1, 3, 1, 2, 2])
     ends = LLMCollector(dialogs(epochs=1), policy=policy, replay_buffer=rows, async_envs=True, **FORMS[1])
-    ends.start()
-    wait_until(lambda: not ends.background.is_running, PATIENCE_S)
+    start_and_wait(ends)
     assert (ends.counters["conversations"], ends.counters["delivered"], len(rows)) == (6, 11, 11)
     ends.async_shutdown()
     with pytest.raises(StopIteration):
@@ -124,9 +118,8 @@ def test_a_slow_conversation_goes_on_while_others_end_and_begin():
         if chats[0][0]["content"] == "q0":
             assert release.wait(PATIENCE_S)
 
-    collector = LLMCollector(
-        dialogs(wait_in_q0, epochs=1), policy=talks_for([1] * 6), dialog_turns_per_batch=1, **FORMS[2]
-    )
+    env = dialogs(wait_in_q0, epochs=1)
+    collector = LLMCollector(env, policy=talks_for([1] * 6), dialog_turns_per_batch=1, **FORMS[2])
     first = [name for _ in range(5) for name in collector.next().get("query").tolist()]
     assert sorted(first) == ["q1", "q2", "q3", "q4", "q5"]
     release.set()
@@ -136,9 +129,7 @@ def test_a_slow_conversation_goes_on_while_others_end_and_begin():
 
 
 def test_no_more_than_a_batch_waits_for_a_caller_that_is_busy():
-    collector = LLMCollector(
-        dialogs(), policy=talks_for([1] * 6), async_envs=True, dialog_turns_per_batch=4, yield_only_last_steps=True
-    )
+    collector = LLMCollector(dialogs(), policy=talks_for([1] * 6), dialog_turns_per_batch=4, **FORMS[2])
     assert len(collector.next()) == 4
     time.sleep(0.1)
     assert collector.counters["produced"] <= 4 + 4 + 3
@@ -152,9 +143,8 @@ def test_no_more_than_a_batch_waits_for_a_caller_that_is_busy():
 
 def test_a_turn_that_does_not_end_is_a_deadline_of_the_shutdown():
     release = threading.Event()
-    collector = LLMCollector(
-        dialogs(lambda chats: release.wait(PATIENCE_S)), policy=talks_for([9] * 6), replay_buffer=buffer()
-    )
+    env = dialogs(lambda chats: release.wait(PATIENCE_S))
+    collector = LLMCollector(env, policy=talks_for([9] * 6), replay_buffer=buffer())
     collector.start()
     wait_until(lambda: collector.counters["produced"], PATIENCE_S)
     with pytest.raises(DeadlineError, match=r"must end within 0\.1 s"):
@@ -179,16 +169,9 @@ def test_weights_of_a_policy_without_an_engine_change_between_two_turns():
         torn.append(module.weight.item() != before)
         return "stop"
 
-    rows = buffer()
-    collector = LLMCollector(
-        dialogs(),
-        policy=ScriptedPolicy(reply),
-        replay_buffer=rows,
-        weight_updater=VanillaWeightUpdater(policy_weights=module),
-        track_policy_version=True,
-        async_envs=True,
-        yield_only_last_steps=True,
-    )
+    rows, updater = buffer(), VanillaWeightUpdater(policy_weights=module)
+    options = {"replay_buffer": rows, "weight_updater": updater, "track_policy_version": True, **FORMS[2]}
+    collector = LLMCollector(dialogs(), policy=ScriptedPolicy(reply), **options)
     collector.start()
     for value in range(1, 6):
         count = rows.write_count

@@ -27,6 +27,12 @@ def dialog_env(num_envs=3, max_steps=6, **options):
     return env.append_transform(AskAgain()).append_transform(RewardFunction(length, deadline_s=None))
 
 
+def collector_of(turns, num_envs=3, env=None, **options):
+    """A collector of dialogs; conversation n ends in its turn ``turns[n]``, those after the last in its ninth."""
+    turns = [*turns, *[9] * (12 - len(turns))]
+    return LLMCollector(dialog_env(num_envs, **(env or {})), policy=talks_for(turns), **options)
+
+
 def conserved(counters):
     return counters["produced"] == counters["delivered"] + counters["dropped"]
 
@@ -35,7 +41,7 @@ def conserved(counters):
 
 
 def test_turns_come_as_lazy_stacks_and_prompts_grow():
-    collector = LLMCollector(dialog_env(), policy=talks_for([9] * 12), dialog_turns_per_batch=6, total_dialog_turns=12)
+    collector = collector_of([], dialog_turns_per_batch=6, total_dialog_turns=12)
     batches = list(collector)
     assert [batch.shape for batch in batches] == [(3, 2), (3, 2)]
     for batch in batches:
@@ -56,14 +62,12 @@ def test_naming_the_time_dimension_leaves_the_rows_of_a_turn_as_columns(wrapper)
     ("per_batch", "total", "shapes"), [(None, 6, [(3, 1)] * 2), (4, 7, [(3, 2), (3, 1)]), (3, 1, [(3, 1)])]
 )
 def test_numbers_of_turns_are_rounded_up_to_the_env_and_then_kept(per_batch, total, shapes):
-    collector = LLMCollector(
-        dialog_env(), policy=talks_for([9] * 12), dialog_turns_per_batch=per_batch, total_dialog_turns=total
-    )
+    collector = collector_of([], dialog_turns_per_batch=per_batch, total_dialog_turns=total)
     assert [batch.shape for batch in collector] == shapes
 
 
 def test_a_finished_conversation_is_replaced_in_its_place():
-    collector = LLMCollector(dialog_env(2), policy=talks_for([1, 3, 2] + [9] * 9), dialog_turns_per_batch=8)
+    collector = collector_of([1, 3, 2], 2, dialog_turns_per_batch=8)
     batch = collector.next()
     assert batch.shape == (2, 4)
     queries = [[row["query"] for row in batch[b].unbind(0)] for b in range(2)]
@@ -76,27 +80,19 @@ def test_a_finished_conversation_is_replaced_in_its_place():
 
 
 def test_reset_at_each_iter_starts_over():
-    collector = LLMCollector(
-        dialog_env(2),
-        policy=talks_for([9] * 12),
-        dialog_turns_per_batch=4,
-        reset_at_each_iter=True,
-        total_dialog_turns=8,
-    )
+    collector = collector_of([], 2, dialog_turns_per_batch=4, reset_at_each_iter=True, total_dialog_turns=8)
     assert [batch[0, 0]["query"] for batch in collector] == ["q0", "q2"]
 
 
 def test_flat_turns_of_one_conversation_are_contiguous():
-    collector = LLMCollector(dialog_env(2), policy=talks_for([9] * 12), dialog_turns_per_batch=4, flatten_data=True)
-    batch = collector.next()
+    batch = collector_of([], 2, dialog_turns_per_batch=4, flatten_data=True).next()
     assert batch.batch_size == (4,)
     assert batch.get("query").tolist() == ["q0", "q0", "q1", "q1"]
     assert batch["step_count"].flatten().tolist() == [0, 1, 0, 1]
 
 
 def test_the_data_end_the_iteration_and_no_turn_is_lost():
-    env = dialog_env(2, epochs=1)
-    collector = LLMCollector(env, policy=talks_for([1] * 12), dialog_turns_per_batch=8)
+    collector = collector_of([1] * 12, 2, {"epochs": 1}, dialog_turns_per_batch=8)
     assert [batch.shape for batch in collector] == [(2, 4), (2, 2)]
     assert collector.counters["delivered"] == 12
     with pytest.raises(StopIteration):
@@ -104,8 +100,7 @@ def test_the_data_end_the_iteration_and_no_turn_is_lost():
 
 
 def test_an_end_without_a_whole_batch_of_new_prompts_ends_it_too():
-    env = dialog_env(2, epochs=1, repeats=1)
-    collector = LLMCollector(env, policy=talks_for([1, 1, 2] + [1] * 9), dialog_turns_per_batch=2)
+    collector = collector_of([1, 1, 2] + [1] * 9, 2, {"epochs": 1, "repeats": 1}, dialog_turns_per_batch=2)
     assert sum(batch.numel() for batch in collector) == collector.counters["delivered"]
 
 
@@ -113,7 +108,7 @@ def test_an_end_without_a_whole_batch_of_new_prompts_ends_it_too():
 
 
 def test_one_row_per_conversation_holds_all_of_it_in_the_order_they_were_started():
-    collector = LLMCollector(dialog_env(), policy=talks_for([2, 1, 3] + [1] * 9), yield_only_last_steps=True)
+    collector = collector_of([2, 1, 3] + [1] * 9, yield_only_last_steps=True)
     batch = collector.next()
     assert batch.batch_size == (3,)
     assert batch.get("query").tolist() == ["q0", "q1", "q2"]
@@ -125,8 +120,7 @@ def test_one_row_per_conversation_holds_all_of_it_in_the_order_they_were_started
 
 
 def test_completed_trajectories_are_flat_and_contiguous():
-    collector = LLMCollector(dialog_env(), policy=talks_for([2, 1, 3] + [1] * 9), yield_completed_trajectories=True)
-    batch = collector.next()
+    batch = collector_of([2, 1, 3] + [1] * 9, yield_completed_trajectories=True).next()
     assert batch.batch_size == (6,)
     assert batch.get("query").tolist() == ["q0", "q0", "q1", "q2", "q2", "q2"]
     assert batch["next", "done"].flatten().tolist() == [False, True, True, False, False, True]
@@ -134,22 +128,15 @@ def test_completed_trajectories_are_flat_and_contiguous():
 
 
 def test_conversations_are_started_until_there_are_enough_turns():
-    collector = LLMCollector(
-        dialog_env(2), policy=talks_for([2, 1] * 6), yield_completed_trajectories=True, dialog_turns_per_batch=5
-    )
+    collector = collector_of([2, 1] * 6, 2, yield_completed_trajectories=True, dialog_turns_per_batch=5)
     assert [collector.next().batch_size for _ in range(2)] == [(6,), (6,)]
 
 
 @pytest.mark.parametrize("total", range(1, 14))
 @pytest.mark.parametrize("last_only", [False, True])
 def test_a_budget_of_turns_is_exact_and_what_it_cuts_is_counted(total, last_only):
-    collector = LLMCollector(
-        dialog_env(),
-        policy=talks_for([2, 1, 3] * 4),
-        yield_completed_trajectories=True,
-        yield_only_last_steps=last_only,
-        total_dialog_turns=total,
-    )
+    form = {"yield_completed_trajectories": True, "yield_only_last_steps": last_only}
+    collector = collector_of([2, 1, 3] * 4, total_dialog_turns=total, **form)
     batches = list(collector)
     assert collector.counters["produced"] == total
     assert conserved(collector.counters)
@@ -170,8 +157,7 @@ def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():
 
 
 def test_turn_limits_apply_to_each_conversation_of_the_default_form():
-    collector = LLMCollector(dialog_env(2), policy=talks_for([9] * 12), dialog_turns_per_batch=8, max_dialog_turns=3)
-    batch = collector.next()
+    batch = collector_of([], 2, dialog_turns_per_batch=8, max_dialog_turns=3).next()
     assert batch["next", "truncated"].squeeze(-1).tolist() == [[False, False, True, False]] * 2
 
 
@@ -241,9 +227,7 @@ class ListBuffer:
 @pytest.mark.parametrize("options", [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True}])
 def test_with_a_buffer_none_is_yielded_and_rows_are_written(options):
     buffer = ListBuffer()
-    collector = LLMCollector(
-        dialog_env(), policy=talks_for([1] * 12), replay_buffer=buffer, total_dialog_turns=9, **options
-    )
+    collector = collector_of([1] * 12, replay_buffer=buffer, total_dialog_turns=9, **options)
     assert list(collector) == [None] * 3
     assert len(buffer.rows) == 9
     assert collector.counters["delivered"] == 9
@@ -256,14 +240,14 @@ def test_postproc_sees_the_data_first_and_may_hold_them_back():
         seen.append(data)
         return data if len(seen) % 2 == 0 else None
 
-    collector = LLMCollector(dialog_env(), policy=talks_for([1] * 12), postproc=every_other, total_dialog_turns=12)
+    collector = collector_of([1] * 12, postproc=every_other, total_dialog_turns=12)
     assert len(list(collector)) == 2
     assert len(seen) == 4
 
 
 def test_rollout_gives_one_batch_and_leaves_the_buffer_alone():
     buffer = ListBuffer()
-    collector = LLMCollector(dialog_env(), policy=talks_for([1] * 12), replay_buffer=buffer, yield_only_last_steps=True)
+    collector = collector_of([1] * 12, replay_buffer=buffer, yield_only_last_steps=True)
     assert len(collector.rollout()) == 3
     assert buffer.rows == []
 
@@ -284,9 +268,8 @@ class Interrupted(FakeEngine):
 def test_the_versions_of_all_turns_are_in_the_last_row_beside_their_log_probs(options):
     tokenizer = tiny_tokenizer()
     policy = LLMWrapperBase(Interrupted(["one two three"], tokenizer=tokenizer), tokenizer=tokenizer, **options)
-    [row] = LLMCollector(
-        dialog_env(1), policy=policy, yield_only_last_steps=True, max_dialog_turns=2, total_dialog_turns=2
-    )
+    limits = {"max_dialog_turns": 2, "total_dialog_turns": 2}
+    [row] = LLMCollector(dialog_env(1), policy=policy, yield_only_last_steps=True, **limits)
     [mask] = row.get(("masks", "all_assistant_mask"), as_list=True)
     [versions] = row.get(("log_probs", "versions"), as_list=True)
     [ids] = row.get(("tokens", "response"), as_list=True)
@@ -330,9 +313,8 @@ def test_conversations_on_their_way_are_stamped_with_the_version_that_goes_on():
         version = td["policy_version"]
         return scripted(td).set("policy_version", version)
 
-    collector = LLMCollector(
-        dialog_env(2), policy=policy, track_policy_version=PolicyVersion(), dialog_turns_per_batch=2
-    )
+    version = PolicyVersion()
+    collector = LLMCollector(dialog_env(2), policy=policy, track_policy_version=version, dialog_turns_per_batch=2)
     assert collector.next()["policy_version"].flatten().tolist() == [0, 0]
     collector.update_policy_weights_()
     assert collector.next()["policy_version"].flatten().tolist() == [1, 1]
@@ -341,18 +323,11 @@ def test_conversations_on_their_way_are_stamped_with_the_version_that_goes_on():
 @pytest.mark.parametrize("options", [{"yield_only_last_steps": True}, {"yield_completed_trajectories": True}])
 def test_a_resumed_collector_goes_on_where_the_saved_one_stood(options):
     def make():
-        env = dialog_env(repeats=2, group_repeats=True, seed=3)
-        return LLMCollector(
-            env, policy=talks_for([2, 1, 3] * 4), total_dialog_turns=40, track_policy_version=True, **options
-        )
+        env = {"repeats": 2, "group_repeats": True, "seed": 3}
+        return collector_of([2, 1, 3] * 4, env=env, total_dialog_turns=40, track_policy_version=True, **options)
 
     def content(batch):
-        return (
-            batch.get("query").tolist(),
-            batch["group_id"].tolist(),
-            batch["seed"].tolist(),
-            batch["policy_version"].tolist(),
-        )
+        return [batch.get(name).tolist() for name in ("query", "group_id", "seed", "policy_version")]
 
     collector = make()
     collector.next()
@@ -379,11 +354,10 @@ def test_loading_a_state_tells_engine_and_tracker_their_version(wrapper, tracked
 
 
 def test_shutdown_closes_the_env_and_ends_the_iteration():
-    env = dialog_env()
-    collector = LLMCollector(env, policy=talks_for([1] * 12))
+    collector = collector_of([1] * 12)
     collector.next()
     collector.shutdown()
-    assert env.is_closed
+    assert collector.env.is_closed
     assert list(collector) == []
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
+from llmrl.train.distributed import Session
+from llmrl.train.settings import SFTConfig
+from tests.support.commands import Result
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]  # where tests.support is found
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
@@ -32,14 +37,7 @@ SFT = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
-DPO = {
-    "model": TINY,
-    "data": {"path": "sums", "rows": 20},
-    "batch_size": 8,
-    "steps": 3,
-    "optim": {"lr": 1e-2, "warmup": 1},
-    "samples": 1,
-}
+DPO = {**SFT, "data": {"path": "sums", "rows": 20}}
 REWARD = {**DPO, "eval": {"rows": 6}}
 GRPO = {
     "model": TINY,
@@ -51,19 +49,11 @@ GRPO = {
     "optim": {"lr": 1e-2, "warmup": 1},
     "samples": 1,
 }
+BASES = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO}
 VOWELS = """
 def share(completion, answer):
     return sum(letter in "aeiou" for letter in completion) / 10
 """
-
-
-@dataclass
-class Result:
-    """What a command left: its exit code, and what it wrote to its two streams."""
-
-    code: int
-    out: str
-    err: str
 
 
 @dataclass
@@ -73,22 +63,23 @@ class Workplace:
     path: Path
     capture: pytest.CaptureFixture[str] | None = None
 
-    def run(self, *arguments: str) -> Result:
-        """One ``llmrl`` command, in this process."""
-        code = main([str(argument) for argument in arguments])
+    def run(self, *arguments: object, **expected: Any) -> Result:
+        """One ``llmrl`` command, in this process; see `Result.check` for what is ``expected``."""
+        ended = main([str(argument) for argument in arguments])
         out, err = self.capture.readouterr() if self.capture else ("", "")
-        return Result(code, out, err)
+        return Result(ended, out, err).check(**expected)
 
     def train(
         self, command: str, name: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any
     ) -> Result:
-        """A run ``name`` of `SFT`, `DPO`, `REWARD` or `GRPO` with ``changes``: exit code, ``words`` that it wrote."""
-        base = {"sft": SFT, "dpo": DPO, "reward": REWARD, "grpo": GRPO}[command]
-        result = self.run(command, self.recipe(name, base, **changes), *overrides, "--name", name)
-        assert result.code == code, result.err
-        written = " ".join(f"{result.out} {result.err}".split())
-        assert [word for word in words if " ".join(word.split()) not in written] == [], result.out + result.err
-        return result
+        """A run ``name`` of `SFT`, `DPO`, `REWARD` or `GRPO` with ``changes``."""
+        recipe = self.recipe(name, command, **changes)
+        return self.run(command, recipe, *overrides, "--name", name, code=code, words=words)
+
+    def plan(self, command: str, *overrides: str, code: int = 0, words: Sequence[str] = (), **changes: Any) -> Result:
+        """The same as a dry run."""
+        recipe = self.recipe("plan", command, **changes)
+        return self.run(command, recipe, *overrides, "--dry-run", code=code, words=words)
 
     def process(
         self,
@@ -113,19 +104,46 @@ class Workplace:
             start_new_session=start_new_session,
         )
 
-    def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 600) -> Result:
-        """The end of a process."""
+    def wait_for_step(self, process: subprocess.Popen[str], step: int) -> None:
+        """Reads what a run prints up to the line of this step."""
+        for line in process.stdout:
+            if line.split()[:1] == [str(step)]:
+                return
+        raise AssertionError(self.finish(process, code=None).err)
+
+    def wait_for_lines(self, process: subprocess.Popen[str], run: str, count: int) -> None:
+        """Waits until a run has written metrics so often; where it ends before, shows what it said."""
+        wait_until(lambda: self.num_lines(run) >= count or process.poll() is not None, 600)
+        assert process.poll() is None, process.communicate()
+
+    def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 600, **expected: Any) -> Result:
+        """The end of a process; see `Result.check` for what is ``expected``."""
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
             raise AssertionError(f"still running after {timeout_s} s; it wrote:\n{out}\n{err}") from None
-        return Result(process.returncode, out, err)
+        return Result(process.returncode, out, err).check(**expected)
 
-    def recipe(self, name: str, base: Mapping[str, Any], **changes: Any) -> str:
-        """Writes ``<name>.yaml``: ``base`` with sections changed where a mapping is given, replaced otherwise."""
-        settings = dict(base)
+    def ranks(self, *arguments: object, ranks: int = 2, module: str = "llmrl.run.cli", **expected: Any) -> Result:
+        """A command, or a module, in several processes of one run, to its end."""
+        return self.finish(self.process(*arguments, ranks=ranks, module=module), **expected)
+
+    def train_as_one_and_as_ranks(
+        self, command: str, *overrides: str, step: int, ranks: int = 2, words: Sequence[str] = (), **changes: Any
+    ) -> Result:
+        """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers."""
+        recipe = self.recipe("mine", command, **changes)
+        self.run(command, recipe, "--name", "one")
+        module = f"llmrl.recipes.{command}"
+        result = self.ranks(recipe, *overrides, "--name", "two", ranks=ranks, module=module, words=words)
+        self.same("one", "two", tolerance=1e-5, step=step)
+        return result
+
+    def recipe(self, name: str, base: str | Mapping[str, Any], **changes: Any) -> str:
+        """Writes ``<name>.yaml``: ``base``, or that of a command, with sections changed where a mapping is given."""
+        settings = dict(BASES[base] if isinstance(base, str) else base)
         for key, value in changes.items():
             known = settings.get(key)
             settings[key] = {**known, **value} if isinstance(value, dict) and isinstance(known, dict) else value
@@ -157,18 +175,60 @@ class Workplace:
         rows = [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
         return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
+    def num_lines(self, run: str) -> int:
+        """The lines of metrics of a run, which may be going on."""
+        metrics = self.path / "runs" / run / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
     def rollouts(self, run: str, step: int) -> list[Rollout]:
         return read_rollouts(self.path / "runs" / run, step)
 
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.path / "runs" / run / "checkpoints" / f"step{step}"
+
+    def checkpoints(self, run: str) -> list[str]:
+        return sorted(path.name for path in (self.path / "runs" / run / "checkpoints").iterdir())
+
     def weights(self, run: str, step: int) -> dict[str, torch.Tensor]:
-        folder = self.path / "runs" / run / "checkpoints" / f"step{step}"
+        folder = self.checkpoint(run, step)
         (architecture,) = AutoConfig.from_pretrained(folder).architectures
         judges = architecture.endswith("ForSequenceClassification")
         kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
         return kind.from_pretrained(folder).state_dict()
 
-    def checkpoints(self, run: str) -> list[str]:
-        return sorted(path.name for path in (self.path / "runs" / run / "checkpoints").iterdir())
+    def cut_back(self, run: str, copy: str, *, to: int) -> None:
+        """Copies a run as a kill would have left it: with all its metrics, but no checkpoint after step ``to``."""
+        shutil.copytree(self.path / "runs" / run, self.path / "runs" / copy)
+        for name in self.checkpoints(copy):
+            if int(name.removeprefix("step")) > to:
+                shutil.rmtree(self.path / "runs" / copy / "checkpoints" / name)
+
+    def same(self, one: str, other: str, *, tolerance: float = 0.0, step: int = 0, without: Sequence[str] = ()) -> None:
+        """Two runs have the same metrics, to the last bit or within ``tolerance``, and the same weights at ``step``."""
+        steps = [{row["step"]: row for row in self.steps(run)} for run in (one, other)]
+        assert list(steps[0]) == list(steps[1])
+        for number, row in steps[0].items():
+            assert row.keys() == steps[1][number].keys(), f"step {number}"
+            for name in row.keys() - set(without):
+                left, right = row[name], steps[1][number][name]
+                close = left == right or math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+                assert close, f"step {number}, {name}: {left} and {right}"
+        if step:
+            weights, others = self.weights(one, step), self.weights(other, step)
+            assert weights.keys() == others.keys()
+            for name, value in weights.items():
+                torch.testing.assert_close(value, others[name], rtol=0, atol=1e-3 if tolerance else 0)
+
+    def same_rollouts(self, one: str, other: str, steps: int) -> None:
+        for step in range(1, steps + 1):
+            assert self.rollouts(one, step) == self.rollouts(other, step)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """This process alone, for the tests of one file that compute steps."""
+    with Session(SFTConfig(model={}, data={"path": "sums"})) as session:
+        yield session
 
 
 @pytest.fixture
@@ -184,48 +244,9 @@ def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace
         yield _furnish(Workplace(tmp_path_factory.mktemp("place")), monkeypatch)
 
 
-@pytest.fixture
-def sft() -> dict[str, Any]:
-    """Three steps of supervised fine-tuning on the embedded task."""
-    return SFT
-
-
-@pytest.fixture
-def dpo() -> dict[str, Any]:
-    """Three steps of direct preference optimisation on the embedded task."""
-    return DPO
-
-
-@pytest.fixture
-def reward() -> dict[str, Any]:
-    """Three steps of a reward model on the embedded task."""
-    return REWARD
-
-
-@pytest.fixture
-def grpo() -> dict[str, Any]:
-    """Three steps of GRPO on the workplace's prompts and reward."""
-    return GRPO
-
-
-@pytest.fixture
-def same():
-    """Compares the steps of two runs: to the last bit, or within ``tolerance``."""
-    return _compare
-
-
 def _furnish(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.chdir(place.path)
     monkeypatch.syspath_prepend(str(place.path))
     place.module("vowels", VOWELS)
     place.rows("prompts.jsonl", [{"prompt": f"Say {'x' * (i % 5)} {i}", "answer": str(i)} for i in range(12)])
     return place
-
-
-def _compare(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], *, tolerance: float = 0.0) -> None:
-    assert [row["step"] for row in one] == [row["step"] for row in other]
-    for left, right in zip(one, other, strict=True):
-        assert left.keys() == right.keys(), f"step {left['step']}"
-        for name, value in left.items():
-            close = value == right[name] or math.isclose(value, right[name], rel_tol=tolerance, abs_tol=tolerance)
-            assert close, f"step {left['step']}, {name}: {value} and {right[name]}"

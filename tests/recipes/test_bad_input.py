@@ -14,6 +14,8 @@ from llmrl.train.sft_data import tokenize_chats
 
 GOOD = {"prompt": "2 + 2?", "completion": "four"}
 LONG = {"prompt": "2 + 2?", "completion": "four " * 50}
+ASKED = {"prompt": "2 + 2? " * 40, "completion": "four"}
+AT_MOST_40 = {"max_length": 40}
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
 
 
@@ -25,14 +27,12 @@ ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "conten
     [
         ("sft", {"batchsize": 8}, "steps=3", ["bad.yaml:2", "batchsize", "batch_size"]),
         ("grpo", {}, "sampling.temprature=0.5", ["sampling.temprature", "sampling.temperature"]),
-        ("grpo", {"group_size": 1}, "steps=3", ["a group of 1 has no baseline to compare with; use at least 2"]),
+        ("grpo", {"group_size": 1}, "steps=3", ["a group of 1", "at least 2"]),
         ("grpo", {"env": {"tools": ["calculater"], "max_turns": 2}}, "steps=3", ["Did you mean 'calculator'?"]),
     ],
 )
-def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(
-    place, sft, grpo, command, changes, override, messages
-):
-    name = place.recipe("bad", {"sft": sft, "grpo": grpo}[command], **changes)
+def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, command, changes, override, messages):
+    name = place.recipe("bad", command, **changes)
     code = (
         "import sys; from llmrl.run.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
@@ -65,16 +65,43 @@ def test_settings_that_cannot_be_run_are_refused(place, command, changes, messag
     assert not (place.path / "runs").exists()
 
 
+OFFLOAD = ("memory.offload=parameters",)
+ENABLE_LORA = ("rollout.engine=vllm", "rollout.options={enable_lora: true}")
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "words"),
+    [
+        ("sft", OFFLOAD, ["memory.offload=parameters needs parallel.mode=fsdp2"]),
+        ("sft", (*OFFLOAD, "parallel.mode=fsdp2", "optim.name=adamw_8bit"), ["got fsdp2 and adamw_8bit"]),
+        ("sft", (*OFFLOAD, "parallel.mode=fsdp2"), ["memory.offload=parameters needs several processes"]),
+        ("sft", ("optim.name=adamw_8bit", "parallel.mode=fsdp2"), ["adamw_8bit cannot be used with parallel.mode"]),
+        ("sft", ("parallel.context=3",), ["2 attention heads and 1 key/value heads cannot be shared by 3 ranks"]),
+        ("sft", ("parallel.context=2", "packing=on"), ["use packing=auto"]),
+        ("sft", ("parallel.context=2", "memory.compile=true"), ["use memory.compile=false"]),
+        ("sft", ("parallel.context=2", "--gpu", "H100:7"), ["parallel.context must divide the 7 processes: got 2"]),
+        ("sft", ("parallel.context=2", "--gpu", "H100"), ["parallel.context must divide the 1 processes: got 2"]),
+        ("sft", ("--gpu", "1:8"), ["must fit on 8 x 1 GB"]),
+        ("sft", ("model_options.router_aux_loss=0.1",), ["router_aux_loss must be 0 or null", "Qwen2ForCausalLM"]),
+        ("grpo", ("rollout.routing_replay=on",), ["it is not a mixture of experts"]),
+        ("grpo", ("lora.dropout=0.1",), ["lora.dropout: must be 0 for grpo"]),
+        ("grpo", ENABLE_LORA, ["enable_lora cannot be used without lora"]),
+        ("grpo", (*ENABLE_LORA, "lora.quantize=nf4"), ["enable_lora cannot be used with lora.quantize"]),
+    ],
+)
+def test_settings_that_exclude_each_other_are_errors_of_the_plan(place, command, overrides, words):
+    place.plan(command, *overrides, code=2, words=words)
+
+
 def test_a_reward_must_find_its_columns_in_the_dataset(place):
     place.module("needy", "def score(completion, difficulty):\n    return 1.0\n")
     place.train("grpo", "b", code=2, words=["'difficulty' must be a column"], env={"reward": "needy:score"})
 
 
 def test_a_run_to_resume_must_exist_and_have_a_checkpoint(place):
-    assert place.run("resume", "nowhere").code == 2
+    place.run("resume", "nowhere", code=2)
     place.train("sft", "empty", code=3, data={"path": "gone.jsonl"})
-    result = place.run("resume", "empty")
-    assert (result.code, "must hold a checkpoint to go on from" in result.err) == (3, True)
+    place.run("resume", "empty", code=3, words=["must hold a checkpoint"])
 
 
 # --- data, models, templates: exit code 3
@@ -99,41 +126,21 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("sft", {"data": {"path": "gone.jsonl"}}, ["gone.jsonl", "does not"]),
         ("grpo", {"env": {"dataset": "gone.parquet"}}, ["gone.parquet"]),
         ("sft", {"data": {"path": "odd.jsonl"}}, ["row 1 must have a prompt column", "Did you mean 'prompt'?"]),
-        (
-            "grpo",
-            {"env": {"dataset": "odd.jsonl", "prompt_column": "question"}},
-            ["'question' is missing in row 1"],
-        ),
-        ("sft", {"data": {"path": "empty.jsonl"}}, ["must have at least one row: empty.jsonl has none"]),
-        ("grpo", {"env": {"dataset": "empty.jsonl"}}, ["must have at least one row: empty.jsonl has none"]),
+        ("grpo", {"env": {"dataset": "odd.jsonl", "prompt_column": "question"}}, ["'question' is missing in row 1"]),
+        ("sft", {"data": {"path": "empty.jsonl"}}, ["at least one row: empty.jsonl"]),
+        ("grpo", {"env": {"dataset": "empty.jsonl"}}, ["at least one row: empty.jsonl"]),
         ("sft", {"data": {"path": "broken.jsonl"}}, ["broken.jsonl, line 2 must be JSON"]),
-        ("sft", {"data": {"path": "chats.jsonl"}}, ["must have an assistant turn: row 2 has only user"]),
-        ("sft", {"model": "./no-model-here"}, ["model ./no-model-here: cannot be loaded"]),
-        ("sft", {"model": "latest:sums_sft"}, ["a run of sums_sft with a checkpoint must be in runs/: there is none"]),
-        (
-            "sft",
-            {"data": {"path": "long.jsonl"}, "max_length": 40},
-            ["at most max_length = 40 tokens long: row 2 has", "too_long=split or too_long=truncate"],
-        ),
-        (
-            "sft",
-            {"data": {"path": "asked.jsonl"}, "max_length": 40, "too_long": "truncate"},
-            ["no token is left to train"],
-        ),
-        (
-            "grpo",
-            {"env": {"max_prompt_tokens": 2, "too_long": "drop"}},
-            ["all 12 are longer than env.max_prompt_tokens = 2"],
-        ),
-        ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat has none of its own", "in eval.dataset"]),
+        ("sft", {"data": {"path": "chats.jsonl"}}, ["an assistant turn: row 2 has only user"]),
+        ("sft", {"model": "./no-model-here"}, ["./no-model-here: cannot be loaded"]),
+        ("sft", {"model": "latest:sums_sft"}, ["a run of sums_sft", "in runs/"]),
+        ("sft", {"data": {"path": "long.jsonl"}, **AT_MOST_40}, ["max_length = 40", "row 2 has", "too_long=truncate"]),
+        ("sft", {"data": {"path": "asked.jsonl"}, **AT_MOST_40, "too_long": "truncate"}, ["no token is left to train"]),
+        ("grpo", {"env": {"max_prompt_tokens": 2, "too_long": "drop"}}, ["all 12", "env.max_prompt_tokens = 2"]),
+        ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat", "in eval.dataset"]),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
         ("sft", {"chat_template": UNMARKED}, ["assistant"]),
-        (
-            "grpo",
-            {"chat_template": FORGETFUL, "env": {"max_turns": 2}},
-            ["several turns need one", "env.max_turns=1", "env.on_rewrite=new_record"],
-        ),
+        ("grpo", {"chat_template": FORGETFUL, "env": {"max_turns": 2}}, ["max_turns=1", "env.on_rewrite=new_record"]),
     ],
 )
 def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
@@ -142,7 +149,7 @@ def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
     (place.path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
     place.rows("chats.jsonl", [{"messages": [ASK, TELL]}, {"messages": [ASK]}])
     place.rows("long.jsonl", [GOOD, LONG, GOOD])
-    place.rows("asked.jsonl", [{"prompt": "2 + 2? " * 40, "completion": "four"}])
+    place.rows("asked.jsonl", [ASKED])
     assert "Traceback" not in place.train(command, "bad", code=3, words=messages, **changes).err
 
 
@@ -179,15 +186,14 @@ def test_a_conversation_longer_than_the_limit_can_be_split_without_losing_a_trai
 
 
 def test_pieces_without_a_trained_token_are_dropped(place):
-    asked = {"prompt": "2 + 2? " * 40, "completion": "four"}
-    cut = chats(place, [asked, GOOD], max_length=40, too_long="truncate")
+    cut = chats(place, [ASKED, GOOD], max_length=40, too_long="truncate")
     assert (len(cut), cut.num_too_long) == (1, 1)
 
 
 def test_the_number_of_cut_conversations_is_part_of_the_plan(place):
     place.rows("chats.jsonl", [GOOD, LONG, GOOD] * 4)
-    changes = {"data": {"path": "chats.jsonl"}, "max_length": 40, "too_long": "truncate", "steps": 1}
-    place.train("sft", "a", words=["4 longer than 40 tokens, truncate"], **changes)
+    changes = {"data": {"path": "chats.jsonl"}, "max_length": 40, "too_long": "truncate"}
+    place.plan("sft", words=["4 longer than 40 tokens, truncate"], **changes)
 
 
 def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place):
@@ -207,5 +213,4 @@ def test_a_model_whose_files_lack_a_weight_is_refused(place):
     weights = load_file(folder / "model.safetensors")
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    words = ["1 of its weights are in none of its files", name]
-    place.train("sft", "lacking", code=3, words=words, model=str(folder))
+    place.train("sft", "lacking", code=3, words=["in none of its files", name], model=str(folder))

@@ -91,17 +91,16 @@ def test_the_embedded_pairs_are_right_and_wrong():
 
 def test_a_run_starts_at_log_2_and_raises_the_margin(place):
     settings = {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4}}
-    result = place.train("dpo", "a", steps=5, words=["dpo · sums", "20 pairs", "sigmoid, beta 0.1"], **settings)
+    words = ["dpo · sums", "20 pairs", "sigmoid, beta 0.1", "rejected"]
+    place.train("dpo", "a", steps=5, words=words, **settings)
     steps = place.steps("a")
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["preference/margin"] == pytest.approx(0, abs=1e-6)
     assert steps[-1]["preference/margin"] > 0.01
     assert steps[-1]["policy/loss"] < math.log(2)
     assert "eval/sums/mean" in steps[-1]
-    assert "rejected" in result.out
-    assert place.run("eval", "a").code == 0
-    shown = place.run("show", "a").out
-    assert all(column in shown for column in ("right", "margin", "chosen", "rejected"))
+    place.run("eval", "a")
+    place.run("show", "a", words=["right", "margin", "chosen", "rejected"])
 
 
 def test_without_a_reference_the_loss_starts_elsewhere(place):
@@ -110,18 +109,14 @@ def test_without_a_reference_the_loss_starts_elsewhere(place):
 
 
 def test_settings_that_cannot_be_run_are_refused(place):
-    place.train(
-        "dpo", "bad", code=2, words=["label_smoothing is for kind sigmoid"], dpo={"kind": "ipo", "label_smoothing": 0.1}
-    )
+    smoothed = {"kind": "ipo", "label_smoothing": 0.1}
+    place.train("dpo", "bad", code=2, words=["label_smoothing is for kind sigmoid"], dpo=smoothed)
     place.train("dpo", "bad", code=2, words=["did you mean  dpo.beta"], dpo={"bta": 0.1})
-    place.train(
-        "dpo", "bad", code=3, words=["row 1"], data={"path": place.rows("p.jsonl", [{**PAIR, "rejected": "four"}])}
-    )
+    same = {"path": place.rows("p.jsonl", [{**PAIR, "rejected": "four"}])}
+    place.train("dpo", "bad", code=3, words=["row 1"], data=same)
 
 
-def test_micro_batches_change_nothing(place, same):
+def test_micro_batches_change_nothing(place):
     place.train("dpo", "whole", tokens_per_microbatch=100_000)
     place.train("dpo", "cut", tokens_per_microbatch=100)
-    same(place.steps("whole"), place.steps("cut"), tolerance=1e-4)
-    one, other = place.weights("whole", 3), place.weights("cut", 3)
-    assert all((value - other[name]).abs().max() < 1e-3 for name, value in one.items())
+    place.same("whole", "cut", tolerance=1e-4, step=3)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmrl.errors import ConfigError
@@ -16,9 +16,9 @@ from llmrl.testing import tiny_model
 from llmrl.train.distributed import check_gpus
 from llmrl.train.engine_plan import GIB, Gpus, make_engine_plan, replays_routes
 from llmrl.train.model_shape import model_shape
+from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.settings import GRPOConfig
 
-NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 CARD = 80 * GIB
 # Qwen2.5: hidden size, inner width, layers, heads, key/value heads, tied embeddings
 QWEN = {
@@ -40,21 +40,11 @@ def config(rollout=None, env=None, **changes):
 
 
 def qwen(size):
-    hidden, inner, layers, heads, kv_heads, tied = QWEN[size]
-    sizes = AutoConfig.for_model(
-        "qwen2",
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        vocab_size=151936,
-        tie_word_embeddings=tied,
-        architectures=["Qwen2ForCausalLM"],
-    )
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = dict(zip((*names, "tie_word_embeddings"), QWEN[size], strict=True))
+    sizes |= {"max_position_embeddings": 32768, "vocab_size": 151936, "architectures": ["Qwen2ForCausalLM"]}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(sizes)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes))
 
 
 def planned(settings=None, gpus=None, model=None, dtype=torch.bfloat16, **options):
@@ -94,14 +84,14 @@ def test_on_a_cpu_nothing_is_placed_and_nothing_sleeps_unless_it_is_asked():
 @pytest.mark.parametrize(
     ("rollout", "gpus", "message"),
     [
-        ({}, Gpus(2, CARD, 4), r"4 processes on this machine.*on 1 GPUs each, need 4 GPUs.*got 2"),
-        ({"tensor_parallel": 2}, Gpus(8, CARD, 8), r"8 processes.*need 16 GPUs"),
-        ({"tensor_parallel": 2}, Gpus(3, CARD), r"a multiple of 2: got 3"),
-        ({"tensor_parallel": 2}, Gpus(), r"need 2 GPUs.*got 0"),
-        ({"tensor_parallel": 3}, Gpus(3, CARD), r"must divide the model's 4 attention heads and 2 key/value heads"),
+        ({}, Gpus(2, CARD, 4), "4 processes.*4 GPUs.*got 2"),
+        ({"tensor_parallel": 2}, Gpus(8, CARD, 8), "8 processes.*16 GPUs"),
+        ({"tensor_parallel": 2}, Gpus(3, CARD), "a multiple of 2: got 3"),
+        ({"tensor_parallel": 2}, Gpus(), "2 GPUs.*got 0"),
+        ({"tensor_parallel": 3}, Gpus(3, CARD), "4 attention heads and 2 key/value heads"),
         ({"gpu_memory": 0.01}, Gpus(1, CARD), r"got 0\.8 GiB; raise rollout\.gpu_memory"),
-        ({"max_model_len": 1500}, Gpus(), r"rollout\.max_model_len: must hold .* 1501 tokens .*: got 1500"),
-        ({"options": {"max_model_len": 9}}, Gpus(), r"a setting of its own: use rollout\.max_model_len"),
+        ({"max_model_len": 1500}, Gpus(), r"rollout\.max_model_len.* 1501 tokens .*: got 1500"),
+        ({"options": {"max_model_len": 9}}, Gpus(), r"use rollout\.max_model_len"),
     ],
     ids=["engines", "spread", "uneven", "cpu", "heads", "share", "length", "option"],
 )
@@ -120,13 +110,8 @@ def test_the_engine_of_a_mixture_is_asked_for_its_routes_where_it_can_report_the
     plan = planned(model=mixture)
     assert plan.options["enable_return_routed_experts"]
     assert "its choice of experts is replayed" in plan.describe()
-    for rollout in (
-        {"routing_replay": "off"},
-        {"options": {"enable_prefix_caching": False}},
-        {"gpus": 1},
-    ):
-        plan = planned(config(rollout), model=mixture)
-        assert "enable_return_routed_experts" not in plan.options
+    for rollout in ({"routing_replay": "off"}, {"options": {"enable_prefix_caching": False}}, {"gpus": 1}):
+        assert "enable_return_routed_experts" not in planned(config(rollout), model=mixture).options
     assert "enable_return_routed_experts" not in planned().options, "not a mixture"
     with pytest.raises(ConfigError, match=r"rollout\.routing_replay=on: .* engines that are servers"):
         replays_routes(config({"routing_replay": "on", "gpus": 1}), mixture)
@@ -148,15 +133,11 @@ def test_the_length_is_the_longest_prompt_with_its_longest_answer():
 def test_old_files_with_kv_cache_gb_are_read():
     assert config({"kv_cache_gb": 0.5}).rollout.options == {"kv_cache_memory_bytes": 2**29}
     assert config({"kv_cache_gb": None}).rollout.options == {}
-    for rollout in ({"max_staleness": 1, "sleep": True}, {"tensor_parallel": 2, "own_process": False}):
-        with pytest.raises(ValueError, match="needs"):
-            config(rollout)
 
 
 # --- memory: a ledger of bytes, and vLLM's own functions
 
 
-@NO_VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode", "largest"), [(1, "ddp", "3B"), (8, "ddp", "3B"), (8, "fsdp2", "7B")])
@@ -213,7 +194,6 @@ def test_vllm_starts_beside_the_trainer_and_holds_a_conversation(tmp_path, ranks
         assert 2 * model_shape(model).cache_numbers(16384) == counted
 
 
-@NO_VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_with_several_turns_vllm_takes_as_many_tokens_as_the_memory_holds():
@@ -239,36 +219,45 @@ def test_the_cache_of_windows_and_of_latent_attention_is_smaller():
 def test_engines_on_gpus_of_their_own_are_planned_as_servers():
     plan = planned(config({"gpus": 4, "tensor_parallel": 2, "options": {"enforce_eager": True}}), Gpus(8, CARD))
     assert plan.apart == 2
-    assert plan.options == {
-        "dtype": "bfloat16",
-        "max_model_len": 1501,
-        "tensor_parallel_size": 2,
-        "enforce_eager": True,
-    }
-    with pytest.raises(ConfigError, match=r"must divide the model's 4 attention heads"):
+    built = {"tensor_parallel_size": 2, "enforce_eager": True}
+    assert plan.options == {"dtype": "bfloat16", "max_model_len": 1501, **built}
+    with pytest.raises(ConfigError, match="4 attention heads"):
         planned(config({"gpus": 6, "tensor_parallel": 3}), Gpus(8, CARD))
-    for rollout, message in (
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
         ({"gpus": 3, "tensor_parallel": 2}, "gpus 3 must be a multiple of tensor_parallel 2"),
         ({"gpus": 1, "sleep": True}, "gpus needs sleep"),
         ({"gpus": 1, "engine": "transformers"}, "gpus needs engine vllm"),
+        ({"gpus": 2, "options": {"enable_lora": True}}, "gpus sends whole weights"),
         ({"servers": ["http://a:1"], "engine": "transformers"}, "servers needs engine vllm"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            config(rollout)
+        ({"tensor_parallel": 2, "own_process": False}, "needs"),
+        ({"max_staleness": 4, "engine": "transformers"}, "max_staleness needs engine vllm"),
+        ({"max_staleness": 4, "own_process": False}, "max_staleness needs own_process"),
+        ({"max_staleness": 2, "sleep": True}, "max_staleness needs sleep off"),
+        ({"max_staleness": -1}, "greater than or equal to 0"),
+        ({"oversample": 0.5, "engine": "transformers"}, "oversample needs engine vllm"),
+        ({"ray": "auto", "engine": "transformers"}, "ray needs engine vllm"),
+        ({"ray": "auto", "servers": ["http://a:1"]}, "leave out servers"),
+        ({"ray": "auto", "gpus": 1}, "leave out gpus"),
+        ({"ray": "auto", "sleep": True}, "ray needs sleep and own_process left out"),
+        ({"ray": "auto", "options": {"enable_lora": True}}, "ray sends whole weights"),
+        ({"ray_engines": 2}, "need ray"),
+    ],
+)
+def test_settings_of_engines_that_exclude_each_other(rollout, message):
+    with pytest.raises(ValidationError, match=message):
+        RolloutSettings(**{"engine": "vllm", **rollout})
 
 
-@NO_VLLM
 @pytest.mark.vllm
-def test_an_argument_that_vllm_does_not_have_is_named_in_the_plan(place, grpo):
-    name = place.recipe("option", grpo, rollout={"engine": "vllm", "options": {"enforce_eagr": True}})
-    result = place.run("grpo", name, "--dry-run")
-    assert result.code == 2
-    assert "got 'enforce_eagr'. Did you mean 'enforce_eager'?" in " ".join(result.err.split())
+def test_an_argument_that_vllm_does_not_have_is_named_in_the_plan(place):
+    rollout = {"engine": "vllm", "options": {"enforce_eagr": True}}
+    place.plan("grpo", code=2, words=["'enforce_eagr'. Did you mean 'enforce_eager'?"], rollout=rollout)
 
 
-def test_the_plan_says_what_the_engine_is_built_with(place, grpo):
-    name = place.recipe("words", grpo, rollout={"engine": "vllm", "sleep": True})
-    result = place.run("grpo", name, "--dry-run")
-    assert result.code == 0, result.err
-    words = "vLLM in this process · weights sent after every step · at most 1033 tokens · asleep during updates"
-    assert words in " ".join(result.out.replace("│", " ").split())
+def test_the_plan_says_what_the_engine_is_built_with(place):
+    words = ["vLLM in this process · weights sent after every step · at most 1033 tokens · asleep during updates"]
+    place.plan("grpo", words=words, rollout={"engine": "vllm", "sleep": True})

@@ -52,9 +52,13 @@ def run(place):
     return start
 
 
-@pytest.mark.parametrize("reward", ["some_none", "some_nan", "some_huge", "some_raise"])
-def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goes_on(place, run, reward):
-    run(reward, words=["rollouts failed"])
+@pytest.mark.parametrize(
+    ("reward", "frames"), [("some_none", []), ("some_nan", []), ("some_huge", []), ("some_raise", ["in some_raise"])]
+)
+def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goes_on(place, run, reward, frames):
+    out = run(reward, words=frames).out
+    assert out.count("rollouts failed") == 3, "once in each step"
+    assert out.count("ZeroDivisionError") == len(frames), "the first traceback alone"
     for step in place.steps("f"):
         rollouts = place.rollouts("f", step["step"])
         lost = [rollout for rollout in rollouts if rollout.reward is None]
@@ -62,9 +66,8 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
         assert step["rollout/failed"] == len(lost) > 0
         assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept))
         deciles = statistics.quantiles(kept, n=10, method="inclusive")
-        assert [step[f"reward/p{percent}"] for percent in (10, 50, 90)] == pytest.approx(
-            [deciles[i] for i in (0, 4, 8)]
-        )
+        for percent, decile in ((10, deciles[0]), (50, deciles[4]), (90, deciles[8])):
+            assert step[f"reward/p{percent}"] == pytest.approx(decile)
         assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
         trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
         assert step["tokens/trained"] == trained
@@ -93,13 +96,6 @@ def env(**options):
     assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept)) == step["reward/unchecked/mean"]
 
 
-def test_the_first_traceback_of_a_failing_reward_is_shown_once(run):
-    out = run("some_raise").out
-    assert out.count("ZeroDivisionError") == 1
-    assert "in some_raise" in out
-    assert out.count("rollouts failed") == 3
-
-
 def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
     run("one_of_each_group")
     step = place.steps("f")[0]
@@ -117,7 +113,7 @@ def test_what_is_left_of_a_group_is_dropped_if_it_is_too_small(place, run):
 
 def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_scored(place, run):
     # The deadline is long for a slow machine, too: what the row that hangs needs is 600 s.
-    run("one_hangs", env={"reward_deadline_s": 5}, words=["was not done 5.0 s after its batch began"])
+    run("one_hangs", env={"reward_deadline_s": 20}, words=["was not done 20.0 s after its batch began"])
     first, second, _ = place.steps("f")
     assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
 
@@ -139,7 +135,7 @@ def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place):
     place.train("grpo", "b", code=4, env={"reward": "breaks:score"}, steps=4, checkpoint={"every": 1})
     assert place.checkpoints("b") == ["step1", "step2"]
     place.module("breaks", "def score(completion, answer):\n    return len(completion)\n")
-    assert place.run("resume", "b").code == 0
+    place.run("resume", "b")
     assert [step["step"] for step in place.steps("b")] == [1, 2, 3, 4]
 
 
@@ -148,4 +144,4 @@ def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place)
     place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(4)])
     place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
-    assert "scoring failed on 1" in place.run("eval", "e").out.replace("\n", " ")
+    place.run("eval", "e", words=["scoring failed on 1"])

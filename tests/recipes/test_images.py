@@ -4,7 +4,6 @@ import io
 import json
 
 import pytest
-import torch
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages, to_prompt
 from llmrl.envs.llm.tasks.colours import COLOURS, colours_problems
@@ -34,13 +33,8 @@ def test_examples_and_reward_train_a_model_that_reads_images(place):
     data = {"path": "colours", "rows": 24}
     unfrozen = {"freeze_vision": False}
     place.train("sft", "taught", model=VISION, data=data, steps=2, model_options=unfrozen, words=words)
-    options = {
-        "model": "runs/taught",
-        "prompts_per_step": 2,
-        "zero_variance": "keep",
-        "eval": {"rows": 6, "max_tokens": 4},
-    }
-    place.train("grpo", "improved", **{**COLOURS_GRPO, **options}, words=("frozen (",))
+    options = {"prompts_per_step": 2, "zero_variance": "keep", "eval": {"rows": 6, "max_tokens": 4}}
+    place.train("grpo", "improved", **{**COLOURS_GRPO, **options, "model": "runs/taught"}, words=("frozen (",))
     for row in place.steps("improved"):
         assert abs(row["mismatch/kl"]) < 1e-6  # the engine and the trainer agree, pixels included
         assert row["policy/grad_norm"] >= 0
@@ -50,37 +44,27 @@ def test_examples_and_reward_train_a_model_that_reads_images(place):
 def test_data_with_images_are_read_from_files_and_parquet(place):
     for n in range(2):
         (place.path / f"{n}.png").write_bytes(picture(n))
-    asked = [
-        {"prompt": "What?", "image": "0.png", "answer": "a"},
-        {"prompt": "And?", "images": ["0.png", "1.png"], "answer": "b"},
-    ]
-    place.rows("asked.jsonl", asked)
-    reward = {"name": "chat", "dataset": "asked.jsonl", "reward": "vowels:share"}
-    place.train("grpo", "asked", model=VISION, env=reward, steps=1, prompts_per_step=2)
+    one = {"prompt": "What?", "image": "0.png", "answer": "a"}
+    two = {"prompt": "And?", "images": ["0.png", "1.png"], "answer": "b"}
+    env = {"dataset": place.rows("asked.jsonl", [one, two])}
+    place.train("grpo", "asked", model=VISION, env=env, steps=1, prompts_per_step=2)
     assert [row["rollout/failed"] for row in place.steps("asked")] == [0]
-    place.rows(
-        "rows.parquet", [{"prompt": "What?", "image": {"bytes": picture(), "path": None}, "completion": "Noise."}]
-    )
-    place.train("sft", "rows", model=VISION, data={"path": "rows.parquet", "rows": None}, steps=1, batch_size=1)
+    row = {"prompt": "What?", "image": {"bytes": picture(), "path": None}, "completion": "Noise."}
+    data = {"path": place.rows("rows.parquet", [row]), "rows": None}
+    place.train("sft", "rows", model=VISION, data=data, steps=1, batch_size=1)
     assert place.steps("rows")[0]["tokens/trained"] > 0
 
 
 def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(place):
     (place.path / "broken.png").write_bytes(picture()[:60])
     (place.path / "good.png").write_bytes(picture())
-    rows = [
-        {"prompt": "What?", "image": "good.png", "completion": "a"},
-        {"prompt": "What?", "image": "broken.png", "completion": "a"},
-    ]
-    place.rows("broken.jsonl", rows)
-    place.train(
-        "sft", "a", model=VISION, data={"path": "broken.jsonl"}, code=3, words=("column 'image' of row 2", "broken.png")
-    )
-    place.rows("missing.jsonl", [{"prompt": "What?", "images": ["none.png"], "answer": "a"}])
-    env = {"name": "chat", "dataset": "missing.jsonl", "reward": "vowels:share"}
+    rows = [{"prompt": "What?", "image": f"{name}.png", "completion": "a"} for name in ("good", "broken")]
+    data = {"path": place.rows("broken.jsonl", rows)}
+    place.train("sft", "a", model=VISION, data=data, code=3, words=("column 'image' of row 2", "broken.png"))
+    env = {"dataset": place.rows("missing.jsonl", [{"prompt": "What?", "images": ["none.png"], "answer": "a"}])}
     place.train("grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of row 1", "FileNotFoundError"))
-    place.rows("text.jsonl", rows[:1])
-    place.train("sft", "c", data={"path": "text.jsonl"}, code=3, words=("images need the model's processor",))
+    data = {"path": place.rows("text.jsonl", rows[:1])}
+    place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
 
 
 # --- rows and shapes --------------------------------------------------------------------------------------------------
@@ -101,11 +85,8 @@ def test_images_take_the_places_that_messages_leave_for_them(tmp_path):
 
 
 def test_no_shade_of_the_embedded_task_is_in_two_splits():
-    splits = {
-        name: [row["image"].getpixel((0, 0)) for row in colours_problems(name)]
-        for name in ("train", "validation", "test")
-    }
-    shades = [shade for split in splits.values() for shade in split]
+    problems = [row for name in ("train", "validation", "test") for row in colours_problems(name)]
+    shades = [row["image"].getpixel((0, 0)) for row in problems]
     assert len(set(shades)) == len(shades)
     assert {row["answer"] for row in colours_problems("test")} == set(COLOURS)
 
@@ -122,13 +103,13 @@ def test_a_frozen_part_costs_weights_and_neither_gradients_nor_moments():
     assert trained.training["gradients"] - frozen.training["gradients"] == size
     assert trained.training["optimizer"] - frozen.training["optimizer"] == 2 * size
     assert len(decoder_blocks(model)) == shape.num_blocks == 2  # of the text alone
-    assert torch.equal(torch.tensor(shape.frozen * 4), torch.tensor(size))
+    assert shape.frozen * 4 == size
 
 
 @pytest.mark.slow
 def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward(place):
-    assert place.run("sft", "colours_sft", "--name", "taught").code == 0
-    assert place.run("grpo", "colours_grpo", "model=runs/taught", "--name", "improved").code == 0
+    place.run("sft", "colours_sft", "--name", "taught")
+    place.run("grpo", "colours_grpo", "model=runs/taught", "--name", "improved")
     lines = map(json.loads, (place.path / "runs" / "improved" / "metrics.jsonl").read_text().splitlines())
     scores = [line["eval/colours/mean"] for line in lines if "eval/colours/mean" in line]
     assert scores[0] <= 0.75, "a third of the examples is wrong"

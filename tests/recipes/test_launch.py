@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -42,37 +41,28 @@ def log_of(place, port):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoint_and_no_process(place, grpo):
+def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoint_and_no_process(place):
     port = free_ports()
-    name = place.recipe("mine", grpo, model=MODEL, rollout=ROLLOUT, zero_variance="keep", parallel={"mode": "fsdp2"})
-    launch = place.process(
-        *("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port, "steps=100000"),
-        start_new_session=True,
-    )
-    metrics = place.path / "runs/run/metrics.jsonl"
-
-    def num_steps():
-        assert launch.poll() is None, launch.communicate()
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    name = place.recipe("mine", "grpo", model=MODEL, rollout=ROLLOUT, zero_variance="keep", parallel={"mode": "fsdp2"})
+    arguments = ("launch", "grpo", name, "--name", "run", "--trainers", "2", "--port", port, "steps=100000")
+    launch = place.process(*arguments, start_new_session=True)
 
     try:
-        wait_until(lambda: num_steps() >= 3, PATIENCE_S)
+        place.wait_for_lines(launch, "run", 3)
         pushes = [log_of(place, number).count("POST /update_weight_version") for number in (port, port + 1)]
-        steps = num_steps()
+        steps = place.num_lines("run")
         assert 3 <= pushes[0] <= steps + 2, "one by each version, the first before the first step, not one by each rank"
         assert abs(pushes[0] - pushes[1]) <= 1
 
         started = descendants(launch.pid)
         (second,) = [pid for pid, command in started if f"--port={port + 1}" in command and "api_server" in command]
         os.kill(second, signal.SIGKILL)
-        alone = num_steps()
-        wait_until(lambda: num_steps() >= alone + 5, PATIENCE_S)
+        place.wait_for_lines(launch, "run", place.num_lines("run") + 5)
         os.kill(launch.pid, signal.SIGINT)
-        result = place.finish(launch, timeout_s=PATIENCE_S)
+        words = [f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is started again"]
+        place.finish(launch, timeout_s=PATIENCE_S, code=130, words=words)
     finally:
         launch.kill()
-    assert result.code == 130, result.err
-    assert f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is started again" in result.err
     rows = place.steps("run")
     for step in rows:
         assert step["rollout/failed"] == 0, "asked again elsewhere"
@@ -98,38 +88,33 @@ def test_the_command_of_a_server_is_one_that_vllm_reads():
 # --- what is refused, and how a part ends
 
 
-def test_engines_on_gpus_of_their_own_need_the_launcher(place, grpo):
-    name = place.recipe("mine", grpo, rollout=ROLLOUT)
-    refused = place.run("grpo", name)
-    assert refused.code == 2
-    assert "did you mean  llmrl launch grpo" in refused.err
-    assert "rollout.gpus=N" in place.run("launch", "grpo", name, "rollout.gpus=0").err
-    assert "leave out rollout.servers" in place.run("launch", "grpo", name, "rollout.servers=[http://a:1]").err
+def test_engines_on_gpus_of_their_own_need_the_launcher(place):
+    launch = ("launch", "grpo", place.recipe("mine", "grpo", rollout=ROLLOUT))
+    place.run(*launch[1:], code=2, words=["did you mean  llmrl launch grpo"])
+    place.run(*launch, "rollout.gpus=0", code=2, words=["rollout.gpus=N"])
+    place.run(*launch, "rollout.servers=[http://a:1]", code=2, words=["leave out rollout.servers"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = place.run("launch", "grpo", name, "--port", str(port), "rollout.gpus=1")
-    assert refused.code == 2
-    assert f"needs port {port} for a server: Address already in use; give others with --port" in refused.err
+        words = [f"needs port {port} for a server: Address already in use", "--port"]
+        place.run(*launch, "--port", port, "rollout.gpus=1", code=2, words=words)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_engines_and_a_trainer_that_need_more_gpus_than_there_are_are_refused(place, grpo):
+def test_engines_and_a_trainer_that_need_more_gpus_than_there_are_are_refused(place):
     count = torch.cuda.device_count()
-    refused = place.run(
-        "launch", "grpo", place.recipe("mine", grpo, rollout={**ROLLOUT, "gpus": count}), "--trainers", "1"
-    )
-    assert refused.code == 2
-    assert f"needs 1 + {count} GPUs (--trainers, rollout.gpus): got {count}" in refused.err
+    name = place.recipe("mine", "grpo", rollout={**ROLLOUT, "gpus": count})
+    words = [f"needs 1 + {count} GPUs (--trainers, rollout.gpus): got {count}"]
+    place.run("launch", "grpo", name, "--trainers", "1", code=2, words=words)
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("print('no room'); raise SystemExit(3)", r"(?s)must answer within 2 s: it ended with exit code 3.*no room"),
-        ("import time; print('slow', flush=True); time.sleep(60)", r"(?s)must answer within 2 s: it runs.*slow"),
+        ("print('no room'); raise SystemExit(3)", r"(?s)within 2 s.*exit code 3.*no room"),
+        ("import time; print('slow', flush=True); time.sleep(60)", r"(?s)within 2 s: it runs.*slow"),
     ],
     ids=["ends", "hangs"],
 )
@@ -159,7 +144,6 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path):
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
     )
-    began = time.monotonic()
+    # A deadline below the 600 s of the other rank, which is not waited for.
     ended = subprocess.run([sys.executable, "-c", LAUNCH], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 7, ended.stderr
-    assert time.monotonic() - began < 500, "the other rank was not waited for"

@@ -40,16 +40,14 @@ def test_a_step_is_refilled_to_its_number_of_groups(run):
     assert len(rollouts) > 3 * 16
 
 
-def test_refilling_ends_after_its_rounds(run):
-    steps, rollouts = run("none_teaches", zero_variance="refill", refill_rounds=2, steps=1)
-    assert len(rollouts) == 3 * 16
+@pytest.mark.parametrize(
+    ("settings", "rounds"), [({"zero_variance": "refill", "refill_rounds": 2}, 3), ({}, 1)], ids=["refilled", "not"]
+)
+def test_refilling_ends_after_its_rounds(run, settings, rounds):
+    steps, rollouts = run("none_teaches", steps=1, **settings)
+    assert len(rollouts) == rounds * 16
     assert steps[0]["group/kept_frac"] == 0
     assert steps[0]["tokens/trained"] == 0
-
-
-def test_without_refilling_a_step_is_one_round(run):
-    _, rollouts = run("none_teaches", steps=2)
-    assert len(rollouts) == 2 * 16
 
 
 def test_long_answers_cost_reward_and_cut_off_ones_are_not_trained(run):

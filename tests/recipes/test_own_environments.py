@@ -98,16 +98,13 @@ def test_its_reward_gives_way_to_one_that_is_named(own):
     assert answered(EnvSettings(name="mine:Spelling", reward="mine:size"), ["four"])["next", "reward"].item() == 4.0
 
 
-@pytest.mark.parametrize(("factor", "reward"), [(None, 4.0), (3, 12.0)])
-def test_an_environment_of_ones_own_may_have_its_reward_inside_and_options(own, factor, reward):
-    options = {} if factor is None else {"factor": factor}
-    env = EnvSettings(name="mine:OwnReward", dataset="prompts.jsonl", options=options)
+@pytest.mark.parametrize(
+    ("name", "options", "reward"),
+    [("OwnReward", {}, 4.0), ("OwnReward", {"factor": 3}, 12.0), ("made", {"level": 7}, 7.0)],
+)
+def test_an_environment_made_by_a_class_or_a_function_has_its_reward_inside_and_options(own, name, options, reward):
+    env = EnvSettings(name=f"mine:{name}", dataset="prompts.jsonl", options=options)
     assert answered(env, ["four"])["next", "reward"].item() == reward
-
-
-def test_a_function_may_make_it(own):
-    env = EnvSettings(name="mine:made", dataset="prompts.jsonl", options={"level": 7})
-    assert answered(env, ["four"])["next", "reward"].item() == 7.0
 
 
 def test_tools_of_the_settings_act_in_it(own):
@@ -117,45 +114,34 @@ def test_tools_of_the_settings_act_in_it(own):
 
 
 def test_a_file_has_no_problems_that_are_held_out(own):
-    own.rows("sums.jsonl", [{"question": "2 + 2?", "answer": "4"}])
-    for name in ("sums", "mine:OwnReward"):
-        assert eval_rows(EnvSettings(name=name, dataset="sums.jsonl"), EvalSettings()) is None
-    assert len(eval_rows(EnvSettings(name="sums"), EvalSettings(rows=5))) == 5
+    assert eval_rows(EnvSettings(name="mine:OwnReward", dataset="prompts.jsonl"), EvalSettings()) is None
 
 
 @pytest.mark.parametrize(
-    ("env", "place_and_message"),
+    ("name", "options", "words"),
     [
-        ({"name": "mine:Speling"}, "bad.yaml:2  env.name  module 'mine' has no 'Speling': it has"),
-        ({"name": "mine:Speling"}, "Did you mean 'Spelling'?"),
-        ({"name": "mien:Spelling"}, "there is no module 'mien'"),
-        ({"name": "mine:NoEnv"}, "'mine:NoEnv' must be a subclass of TaskEnv or DatasetChatEnv"),
-        ({"name": "mine:number"}, "it is of type int"),
-        ({"name": "mine:Unscored"}, "Unscored must define scorer"),
-        (
-            {"name": "mine:OwnReward"},
-            "OwnReward has no rows of its own: say env.dataset; only a TaskEnv can do without",
-        ),
-        ({"name": "mine:too_few", "dataset": "prompts.jsonl"}, "too_few must take what a recipe passes"),
-        ({"name": "mine:made", "dataset": "prompts.jsonl"}, "missing a required argument: 'level'; give it in env.opt"),
-        ({"name": "mine:Spelling", "options": {"sede": 1}}, "Spelling has no parameter 'sede'. Did you mean 'seed'?"),
-        ({"name": "mine:Spelling", "options": {"seed": 1}}, "env.options must not have seed: the recipe passes that"),
-        ({"name": "sums", "options": {"seed": 1}}, "env.options is for an environment of your own: sums takes none"),
-        ({"name": "mine:Spelling", "prompt_column": "word"}, "env.prompt_column is for data of your own"),
-        ({"name": "spelling"}, "'spelling' is not an environment: must be one of sums"),
-        (
-            {"name": "mine:Spelling", "tool_format": "mine:number"},
-            "env.tool_format  'mine:number' must be a CallFormat",
-        ),
-        ({"name": "mine:Spelling", "tool_format": "mine:NeedsArguments"}, "must be made without arguments"),
-        ({"name": "mine:something_else", "dataset": "prompts.jsonl"}, "must return a DatasetChatEnv: got int"),
-        ({"name": "mine:without_reward", "dataset": "prompts.jsonl"}, "without_reward gives no reward"),
+        ("mine:Speling", {}, ["bad.yaml:2  env.name", "'mine' has no 'Speling'", "Did you mean 'Spelling'?"]),
+        ("mien:Spelling", {}, ["no module 'mien'"]),
+        ("mine:NoEnv", {}, ["'mine:NoEnv' must be a subclass of TaskEnv or DatasetChatEnv"]),
+        ("mine:number", {}, ["it is of type int"]),
+        ("mine:Unscored", {}, ["Unscored must define scorer"]),
+        ("mine:OwnReward", {}, ["OwnReward has no rows", "env.dataset"]),
+        ("mine:too_few", {"dataset": "prompts.jsonl"}, ["too_few must take"]),
+        ("mine:made", {"dataset": "prompts.jsonl"}, ["a required argument: 'level'", "env.opt"]),
+        ("mine:Spelling", {"options": {"sede": 1}}, ["Spelling has no parameter 'sede'. Did you mean 'seed'?"]),
+        ("mine:Spelling", {"options": {"seed": 1}}, ["env.options must not have seed"]),
+        ("sums", {"options": {"seed": 1}}, ["env.options", "sums takes none"]),
+        ("mine:Spelling", {"prompt_column": "word"}, ["env.prompt_column is for data of your own"]),
+        ("spelling", {}, ["'spelling' is not an environment: must be one of sums"]),
+        ("mine:Spelling", {"tool_format": "mine:number"}, ["env.tool_format  'mine:number' must be a CallFormat"]),
+        ("mine:Spelling", {"tool_format": "mine:NeedsArguments"}, ["must be made without arguments"]),
+        ("mine:something_else", {"dataset": "prompts.jsonl"}, ["must return a DatasetChatEnv: got int"]),
+        ("mine:without_reward", {"dataset": "prompts.jsonl"}, ["without_reward gives no reward"]),
     ],
 )
-def test_what_cannot_be_run_is_told_by_a_dry_run(own, env, place_and_message):
-    result = own.run("grpo", own.recipe("bad", {"model": "tiny", "env": env}), "--dry-run")
-    assert result.code == 2
-    assert place_and_message in result.err.replace("\n", " "), result.err
+def test_a_dry_run_says_what_cannot_be_run(own, name, options, words):
+    recipe = own.recipe("bad", {"model": "tiny", "env": {"name": name, **options}})
+    own.run("grpo", recipe, "--dry-run", code=2, words=words)
 
 
 def test_all_names_are_told_at_once_each_at_its_place(own):
@@ -173,8 +159,8 @@ def test_all_names_are_told_at_once_each_at_its_place(own):
         "    - mine:size\n"
         "    - {fn: mine:sise, weight: 2}\n"
     )
-    result = own.run("grpo", "bad.yaml", "--dry-run", "--runs", "none")
-    assert result.code == 2
+    words = ["Did you mean 'folder'?", "Did you mean 'size'?"]
+    result = own.run("grpo", "bad.yaml", "--dry-run", "--runs", "none", code=2, words=words)
     lines = [line.split("  ") for line in result.err.replace("config error", " " * 12).splitlines()]
     places = [[part.strip() for part in line if part.strip()][:2] for line in lines if "bad.yaml" in " ".join(line)]
     assert places == [
@@ -183,24 +169,20 @@ def test_all_names_are_told_at_once_each_at_its_place(own):
         ["bad.yaml:9", "env.tools.2"],
         ["bad.yaml:12", "env.rewards.1.fn"],
     ], result.err
-    assert "Did you mean 'folder'?" in result.err
-    assert "Did you mean 'size'?" in result.err
 
 
 def test_a_module_is_not_run_while_the_section_has_another_fault(own):
     own.module("counted", "raise RuntimeError('run')\n")
     name = own.recipe("bad", {"model": "tiny", "env": {"name": "sums", "reward": "counted:x", "max_turns": 0}})
-    assert "RuntimeError" not in own.run("grpo", name).err
-    result = own.run("grpo", name, "env.max_turns=1")
-    assert "importing 'counted' failed: RuntimeError: run, at" in result.err
-    assert "counted.py:1." in result.err
+    assert "RuntimeError" not in own.run("grpo", name, code=2).err
+    words = ["importing 'counted' failed: RuntimeError: run, at", "counted.py:1."]
+    own.run("grpo", name, "env.max_turns=1", code=2, words=words)
 
 
 @pytest.mark.slow
 def test_its_evaluation_goes_by_its_name_without_the_module(own):
-    recipe = own.recipe(
-        "one", {"model": {"hidden_size": 16, "layers": 1, "heads": 2}, "env": {"name": "mine:Spelling"}}
-    )
+    model = {"hidden_size": 16, "layers": 1, "heads": 2}
+    recipe = own.recipe("one", {"model": model, "env": {"name": "mine:Spelling"}})
     small = ("steps=1", "prompts_per_step=2", "group_size=2", "sampling.max_tokens=2", "eval.max_tokens=2")
-    assert own.run("grpo", recipe, "--name", "one", *small).code == 0
+    own.run("grpo", recipe, "--name", "one", *small)
     assert "eval/Spelling/mean" in own.steps("one")[0]

@@ -3,11 +3,12 @@
 import os
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
 import torch
+
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -16,75 +17,53 @@ OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 LAYOUTS = ["ddp", "fsdp2"]
 
 
-def equal_up_to_rounding(place, same, run, step):
-    """Metrics within 1e-5; and the saved weights, which also says that every rank had applied the same updates."""
-    same(place.steps("one"), place.steps(run), tolerance=1e-5)
-    one, other = place.weights("one", step), place.weights(run, step)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value - other[name]).abs().max() < 1e-3, name
+def resume_without(place, step):
+    """Removes the last checkpoint of the run of two processes, which two processes then make again."""
+    shutil.rmtree(place.checkpoint("two", step))
+    place.ranks("resume", "two")
+    place.same("one", "two", tolerance=1e-5, step=step)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, sft, same, layout):
-    settings = place.recipe(
-        "sums", sft, steps=5, batch_size=9, tokens_per_microbatch=200, optim=OPTIM, checkpoint={"every": 3}, **EVAL
-    )
-    assert place.run("sft", settings, "--name", "one").code == 0
-    command = (settings, f"parallel.mode={layout}", "memory.checkpointing=on", "--name", "two")
-    result = place.finish(place.process(*command, module="llmrl.recipes.sft", ranks=2))
-    assert result.code == 0, result.err
-    assert f"2 processes, {layout.upper()}" in result.out
+def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layout):
+    overrides, words = (f"parallel.mode={layout}", "memory.checkpointing=on"), [f"2 processes, {layout.upper()}"]
+    changes = {"steps": 5, "batch_size": 9, "tokens_per_microbatch": 200, "optim": OPTIM, "checkpoint": {"every": 3}}
+    result = place.train_as_one_and_as_ranks("sft", *overrides, step=5, words=words, **changes, **EVAL)
     assert result.out.count("sft · sums") == 1, "only the first process prints"
-    equal_up_to_rounding(place, same, "two", 5)
     assert place.checkpoints("two") == ["step3", "step5"]
-    shutil.rmtree(place.path / "runs/two/checkpoints/step5")
-    assert place.finish(place.process("resume", "two", ranks=2)).code == 0
-    equal_up_to_rounding(place, same, "two", 5)
+    resume_without(place, 5)
 
 
 @pytest.mark.parametrize(("recipe", "layout"), [("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")])
-def test_pairs_on_two_processes_have_the_numbers_of_one(place, dpo, reward, same, recipe, layout):
-    base = {"dpo": dpo, "reward": reward}[recipe]
-    settings = place.recipe("pairs", base, steps=4, batch_size=7, tokens_per_microbatch=200, optim=OPTIM)
-    assert place.run(recipe, settings, "--name", "one").code == 0
-    command = (settings, f"parallel.mode={layout}", "--name", "two")
-    result = place.finish(place.process(*command, module=f"llmrl.recipes.{recipe}", ranks=2))
-    assert result.code == 0, result.err
-    equal_up_to_rounding(place, same, "two", 4)
+def test_pairs_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
+    changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM}
+    place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=4, **changes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_grpo_on_two_processes_has_the_numbers_of_one(place, grpo, same, layout):
-    settings = place.recipe(
-        "mine", grpo, steps=4, optim=OPTIM, grpo={"kl": 0.1}, tokens_per_microbatch=150, checkpoint={"every": 2}
-    )
-    assert place.run("grpo", settings, "--name", "one").code == 0
-    savings = ("memory.offload=activations", "optim.name=adamw_offload")
-    command = (settings, f"parallel.mode={layout}", *savings, "--name", "two")
-    result = place.finish(place.process(*command, module="llmrl.recipes.grpo", ranks=2))
-    assert result.code == 0, result.err
-    equal_up_to_rounding(place, same, "two", 4)
+def test_grpo_on_two_processes_has_the_numbers_of_one(place, layout):
+    overrides = (f"parallel.mode={layout}", "memory.offload=activations", "optim.name=adamw_offload")
+    changes = {"steps": 4, "optim": OPTIM, "grpo": {"kl": 0.1}, "tokens_per_microbatch": 150}
+    place.train_as_one_and_as_ranks("grpo", *overrides, step=4, checkpoint={"every": 2}, **changes)
     for step in range(1, 5):
         one = sorted((r.group, r.completion, r.reward) for r in place.rollouts("one", step))
         assert one == sorted((r.group, r.completion, r.reward) for r in place.rollouts("two", step))
-    shutil.rmtree(place.path / "runs/two/checkpoints/step4")
-    assert place.finish(place.process("resume", "two", ranks=2)).code == 0
-    equal_up_to_rounding(place, same, "two", 4)
+    resume_without(place, 4)
 
 
-def test_a_run_can_be_resumed_with_another_number_of_processes(place, same):
+def test_a_run_can_be_resumed_with_another_number_of_processes(place):
     place.train("grpo", "one", steps=4, optim=OPTIM, checkpoint={"every": 2})
-    shutil.copytree(place.path / "runs/one", place.path / "runs/two")
-    shutil.rmtree(place.path / "runs/two/checkpoints/step4")
-    assert place.finish(place.process("resume", "two", "parallel.mode=fsdp2", ranks=2)).code == 0
-    equal_up_to_rounding(place, same, "two", 4)
+    place.cut_back("one", "two", to=2)
+    place.ranks("resume", "two", "parallel.mode=fsdp2")
+    place.same("one", "two", tolerance=1e-5, step=4)
 
 
 def test_each_process_holds_a_part_of_sharded_parameters_and_all_have_the_same_settings_and_code(place):
-    place.module(
-        "shards",
-        """
+    place.module("shards", SHARDS)
+    place.ranks(module="shards")
+
+
+SHARDS = """
 import os
 import pytest
 import torch
@@ -121,18 +100,14 @@ rank = int(os.environ["RANK"])
 refused("parallel.mode: ", "has ddp", "has fsdp2", parallel={"mode": ["ddp", "fsdp2"][rank]})
 distributed.version = lambda package: f"{rank}.0"
 refused("torch: ", "has 0.0", "has 1.0")
-""",
-    )
-    result = place.finish(place.process(ranks=2, module="shards"))
-    assert result.code == 0, result.err
+"""
 
 
-def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place, sft, same):
-    settings = place.recipe("sums", sft, dtype="bfloat16", model={"architecture": "gpt2", "layers": 2}, **EVAL)
-    assert place.run("sft", settings, "--name", "one").code == 0
+def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place):
+    settings = place.recipe("sums", "sft", dtype="bfloat16", model={"architecture": "gpt2", "layers": 2}, **EVAL)
+    place.run("sft", settings, "--name", "one")
     for layout in LAYOUTS:
-        process = place.process("sft", settings, f"parallel.mode={layout}", "--name", layout, ranks=2)
-        assert place.finish(process).code == 0
+        place.ranks("sft", settings, f"parallel.mode={layout}", "--name", layout)
         losses = [[step["policy/loss"] for step in place.steps(run)] for run in ("one", layout)]
         assert losses[0] == pytest.approx(losses[1], abs=0.02)
     saved = place.weights("fsdp2", 3)
@@ -181,37 +156,25 @@ def limit_files():
         (1, "limit_files", "File too large", "fsdp2"),
     ],
 )
-def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, grpo, layout, rank, ending, message):
+def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, layout, rank, ending, message):
     place.module("dies", DIES.format(rank=rank, ending=ending))
-    settings = place.recipe(
-        "dies",
-        grpo,
-        steps=500,
-        env={"reward": None, "rewards": [{"fn": "dies:score", "process": False}]},
-        checkpoint={"every": 5},
-        parallel={"mode": layout},
-    )
+    env = {"reward": None, "rewards": [{"fn": "dies:score", "process": False}]}
+    settings = place.recipe("dies", "grpo", steps=500, env=env, checkpoint={"every": 5}, parallel={"mode": layout})
     process = place.process("grpo", settings, "--name", "dies", ranks=2)
-    while not (place.path / "runs/dies/metrics.jsonl").exists() or not place.steps("dies"):
-        assert process.poll() is None or place.steps("dies"), place.finish(process).err
-        time.sleep(0.2)
-    result = place.finish(process, timeout_s=180)
-    assert result.code != 0
-    assert message in result.err
-    assert len(place.steps("dies")) < 500
+    wait_until(lambda: place.num_lines("dies") or process.poll() is not None, 600)
+    place.finish(process, timeout_s=180, code=None, words=[message])
+    assert 1 <= len(place.steps("dies")) < 500
 
 
 def ranks_in_training(place, process):
     """The ranks of a run named "long", by their number, once it has taken a step."""
-    for line in process.stdout:
-        if line.split()[:1] == ["2"]:
-            break
+    place.wait_for_step(process, 2)
     children = psutil.Process(process.pid).children()
     return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
 
-def test_ranks_end_with_their_launcher(place, sft):
-    settings = place.recipe("long", sft, steps=100_000)
+def test_ranks_end_with_their_launcher(place):
+    settings = place.recipe("long", "sft", steps=100_000)
     process = place.process("sft", settings, "--name", "long", ranks=2)
     ranks = ranks_in_training(place, process)
     assert sorted(ranks) == [0, 1]
@@ -223,8 +186,8 @@ def test_ranks_end_with_their_launcher(place, sft):
     place.finish(process)
 
 
-def test_a_rank_that_was_stopped_is_named(place, sft):
-    settings = place.recipe("long", sft, steps=100_000, parallel={"timeout_s": 5})
+def test_a_rank_that_was_stopped_is_named(place):
+    settings = place.recipe("long", "sft", steps=100_000, parallel={"timeout_s": 5})
     process = place.process("sft", settings, "--name", "long", ranks=2)
     ranks = ranks_in_training(place, process)
     ranks[1].suspend()
@@ -233,34 +196,29 @@ def test_a_rank_that_was_stopped_is_named(place, sft):
             break
     ranks[1].resume()
     assert "within parallel.timeout_s = 5 s: got nothing from rank 1, stopped" in line
-    assert place.finish(process).code != 0
+    place.finish(process, code=None)
 
 
-def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_from(place, grpo):
-    settings = place.recipe("long", grpo, steps=100_000)
+def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_from(place):
+    settings = place.recipe("long", "grpo", steps=100_000)
     process = place.process("grpo", settings, "--name", "long", ranks=2, start_new_session=True)
-    for line in process.stdout:
-        if line.split()[:1] == ["2"]:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
-            break
-    result = place.finish(process)
-    assert result.code != 0
+    place.wait_for_step(process, 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    place.finish(process, code=None)
     done = len(place.steps("long"))
     assert 2 <= done < 1000
     assert place.checkpoints("long") == [f"step{done}"]
-    assert place.run("resume", "long", f"steps={done + 1}").code == 0
+    place.run("resume", "long", f"steps={done + 1}")
 
 
 @pytest.mark.parametrize(
     ("changes", "override", "message"),
     [
-        ({"grpo": {"scale": "batch"}}, "steps=3", "of which each of the 2 processes has a part: use one process"),
+        ({"grpo": {"scale": "batch"}}, "steps=3", "2 processes has a part: use one process"),
         ({"prompts_per_step": 3}, "steps=3", "prompts_per_step 3 must be a multiple of the 2 processes"),
         ({}, "stepz=3", "stepz  is not a setting"),
     ],
 )
-def test_settings_that_two_processes_cannot_keep_are_reported_once(place, grpo, changes, override, message):
-    result = place.finish(place.process("grpo", place.recipe("bad", grpo, **changes), override, ranks=2))
-    assert result.code != 0
+def test_settings_that_two_processes_cannot_keep_are_reported_once(place, changes, override, message):
+    result = place.ranks("grpo", place.recipe("bad", "grpo", **changes), override, code=None, words=[message])
     assert result.err.count("config error") == 1
-    assert message in result.err

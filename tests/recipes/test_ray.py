@@ -5,44 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 
 import pytest
-from pydantic import ValidationError
 
 from llmrl.errors import ConfigError
 from llmrl.train.ray_servers import RayPlan, check_room, connect
-from llmrl.train.rollout_settings import RolloutSettings
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
-PATIENCE_S = 500
 
 
 @pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.slow
-def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run(place, grpo):
+def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run(place):
     pytest.importorskip("ray")
     rollout = {"engine": "vllm", "ray": "local", "max_staleness": 2, "options": {"kv_cache_memory_bytes": 1 << 27}}
-    name = place.recipe("mine", grpo, model=MODEL, rollout=rollout, zero_variance="keep")
+    name = place.recipe("mine", "grpo", model=MODEL, rollout=rollout, zero_variance="keep")
     run = place.process("grpo", name, "--name", "run", "steps=100000", start_new_session=True)
-    metrics = place.path / "runs/run/metrics.jsonl"
-
-    def num_steps():
-        assert run.poll() is None, run.communicate()
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
     try:
-        wait_until(lambda: num_steps() >= 3, PATIENCE_S)
+        place.wait_for_lines(run, "run", 3)
         started = descendants(run.pid)
         (actor,) = [pid for pid, command in started if command.startswith("ray::_Server")]
         os.kill(actor, signal.SIGKILL)
-        result = place.finish(run, timeout_s=180)
+        place.finish(run, timeout_s=180, code=4, words=["llmrl resume"])
     finally:
         run.kill()
-    assert result.code == 4, result.err
-    assert "llmrl resume" in result.err
     for step in place.steps("run")[:3]:
         assert step["async/staleness_max"] <= 2
         assert step["mismatch/probe"] < 1e-5
@@ -50,25 +38,21 @@ def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run
     wait_until(lambda: not any(is_running(pid) for pid, _ in started), 60)
 
 
-def test_a_cluster_that_is_not_there_is_an_error_within_ten_seconds(place, grpo, monkeypatch):
+def test_a_cluster_that_is_not_there_is_an_error(place, monkeypatch):
     pytest.importorskip("ray")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"  # held, and nothing listens: nothing else can take it
-        clock = time.monotonic()
         with pytest.raises(ConfigError, match=rf"a Ray cluster must be at '{address}': ConnectionRefused.*ray start"):
             connect(address)
-        assert time.monotonic() - clock < 10
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=address.rpartition(":")[2]):
             connect("auto")
         for wrong in ("nowhere", "nowhere:port"):
             with pytest.raises(ConfigError, match=r"host:port of its head node"):
                 connect(wrong)
-        name = place.recipe("mine", grpo, model=MODEL, rollout={"engine": "vllm", "ray": address})
-        refused = place.run("grpo", name, "--dry-run")
-        assert refused.code == 2
-        assert f"a Ray cluster must be at '{address}'" in refused.err
+        words = [f"a Ray cluster must be at '{address}'"]
+        place.plan("grpo", code=2, words=words, model=MODEL, rollout={"engine": "vllm", "ray": address})
 
 
 NODES = [
@@ -85,20 +69,3 @@ def test_the_room_of_a_cluster_is_counted_node_by_node():
         check_room(NODES, RayPlan("auto", 5, {"GPU": 2.0, "CPU": 1.0}))
     with pytest.raises(ConfigError, match=r"it has for 0, its nodes \[{'big_disk': 0}, {'big_disk': 0}\]"):
         check_room(NODES, RayPlan("auto", 1, {"big_disk": 1.0}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ray": "auto"}, "ray needs engine vllm"),
-        ({"ray": "auto", "servers": ["http://a:1"], "engine": "vllm"}, "leave out servers"),
-        ({"ray": "auto", "gpus": 1, "engine": "vllm"}, "leave out gpus"),
-        ({"ray": "auto", "sleep": True, "engine": "vllm"}, "ray needs sleep and own_process left out"),
-        ({"ray_engines": 2, "engine": "vllm"}, "need ray"),
-        ({"ray": "auto", "engine": "vllm", "options": {"enable_lora": True}}, "ray sends whole weights"),
-        ({"gpus": 2, "engine": "vllm", "options": {"enable_lora": True}}, "gpus sends whole weights"),
-    ],
-)
-def test_settings_that_exclude_each_other(settings, message):
-    with pytest.raises(ValidationError, match=message):
-        RolloutSettings(**settings)

@@ -94,14 +94,8 @@ def test_prompts_come_from_a_file_and_columns_may_have_other_names(place, file):
     rows = [{"task": f"Say {i}", "truth": str(i), "level": "easy"} for i in range(6)]
     source = "def score(completion, answer, level):\n    return float(level == 'easy') * int(answer)\n"
     place.module("levels", source)
-    env = {
-        "dataset": place.rows(file, rows),
-        "prompt_column": "task",
-        "answer_column": "truth",
-        "reward": "levels:score",
-        "system_prompt": "Be brief.",
-    }
-    place.train("grpo", "n", env=env, zero_variance="keep")
+    env = {"prompt_column": "task", "answer_column": "truth", "reward": "levels:score", "system_prompt": "Be brief."}
+    place.train("grpo", "n", env=env | {"dataset": place.rows(file, rows)}, zero_variance="keep")
     for rollout in place.rollouts("n", 1):
         assert rollout.prompt.startswith("<|im_start|>system\nBe brief.")
         assert rollout.reward == int(rollout.prompt.split("<|im_end|>")[1].split()[-1])
@@ -118,11 +112,12 @@ def test_prompts_may_be_conversations(place):
     assert "sure?" in rollouts[0].prompt
 
 
-def test_gsm8k_is_trained_from_a_local_file_with_its_own_prompt_and_reward(place, grpo):
+def test_gsm8k_is_trained_from_a_local_file_with_its_own_prompt_and_reward(place):
     rows = [{"question": f"Tom has {i} eggs. How many?", "answer": f"He has {i}.\n#### {i}"} for i in range(1, 9)]
     env = {"name": "gsm8k", "dataset": place.rows("gsm8k.jsonl", rows)}
+    env |= {"reward": None}
     changes = {"zero_variance": "keep", "eval": {"dataset": "gsm8k.jsonl", "rows": 3, "max_tokens": 6}}
-    assert place.run("grpo", place.recipe("eggs", {**grpo, "env": env}, **changes), "--name", "eggs").code == 0
+    place.train("grpo", "eggs", env=env, **changes)
     for rollout in place.rollouts("eggs", 1):
         assert GSM8KEnv.SYSTEM_PROMPT in rollout.prompt
         assert rollout.reward in (0.0, pytest.approx(0.1), 1.0)

@@ -19,59 +19,60 @@ ROWS = sums_preferences("test")[:6]
 PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 
 
+def judged_by(model):
+    return {"reward": None, "rewards": [{"reward_model": {"model": str(model)}, "name": "judge"}]}
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max((value - other[name]).abs().max().item() for name, value in one.items())
+
+
 def test_a_model_of_pairs_is_the_reward_of_grpo(place):
-    result = place.train("reward", "judge", steps=8, words=["reward · sums", "20 pairs", "after the last token"])
+    words = ["reward · sums", "20 pairs", "after the last token", "pairs test"]
+    place.train("reward", "judge", steps=8, words=words)
     steps = place.steps("judge")
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=0.05)
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"] - 0.01
     assert 0 <= steps[-1]["eval/pairs/mean"] <= 1
-    assert "pairs test" in result.out
-    shown = place.run("show", "judge").out
-    assert all(column in shown for column in ("right", "chosen", "rejected"))
-    folder = place.path / "runs/judge/checkpoints/step8"
+    place.run("show", "judge", words=["right", "chosen", "rejected"])
+    folder = place.checkpoint("judge", 8)
     scorer = RewardModelScorer.load(str(folder))
-    rows = ROWS
-    questions = [row["prompt"] for row in rows]
-    chosen, rejected = (scorer([row[key] for row in rows], query=questions) for key in ("chosen", "rejected"))
+    questions = [row["prompt"] for row in ROWS]
+    chosen, rejected = (scorer([row[key] for row in ROWS], query=questions) for key in ("chosen", "rejected"))
     right = sum(one > other for one, other in zip(chosen, rejected, strict=True)) / 6
     assert right == pytest.approx(steps[-1]["eval/pairs/mean"]), "what was trained is what scores"
-    env = {"reward": None, "rewards": [{"reward_model": {"model": str(folder)}, "name": "judge"}]}
-    place.train("grpo", "policy", steps=1, env=env)
+    place.train("grpo", "policy", steps=1, env=judged_by(folder))
     assert math.isfinite(place.steps("policy")[-1]["reward/judge/mean"])
 
 
-def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place, same):
+def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place):
     peft = pytest.importorskip("peft")
     changes = {"lora": {"r": 2}, "checkpoint": {"every": 2}, "data": {"rows": 16}}
     words = ["1 056 of 39 968 parameters trained"]  # of which 32 are the output's
     place.train("reward", "judge", steps=4, words=words, **changes)
-    first, last = (place.path / f"runs/judge/checkpoints/step{step}" for step in (2, 4))
+    first, last = (place.checkpoint("judge", step) for step in (2, 4))
     base, (early, late) = place.path / "runs/judge/base", (load_file(f / "adapter" / FILE) for f in (first, last))
     assert (early[HEAD] - late[HEAD]).abs().max() > 1e-3, "the output layer learns"
     assert not list(first.glob("model*"))
 
     # the whole model is that of peft, from the base and the adapters' file alone
     read = peft.AutoPeftModelForSequenceClassification.from_pretrained(last / "adapter", num_labels=1)
-    merged, own = read.merge_and_unload().state_dict(), place.weights("judge", 4)
-    assert own.keys() == merged.keys()
-    assert max((own[name] - value).abs().max() for name, value in merged.items()) < 1e-6
+    own = place.weights("judge", 4)
+    assert largest_difference(own, read.merge_and_unload().state_dict()) < 1e-6
     assert torch.equal(own["score.weight"], late[HEAD])
     begun = load_file(base / "model.safetensors")["model.norm.weight"]
     assert torch.equal(own["model.norm.weight"], begun), "what has no adapter stays"
 
     # GRPO reads a run's folder; adapters alone, of a run that was killed or of an export, give the same rewards
-    rows = ROWS
-    given = [row["chosen"] for row in rows], [row["prompt"] for row in rows]
-    shutil.copytree(place.path / "runs/judge", place.path / "runs/again")
-    shutil.rmtree(place.path / "runs/again/checkpoints/step4")
-    assert place.run("export", "judge", "alone", "--dtype", "float32").code == 0
-    assert (
-        "AutoPeftModelForSequenceClassification.from_pretrained('alone', num_labels=1)"
-        in (place.path / "alone/README.md").read_text()
-    )
+    given = [row["chosen"] for row in ROWS], [row["prompt"] for row in ROWS]
+    place.cut_back("judge", "again", to=2)
+    place.run("export", "judge", "alone", "--dtype", "float32")
+    card = (place.path / "alone/README.md").read_text()
+    assert "AutoPeftModelForSequenceClassification.from_pretrained('alone', num_labels=1)" in card
     for step, copy in ((2, "again"), (4, "judge")):
         options = ("--merge", "--dtype", "float32", "--checkpoint", f"step{step}")
-        assert place.run("export", copy, f"merged{step}", *options).code == 0
+        place.run("export", copy, f"merged{step}", *options)
     scores = {name: RewardModelScorer.load(str(name))(*given) for name in (last, "alone", "merged4", first, "merged2")}
     whole = scores[last]
     assert scores["alone"] == pytest.approx(whole, abs=1e-5)
@@ -79,37 +80,29 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     assert scores["merged2"] == pytest.approx(scores[first], abs=1e-5)
     assert max(abs(one - other) for one, other in zip(scores[first], whole, strict=True)) > 1e-3
     for run in ("judge", "again"):
-        env = {"reward": None, "rewards": [{"reward_model": {"model": f"runs/{run}"}, "name": "judge"}]}
-        place.train("grpo", f"policy-{run}", steps=1, env=env)
+        place.train("grpo", f"policy-{run}", steps=1, env=judged_by(f"runs/{run}"))
     rewards = [place.steps(f"policy-{run}")[0]["reward/judge/mean"] for run in ("judge", "again")]
     assert rewards[0] != rewards[1]
 
     # a resumed run is the run that would have been; another one goes on from its adapters
-    assert place.run("resume", "again").code == 0
-    same(place.steps("judge"), place.steps("again"))
-    again = load_file(place.path / "runs/again/checkpoints/step4/adapter" / FILE)
-    assert again.keys() == late.keys()
-    assert all(torch.equal(value, late[name]) for name, value in again.items())
-    shutil.rmtree(place.path / "runs/again/checkpoints/step4")
+    place.run("resume", "again")
+    place.same("judge", "again")
+    assert largest_difference(load_file(place.checkpoint("again", 4) / "adapter" / FILE), late) == 0
+    shutil.rmtree(place.checkpoint("again", 4))
     place.train("reward", "more", steps=1, model="runs/again", optim={"lr": 1e-9}, eval={"rows": 6})
     merged = AutoModelForSequenceClassification.from_pretrained("merged2").state_dict()
-    assert max((merged[name] - value).abs().max() for name, value in place.weights("more", 1).items()) < 1e-6
+    assert largest_difference(place.weights("more", 1), merged) < 1e-6
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_the_model_have_the_adapters_of_one(place, reward, same):
+def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     pytest.importorskip("peft")
-    name = place.recipe("mine", reward, lora={"r": 2}, tokens_per_microbatch=200, optim={"lr": 1e-4})
-    assert place.run("reward", name, "--name", "one").code == 0
-    command = (name, "parallel.mode=fsdp2", "memory.checkpointing=on", "--name", "two")
-    result = place.finish(place.process(*command, module="llmrl.recipes.reward", ranks=2))
-    assert result.code == 0, result.err
-    same(place.steps("one"), place.steps("two"), tolerance=1e-5)
-    one, two = (load_file(place.path / f"runs/{run}/checkpoints/step3/adapter" / FILE) for run in ("one", "two"))
-    assert one.keys() == two.keys()
-    assert max((value - two[key]).abs().max() for key, value in one.items()) < 1e-6
-    one, two = place.weights("one", 3), place.weights("two", 3)
-    assert max((value - two[key]).abs().max() for key, value in one.items()) < 1e-6
+    savings = ("parallel.mode=fsdp2", "memory.checkpointing=on")
+    changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200, "optim": {"lr": 1e-4}}
+    place.train_as_one_and_as_ranks("reward", *savings, step=3, **changes)
+    one, two = (load_file(place.checkpoint(run, 3) / "adapter" / FILE) for run in ("one", "two"))
+    assert largest_difference(one, two) < 1e-6
+    assert largest_difference(place.weights("one", 3), place.weights("two", 3)) < 1e-6
 
 
 def test_every_pair_of_mistakes_has_a_right_and_a_wrong_answer():
@@ -124,10 +117,10 @@ def test_every_pair_of_mistakes_has_a_right_and_a_wrong_answer():
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_a_margin_comes_from_the_data(place, level):
     rows = [{**PAIR, "prompt": f"{i} + {i}?", "gap": 0.5 * i} for i in range(6)]
-    data = {"path": place.rows("pairs.jsonl", rows), "margin_column": "gap"}
-    place.train("reward", "a", steps=1, data=data, reward={"level": level}, batch_size=6)
-    data = {"path": "pairs.jsonl"}
-    place.train("reward", "b", steps=1, data=data, reward={"level": level}, batch_size=6)
+    place.rows("pairs.jsonl", rows)
+    for name, column in (("a", "gap"), ("b", None)):
+        data = {"path": "pairs.jsonl", "margin_column": column}
+        place.train("reward", name, steps=1, data=data, reward={"level": level}, batch_size=6)
     with_margin, without = place.steps("a")[0], place.steps("b")[0]
     assert with_margin["preference/margin"] == pytest.approx(without["preference/margin"])
     assert with_margin["policy/loss"] > without["policy/loss"] + 0.3
@@ -164,20 +157,15 @@ def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
     rows = [{"prompt": row["prompt"], "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS]
     file = place.rows("other_way.jsonl", rows)
     result = place.run("eval", "judge", "--json", "--data", "sums", "--data", file)
-    assert result.code == 0, result.err
     own, other = map(json.loads, result.out.splitlines())
     assert own["rows"] == other["rows"] == len(ROWS) == trained["eval/pairs/count"]
     assert own["mean"] == pytest.approx(trained["eval/pairs/mean"]) == pytest.approx(1 - other["mean"])
     assert own["interval"][0] <= own["mean"] <= own["interval"][1]
     assert f"pairs test {own['mean']:.3f}" in place.run("eval", "judge").out
-    result = place.run("eval", "judge", "--samples", "2")
-    assert result.code == 2
-    assert "--samples" in result.err
+    place.run("eval", "judge", "--samples", "2", code=2, words=["--samples"])
 
 
 def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place):
     file = place.rows("pairs.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
     place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval={})
-    result = place.run("eval", "judge")
-    assert result.code == 2
-    assert "--data FILE" in result.err
+    place.run("eval", "judge", code=2, words=["--data FILE"])

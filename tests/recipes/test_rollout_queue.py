@@ -10,7 +10,7 @@ from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
 from llmrl.train.plan import _staleness, grpo_settings
 from llmrl.train.rollout_queue import RolloutQueue
-from llmrl.train.settings import GRPOConfig, RolloutSettings
+from llmrl.train.settings import GRPOConfig
 from tests.support.simulated import simulate
 from tests.support.vllm import wait_until
 
@@ -45,17 +45,14 @@ def test_no_row_is_older_than_allowed_and_every_group_is_delivered_dropped_or_wa
 def test_a_simulation_is_the_same_every_time():
     first, second = (simulate(max_staleness=2, steps=5, oversample=0.25, update=50.0) for _ in range(2))
     assert (first.time, first.ages) == (second.time, second.ages)
-    for name in (
-        "produced",
-        "delivered",
-    ):  # of groups that end in one moment the last step may stop some, or queue them
+    # The other totals may differ: of groups that end in one moment the last step may stop some, or queue them.
+    for name in ("produced", "delivered"):
         assert first.totals[name] == second.totals[name]
 
 
 def test_a_step_waits_less_for_the_slowest_when_more_groups_are_begun():
-    turns, more = (
-        simulate(max_staleness=0, steps=6, oversample=share, update=10.0, half=256.0) for share in (0.0, 0.25)
-    )
+    options = {"max_staleness": 0, "steps": 6, "update": 10.0, "half": 256.0}
+    turns, more = (simulate(oversample=share, **options) for share in (0.0, 0.25))
     assert more.time < 0.85 * turns.time
     assert more.totals["dropped_stragglers"] >= 6, "two of ten in each step"
 
@@ -70,20 +67,13 @@ class Gate(FakeEngine):
     def generate(self, prompts, params, *, seeds=None):
         self.asked.append(seeds)
         if self.held & set(seeds):
-            assert self.opened.wait(30)
+            assert self.opened.wait(120)
         return super().generate(prompts, params, seeds=seeds)
 
 
 def queue_of(engine, *, groups=2, **settings):
-    env = DatasetChatEnv(
-        dataset=[{"query": f"{n}?"} for n in range(9)],
-        num_envs=2,
-        repeats=2,
-        group_repeats=True,
-        shuffle=False,
-        seed=0,
-        max_steps=1,
-    )
+    options = {"num_envs": 2, "repeats": 2, "group_repeats": True, "shuffle": False, "seed": 0, "max_steps": 1}
+    env = DatasetChatEnv(dataset=[{"query": f"{n}?"} for n in range(9)], **options)
     policy = LLMWrapperBase(engine, tokenizer=engine.tokenizer)
     collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, track_policy_version=True)
     return RolloutQueue(collector, groups=groups, group_size=2, max_staleness=2, **settings)
@@ -150,29 +140,9 @@ def test_an_error_of_sampling_is_raised_where_its_rows_are_taken():
     queue.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_staleness": 4}, "max_staleness needs engine vllm"),
-        ({"oversample": 0.5}, "oversample needs engine vllm"),
-        ({"max_staleness": 4, "engine": "vllm", "own_process": False}, "max_staleness needs own_process"),
-        ({"max_staleness": 2, "engine": "vllm", "sleep": True}, "max_staleness needs sleep off"),
-        ({"max_staleness": -1}, "greater than or equal to 0"),
-    ],
-)
-def test_settings_that_cannot_run_ahead_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        RolloutSettings(**settings)
-
-
 def config(grpo=None, updates_per_step=1, **rollout):
-    return GRPOConfig(
-        model={},
-        env={"name": "sums"},
-        rollout={"engine": "vllm", **rollout},
-        grpo=grpo or {},
-        updates_per_step=updates_per_step,
-    )
+    settings = {"grpo": grpo or {}, "updates_per_step": updates_per_step, "rollout": {"engine": "vllm", **rollout}}
+    return GRPOConfig(model={}, env={"name": "sums"}, **settings)
 
 
 def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it():

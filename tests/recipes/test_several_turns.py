@@ -38,10 +38,10 @@ def test_records_of_a_conversation_are_trained_and_it_counts_once(place, mode):
         assert step["reward/mean"] == pytest.approx(sum(rollout.reward for rollout in rollouts) / 16)
 
 
-def test_a_template_that_keeps_the_past_trains_the_same_either_way(place, same):
+def test_a_template_that_keeps_the_past_trains_the_same_either_way(place):
     for choice in ("error", "new_record"):
         place.train("grpo", choice, env={**TALK, "on_rewrite": choice}, **SETTINGS)
-    same(place.steps("error"), place.steps("new_record"))
+    place.same("error", "new_record")
 
 
 def test_a_measure_is_the_mean_over_conversations_not_records(place):

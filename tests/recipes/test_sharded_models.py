@@ -128,50 +128,31 @@ with Session(config()) as session:
 
 def test_a_sharded_model_is_read_written_and_generates_by_parts(place):
     place.module("loading", LOADING)
-    result = place.finish(place.process(ranks=2, module="loading"))
-    assert result.code == 0, result.out + result.err
+    place.ranks(module="loading")
 
 
-def close(place, same, one, other, step):
-    same(place.steps(one), place.steps(other), tolerance=1e-5)
-    expected, got = place.weights(one, step), place.weights(other, step)
-    assert all((value - got[name]).abs().max() < 1e-3 for name, value in expected.items())
+def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place):
+    settings = place.recipe("sums", "sft", steps=6, batch_size=9, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
+    place.run("sft", settings, "--name", "one")
+    place.ranks(settings, "parallel.mode=fsdp2", "steps=2", "--name", "two", module="llmrl.recipes.sft")
+    shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    assert sorted(path.name for path in (place.checkpoint("two", 2) / "shards").iterdir()) == shards
+    place.run("resume", "two", "steps=4")
+    assert not (place.checkpoint("two", 4) / "shards").exists(), "one process has whole tensors"
+    place.ranks("resume", "two", "steps=6", ranks=3)
+    place.same("one", "two", tolerance=1e-5, step=6)
+    shutil.rmtree(place.checkpoint("two", 6))
+    shutil.rmtree(place.checkpoint("two", 4))  # of three ranks' run: one that goes on from two ranks'
+    place.ranks("resume", "two", ranks=3)
+    place.same("one", "two", tolerance=1e-5, step=6)
 
 
-def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place, sft, same):
-    settings = place.recipe("sums", sft, steps=6, batch_size=9, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
-    assert place.run("sft", settings, "--name", "one").code == 0
-    command = (settings, "parallel.mode=fsdp2", "steps=2", "--name", "two")
-    result = place.finish(place.process(*command, module="llmrl.recipes.sft", ranks=2))
-    assert result.code == 0, result.err
-    folder = place.path / "runs/two/checkpoints/step2"
-    assert sorted(path.name for path in (folder / "shards").iterdir()) == [
-        "shard-00001-model-00001-of-00001.safetensors",
-        "shard-00002-model-00001-of-00001.safetensors",
-    ]
-    assert place.run("resume", "two", "steps=4").code == 0
-    assert not (place.path / "runs/two/checkpoints/step4/shards").exists(), "one process has whole tensors"
-    result = place.finish(place.process("resume", "two", "steps=6", ranks=3))
-    assert result.code == 0, result.err
-    close(place, same, "one", "two", 6)
-    shutil.rmtree(place.path / "runs/two/checkpoints/step6")
-    shutil.rmtree(place.path / "runs/two/checkpoints/step4")  # of three ranks' run: one that goes on from two ranks'
-    result = place.finish(place.process("resume", "two", ranks=3))
-    assert result.code == 0, result.err
-    close(place, same, "one", "two", 6)
-
-
-def test_two_copies_of_a_model_on_two_processes_each_have_the_numbers_of_one(place, sft, same):
-    settings = place.recipe("sums", sft, steps=4, batch_size=9, optim=OPTIM, env={"name": "sums"}, eval={"rows": 3})
-    assert place.run("sft", settings, "--name", "one").code == 0
-    command = ("sft", settings, "parallel.mode=fsdp2", "parallel.replicas=2", "--name", "four")
-    result = place.finish(place.process(*command, ranks=4))
-    assert result.code == 0, result.err
-    assert "4 processes, FSDP2 in 2 copies of 2 parts" in result.out
-    close(place, same, "one", "four", 4)
-    result = place.finish(place.process("sft", settings, "parallel.mode=fsdp2", "parallel.replicas=3", ranks=2))
-    assert result.code != 0
-    assert "parallel.replicas must divide the 2 processes: got 3" in result.err
+def test_two_copies_of_a_model_on_two_processes_each_have_the_numbers_of_one(place):
+    changes = {"steps": 4, "batch_size": 9, "optim": OPTIM, "env": {"name": "sums"}, "eval": {"rows": 3}}
+    overrides, words = ("parallel.mode=fsdp2", "parallel.replicas=2"), ["4 processes, FSDP2 in 2 copies of 2 parts"]
+    place.train_as_one_and_as_ranks("sft", *overrides, step=4, ranks=4, words=words, **changes)
+    words = ["parallel.replicas  must divide the 2 processes: got 3"]
+    place.ranks("sft", "mine.yaml", "parallel.mode=fsdp2", "parallel.replicas=3", code=None, words=words)
 
 
 DIES_ONCE = """
@@ -189,14 +170,12 @@ main()
 
 
 @pytest.mark.parametrize(("name", "at"), [("mine", 6), (None, 2)])
-def test_a_run_whose_rank_died_goes_on_in_its_folder_when_the_launcher_restarts_it(place, sft, same, name, at):
-    settings = place.recipe("sums", sft, steps=7, batch_size=8, optim=OPTIM, checkpoint={"every": 4, "keep": 5})
-    assert place.run("sft", settings, "--name", "straight").code == 0
+def test_a_run_whose_rank_died_goes_on_in_its_folder_when_the_launcher_restarts_it(place, name, at):
+    settings = place.recipe("sums", "sft", steps=7, batch_size=8, optim=OPTIM, checkpoint={"every": 4, "keep": 5})
+    place.run("sft", settings, "--name", "straight")
     place.module("dies_once", DIES_ONCE.format(at=at))
     named = () if name is None else ("--name", name)
-    process = place.process("sft", settings, *named, module="dies_once", ranks=2, restarts=1)
-    result = place.finish(process)
-    assert result.code == 0, result.err
+    place.finish(place.process("sft", settings, *named, module="dies_once", ranks=2, restarts=1))
     (folder,) = (path for path in (place.path / "runs").iterdir() if path.name != "straight")
     assert name is None or folder.name == name
-    close(place, same, "straight", folder.name, 7)
+    place.same("straight", folder.name, tolerance=1e-5, step=7)

@@ -32,9 +32,7 @@ def no_space(*arguments, **options):
 
 
 @pytest.mark.parametrize(("owner", "method"), [(torch, "save"), (PreTrainedModel, "save_pretrained")])
-def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_there(
-    place, same, monkeypatch, owner, method
-):
+def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_there(place, monkeypatch, owner, method):
     changes = {"steps": 4, "checkpoint": {"every": 2}}
     place.train("grpo", "straight", **changes)
     write, calls = getattr(owner, method), []
@@ -50,21 +48,20 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
     AutoModelForCausalLM.from_pretrained(place.path / "runs/full/checkpoints/step2")
     monkeypatch.undo()
     monkeypatch.chdir(place.path)
-    assert place.run("resume", "full").code == 0
-    same(place.steps("straight"), place.steps("full"))
+    place.run("resume", "full")
+    place.same("straight", "full")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
-def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, same):
+def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place):
     place.train("sft", "run")
     (place.path / "runs/run/metrics.jsonl.tmp").symlink_to("/dev/full")
-    result = place.run("resume", "run", "steps=4")
-    assert result.code == 3
-    assert "metrics.jsonl: cannot be written: No space left on device; " in result.err
+    words = ["metrics.jsonl: cannot be written: No space left on device; "]
+    result = place.run("resume", "run", "steps=4", code=3, words=words)
     assert len(result.err.splitlines()) == 1
     assert "steps: 3" in (place.path / "runs/run/config.yaml").read_text()
     (place.path / "runs/run/metrics.jsonl.tmp").unlink()
-    assert place.run("resume", "run", "steps=4").code == 0
+    place.run("resume", "run", "steps=4")
     assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
 
 
@@ -87,9 +84,8 @@ def test_a_run_goes_on_without_the_reader_of_its_output(place, monkeypatch):
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place):
-    place.module(
-        "first", "import os, signal\ndef stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
-    )
+    stop = "def stop(*a, **k):\n    os.kill(os.getpid(), signal.SIGINT)\n    return 1.0\n"
+    place.module("first", f"import os, signal\n{stop}")
     place.rows("held_out.jsonl", [{"prompt": "Say 1", "answer": "1"}])
     reward = {"reward": None, "rewards": [{"fn": "first:stop", "process": False}]}
     place.train("grpo", "run", code=130, words=["interrupted"], env=reward, eval={"dataset": "held_out.jsonl"})
@@ -97,7 +93,7 @@ def test_ctrl_c_before_the_first_step_ends_the_run_at_once(place):
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, same, name):
+def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_later(place, name):
     handler = signal.getsignal(signal.SIGINT)  # of whoever started the tests: a job in the background ignores it
     place.module("watch", WATCH.format(answer=9, signal=name))
     env = {"reward": None, "rewards": [{"fn": "watch:interrupt_once", "process": False}]}
@@ -107,12 +103,12 @@ def test_an_interrupted_run_finishes_its_step_writes_a_checkpoint_and_goes_on_la
     assert 0 < done < 5
     assert place.checkpoints("stopped") == [f"step{done}"]
     assert signal.getsignal(signal.SIGINT) is handler
-    assert place.run("resume", "stopped").code == 0
+    place.run("resume", "stopped")
     place.train("grpo", "straight", **changes)
-    same(place.steps("straight"), place.steps("stopped"))
+    place.same("straight", "stopped")
 
 
-def test_an_interrupted_supervised_run_goes_on_later(place, same, monkeypatch):
+def test_an_interrupted_supervised_run_goes_on_later(place, monkeypatch):
     from llmrl.train.updater import Updater
 
     step = Updater.step
@@ -128,8 +124,8 @@ def test_an_interrupted_supervised_run_goes_on_later(place, same, monkeypatch):
         patch.setattr(Updater, "step", interrupted)
         place.train("sft", "stopped", code=130, **changes)
     assert place.checkpoints("stopped") == ["step2"]
-    assert place.run("resume", "stopped").code == 0
-    same(place.steps("straight"), place.steps("stopped"))
+    place.run("resume", "stopped")
+    place.same("straight", "stopped")
 
 
 def flip(path):
@@ -149,27 +145,22 @@ DAMAGE = {
 }
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place, same):
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(place):
     place.train("sft", "straight", steps=8, checkpoint={"every": 1, "keep": 8})
     shutil.copytree(place.path / "runs/straight", place.path / "runs/run")
     folder = place.path / "runs/run/checkpoints"
     for step, damage in enumerate(DAMAGE.values(), 2):
         damage(folder / f"step{step}")
-    result = place.run("eval", "run", "env.name=sums", "eval.rows=2")
-    assert result.code == 3
-    assert "step8/checksums.json: must list the files of the checkpoint" in result.err
-    result = place.run("resume", "run")
-    assert result.code == 0, result.err
-    for fault in DAMAGE:
-        assert fault in result.out
-    assert "going on from step1" in result.out
+    words = ["step8/checksums.json: must list the files of the checkpoint"]
+    place.run("eval", "run", "env.name=sums", "eval.rows=2", code=3, words=words)
+    place.run("resume", "run", words=[*DAMAGE, "going on from step1"])
     steps = range(2, 9)
     assert place.checkpoints("run") == [
         *(f"damaged-step{step}" for step in steps),
         "step1",
         *map("step{}".format, steps),
     ]
-    same(place.steps("straight"), place.steps("run"))
+    place.same("straight", "run")
 
 
 def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(place):
@@ -177,16 +168,11 @@ def test_without_a_whole_checkpoint_nothing_changes_and_every_fault_is_named(pla
     folder = place.path / "runs/broken/checkpoints"
     (folder / "step3/trainer.pt").write_bytes(b"not a checkpoint")
     flip(folder / "step2/model.safetensors")
-    result = place.run("resume", "broken", "steps=5")
-    assert result.code == 3
-    assert "step3: must be as it was written: trainer.pt has 16 of " in result.err
-    assert "step2: must be as it was written: model.safetensors has other content" in result.err
-    assert "Traceback" not in result.err
+    words = ["step3: must be", "trainer.pt has 16 of ", "step2: must be", "model.safetensors has other content"]
+    assert "Traceback" not in place.run("resume", "broken", "steps=5", code=3, words=words).err
     assert place.checkpoints("broken") == ["step2", "step3"]
     assert "steps: 3" in (place.path / "runs/broken/config.yaml").read_text()
-    result = place.run("sft", "model=runs/broken", "data.path=sums", "steps=1")
-    assert result.code == 3
-    assert "trainer.pt has 16 of " in result.err
+    place.run("sft", "model=runs/broken", "data.path=sums", "steps=1", code=3, words=["trainer.pt has 16 of "])
 
 
 class Payload:
@@ -208,22 +194,20 @@ def test_nothing_that_a_run_or_a_model_folder_holds_is_executed(place):
     sums = json.loads((folder / "checksums.json").read_text())
     sums["trainer.pt"] = {"size": len(content), "blake2b": hashlib.blake2b(content).hexdigest()}
     (folder / "checksums.json").write_text(json.dumps(sums))
-    result = place.run("resume", "run", "steps=5")
-    assert result.code == 3
-    assert "trainer.pt cannot be read" in result.err
+    place.run("resume", "run", "steps=5", code=3, words=["trainer.pt cannot be read"])
 
     def skipped(*arguments):
         return ["model.safetensors", "checksums.json"]
 
     model = shutil.copytree(folder, place.path / "model", ignore=skipped)
     torch.save({"model.embed_tokens.weight": Payload(ran)}, model / "pytorch_model.bin")
-    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+    place.run("sft", "model=model", "data.path=sums", "steps=1", code=3)
 
     settings = json.loads((model / "config.json").read_text()) | {"model_type": "mine"}
     settings["auto_map"] = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
     (model / "config.json").write_text(json.dumps(settings))
     (model / "mine.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
-    assert place.run("sft", "model=model", "data.path=sums", "steps=1").code == 3
+    place.run("sft", "model=model", "data.path=sums", "steps=1", code=3)
     assert not ran.exists()
 
 
@@ -235,92 +219,75 @@ def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal_ends_a_run_with_a_checkpoint_and_exit_code_130(place, sft):
-    settings = place.recipe("long", sft, steps=100_000, data={"rows": 400})
+def test_ctrl_c_in_a_terminal_ends_a_run_with_a_checkpoint_and_exit_code_130(place):
+    settings = place.recipe("long", "sft", steps=100_000, data={"rows": 400})
     process = place.process("sft", settings, "--name", "long")
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.split()[:1] == ["3"]:
-            process.send_signal(signal.SIGINT)
-            break
-    result = place.finish(process)
-    assert result.code == 130, "".join(lines) + result.out + result.err
-    assert "Traceback" not in result.err
+    place.wait_for_step(process, 3)
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in place.finish(process, code=130).err
     (name,) = place.checkpoints("long")
     done = len(place.steps("long"))
     assert name == f"step{done}"
-    assert place.run("resume", "long", f"steps={done + 2}").code == 0
+    place.run("resume", "long", f"steps={done + 2}")
     assert len(place.steps("long")) == done + 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "grpo"])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, sft, grpo, same, command):
-    base = {"sft": sft, "grpo": grpo}[command]
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, command):
     optim = {"schedule": "cosine", "warmup": 5}
-    settings = place.recipe("kill", base, steps=60, optim=optim, checkpoint={"every": 7, "keep": 2})
-    assert place.run(command, settings, "--name", "straight").code == 0
+    settings = place.recipe("kill", command, steps=60, optim=optim, checkpoint={"every": 7, "keep": 2})
+    place.run(command, settings, "--name", "straight")
     process = place.process(command, settings, "--name", "killed")
-    for line in process.stdout:
-        if line.split()[:1] == ["10"]:
-            process.kill()
-            break
-    place.finish(process)
-    assert process.returncode == -signal.SIGKILL
+    place.wait_for_step(process, 10)
+    process.kill()
+    place.finish(process, code=-signal.SIGKILL)
     assert 10 <= len(place.steps("killed")) < 60
-    assert place.run("resume", "killed").code == 0
-    same(place.steps("straight"), place.steps("killed"))
+    place.run("resume", "killed")
+    place.same("straight", "killed")
     if command == "grpo":
-        for step in range(1, 61):
-            assert place.rollouts("straight", step) == place.rollouts("killed", step)
+        place.same_rollouts("straight", "killed", 60)
 
 
-def test_one_command_begins_a_run_begins_it_again_and_goes_on(place, sft, same):
+def test_one_command_begins_a_run_begins_it_again_and_goes_on(place):
     """As a queue starts a job again whose machine it took away."""
-    settings = place.recipe("mine", sft, checkpoint={"every": 4, "keep": 9})
-    assert place.run("sft", settings, "steps=6", "--name", "straight").code == 0
+    settings = place.recipe("mine", "sft", checkpoint={"every": 4, "keep": 9})
+    place.run("sft", settings, "steps=6", "--name", "straight")
     command = ("sft", settings, "--name", "job7", "--resume")
     (place.path / "runs/job7").mkdir()  # killed before it wrote its first file
     job = place.process(*command, "steps=100000", "checkpoint.every=0", start_new_session=True)
-    metrics = place.path / "runs/job7/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 120)
-    second = place.run(*command)
-    assert (second.code, "must have one process at a time" in second.err) == (3, True)
-    assert len(metrics.read_text().splitlines()) >= 3, "it took nothing from the one that runs"
+    place.wait_for_lines(job, "job7", 3)
+    place.run(*command, code=3, words=["must have one process at a time"])
+    assert place.num_lines("job7") >= 3, "it took nothing from the one that runs"
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate()
     assert not (place.path / "runs/job7/checkpoints").exists() or place.checkpoints("job7") == []
 
-    result = place.run(*command, "steps=4")
-    assert result.code == 0, result.err
+    place.run(*command, "steps=4")
     assert [row["step"] for row in place.steps("job7")] == [1, 2, 3, 4], "from its first step"
-    result = place.run(*command, "steps=6")
-    assert result.code == 0, result.err
+    place.run(*command, "steps=6")
     assert place.checkpoints("job7") == ["step4", "step6"]
-    same(place.steps("straight"), place.steps("job7"))
+    place.same("straight", "job7")
     assert "steps: 6  # command line" in (place.path / "runs/job7/config.yaml").read_text()
     for change, words in (("seed=3", "seed  cannot change in a resumed run"), ("data.rows=9", "data  cannot change")):
-        result = place.run(*command, change)
-        assert (result.code, words in result.err) == (2, True), result.err
-    assert "job7 is a run of sft" in place.run("grpo", "env.name=sums", "model=x", "--name", "job7", "--resume").err
-    assert "--resume goes on with the run of a --name" in place.run("sft", settings, "--resume").err
+        place.run(*command, change, code=2, words=[words])
+    other = ("grpo", "env.name=sums", "model=x", "--name", "job7", "--resume")
+    place.run(*other, code=2, words=["job7 is a run of sft"])
+    place.run("sft", settings, "--resume", code=2, words=["--resume goes on with the run of a --name"])
 
 
 @pytest.mark.slow
-def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(place, sft, same):
-    settings = place.recipe("mine", sft, steps=4)
-    assert place.run("sft", settings, "--name", "straight").code == 0
+def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(place):
+    settings = place.recipe("mine", "sft", steps=4)
+    place.run("sft", settings, "--name", "straight")
     command = ("sft", settings, "--name", "job7", "--resume")
     job = place.process(*command, "steps=100000", ranks=2, start_new_session=True)
-    metrics = place.path / "runs/job7/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), 120)
+    place.wait_for_lines(job, "job7", 1)
     ranks = descendants(job.pid)
     for pid in (job.pid, *(pid for pid, _ in ranks)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     job.communicate()
     wait_until(lambda: not any(is_running(pid) for pid, _ in ranks))
-    result = place.finish(place.process(*command, ranks=2))
-    assert result.code == 0, result.err
-    same(place.steps("straight"), place.steps("job7"), tolerance=1e-5)
+    place.ranks(*command)
+    place.same("straight", "job7", tolerance=1e-5)

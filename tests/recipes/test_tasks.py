@@ -23,13 +23,8 @@ from llmrl.train.tasks import Task, eval_rows, training_rows
 SUMS = EnvSettings(name="sums")
 
 
-@pytest.fixture(scope="module")
-def renderer():
-    return Renderer(tiny_tokenizer())
-
-
-def fit_prompts(env, rows, renderer):
-    return Task(env, renderer.tokenizer).fit_prompts(rows)
+def fit_prompts(env, rows):
+    return Task(env, tiny_tokenizer()).fit_prompts(rows)
 
 
 # --- the embedded task
@@ -113,30 +108,31 @@ def test_every_task_has_rows_to_train_on_and_others_to_measure():
     assert len(eval_rows(SUMS, EvalSettings(split="validation", rows=200))) == 200
 
 
-def test_a_file_of_ones_own_has_no_held_out_problems_unless_they_are_named(place):
-    env = EnvSettings(dataset="prompts.jsonl", reward="vowels:share")
+@pytest.mark.parametrize("task", [{"reward": "vowels:share"}, {"name": "sums"}], ids=["chat", "sums"])
+def test_a_file_of_ones_own_has_no_held_out_problems_unless_they_are_named(place, task):
+    env = EnvSettings(dataset="prompts.jsonl", **task)
     assert eval_rows(env, EvalSettings()) is None
     assert len(eval_rows(env, EvalSettings(dataset="prompts.jsonl", rows=5))) == 5
 
 
-def test_prompts_are_measured_with_their_system_prompt_and_the_generation_prompt(renderer):
+def test_prompts_are_measured_with_their_system_prompt_and_the_generation_prompt():
     rows = [{"question": "Hi"}, {"question": "Hi there, how are you?"}]
-    lengths = [len(ids) for ids in renderer.prompt_ids([[{"role": "user", "content": r["question"]}] for r in rows])]
-    exact = SUMS.model_copy(update={"max_prompt_tokens": lengths[1]})
-    assert fit_prompts(exact, rows, renderer) == (rows, 0)
-    short = SUMS.model_copy(update={"max_prompt_tokens": lengths[1] - 1, "too_long": "drop"})
-    assert fit_prompts(short, rows, renderer) == (rows[:1], 1)
-    with pytest.raises(DataError, match=f"row 2 has {lengths[1]}, 1 of 2 rows are too long"):
-        fit_prompts(short.model_copy(update={"too_long": "error"}), rows, renderer)
-    spoken = exact.model_copy(update={"system_prompt": "Be brief."})
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    longest = len(Renderer(tiny_tokenizer()).prompt_ids(chats)[1])
+    exact = SUMS.model_copy(update={"max_prompt_tokens": longest})
+    assert fit_prompts(exact, rows) == (rows, 0)
+    short = SUMS.model_copy(update={"max_prompt_tokens": longest - 1, "too_long": "drop"})
+    assert fit_prompts(short, rows) == (rows[:1], 1)
+    with pytest.raises(DataError, match=f"row 2 has {longest}, 1 of 2 rows"):
+        fit_prompts(short.model_copy(update={"too_long": "error"}), rows)
     with pytest.raises(DataError, match="row 1 has"):
-        fit_prompts(spoken, rows, renderer)
+        fit_prompts(exact.model_copy(update={"system_prompt": "Be brief."}), rows)
 
 
-def test_gsm8k_is_measured_with_the_system_prompt_of_its_environment(renderer):
+def test_gsm8k_is_measured_with_the_system_prompt_of_its_environment():
     env = EnvSettings(name="gsm8k", dataset="x", max_prompt_tokens=30)
     with pytest.raises(DataError, match="row 1 has"):
-        fit_prompts(env, [{"question": "2 + 2?", "answer": "#### 4"}], renderer)
+        fit_prompts(env, [{"question": "2 + 2?", "answer": "#### 4"}])
 
 
 # --- environments

@@ -20,12 +20,8 @@ ENDLESS = 10**6
 def trained_values(rollouts, name):
     """The values of every trained token of a step."""
     records = [rollout.token_record for rollout in rollouts if rollout.token_record is not None]
-    return [
-        value
-        for record in records
-        for value, trained in zip(getattr(record, name), record.trained, strict=True)
-        if trained
-    ]
+    pairs = [zip(getattr(record, name), record.trained, strict=True) for record in records]
+    return [value for record in pairs for value, trained in record if trained]
 
 
 def check_step(metrics, rollouts):
@@ -77,39 +73,33 @@ def test_a_bounded_number_of_conversations_keeps_tokens_the_same_prompts_at_each
     assert all(rollout.token_record is None for rollout in place.rollouts("none", 1))
 
 
-def test_a_conversation_with_a_tool_has_its_messages_by_role_and_turn_and_its_call(place, grpo):
-    tokenizer, call = (
-        tiny_tokenizer(),
-        '<tool_call>{"name": "calculator", "arguments": {"expression": "40+2"}}</tool_call>',
-    )
+def test_a_conversation_with_a_tool_has_its_messages_by_role_and_turn_and_its_call(place):
+    tokenizer = tiny_tokenizer()
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "40+2"}}</tool_call>'
     task = Task(EnvSettings(name="big_sums", tools=["calculator"], max_turns=2), tokenizer)
     env = task.make_env([{"question": "What is 40 + 2?", "answer": "42"}], num_envs=1, shuffle=False, seed=0)
     policy = LLMWrapperBase(FakeEngine([call, "42"], tokenizer=tokenizer), tokenizer=tokenizer)
     data = LLMCollector(env, policy=policy, yield_only_last_steps=True).rollout()
-    with Session(GRPOConfig.model_validate(grpo)) as session:
+    with Session(GRPOConfig(model={}, env={"name": "sums"})) as session:
         (rollout,) = StepRollouts(session, data, [], tokenizer, keep_tokens=1).records_with_tokens()
     record = rollout.token_record
     tokens = list(zip(record.roles, record.turns, record.texts, strict=True))
-    messages = [
-        (*kind, "".join(token[2] for token in same)) for kind, same in groupby(tokens, key=lambda token: token[:2])
-    ]
+    turns = groupby(tokens, key=lambda token: token[:2])
+    messages = [(*turn, "".join(token[2] for token in same)) for turn, same in turns]
     assert [message[:2] for message in messages] == [("user", 0), ("assistant", 0), ("tool", 1), ("assistant", 1)]
     assert [messages[1][2], messages[3][2]] == [f"{call}<|im_end|>", "42<|im_end|>"]
     assert "42" in messages[2][2]
     assert not any(record.trained)  # it did not reach a buffer
     (made,) = rollout.tool_calls
-    assert (made.turn, made.name, made.arguments, made.result, made.outcome) == (
-        *(0, "calculator", '{"expression": "40+2"}', "42", "ok"),
-    )
+    seen = (made.turn, made.name, made.arguments, made.result, made.outcome)
+    assert seen == (0, "calculator", '{"expression": "40+2"}', "42", "ok")
     assert rollout.rewards == {"correct": rollout.reward}
 
 
 @pytest.mark.slow
-def test_rows_trained_on_another_rank_keep_their_numbers(place, grpo):
+def test_rows_trained_on_another_rank_keep_their_numbers(place):
     changes = {"grpo": {"proximal": "recomputed"}, "updates_per_step": 2, "token_records": ENDLESS}
-    recipe = place.recipe("two", grpo, **changes)
-    result = place.finish(place.process("grpo", recipe, "--name", "two", ranks=2))
-    assert result.code == 0, result.err
+    place.ranks("grpo", place.recipe("two", "grpo", **changes), "--name", "two")
     for metrics in place.steps("two"):
         rollouts = place.rollouts("two", metrics["step"])
         trainer, engine = trained_values(rollouts, "trainer_logp"), trained_values(rollouts, "engine_logp")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
-import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -23,28 +20,22 @@ from llmrl.train.engine_plan import Gpus, make_engine_plan
 from llmrl.train.models import load_tokenizer
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.settings import GRPOConfig
+from tests.support.processes import wait_until
 from tests.support.vllm import stepped, trainer_log_probs
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: scripts/setup --vllm"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
 ROLLOUT = {"engine": "vllm", "options": {"kv_cache_memory_bytes": 1 << 27}}
 LIMIT_S = 400
-SOON_S = 10.0
 
 
-def recipe(place, grpo, name, **rollout):
-    return place.recipe(name, grpo, model=MODEL, rollout={**ROLLOUT, **rollout}, zero_variance="keep")
+def recipe(place, name, **rollout):
+    return place.recipe(name, "grpo", model=MODEL, rollout={**ROLLOUT, **rollout}, zero_variance="keep")
 
 
-def finished(place, *arguments):
-    result = place.finish(place.process("grpo", *arguments), timeout_s=LIMIT_S)
-    assert result.code == 0, result.err
-    return result
+def finished(place, *arguments, **expected):
+    return place.finish(place.process("grpo", *arguments), timeout_s=LIMIT_S, **expected)
 
 
 def processes_in(folder):
@@ -59,8 +50,9 @@ def processes_in(folder):
     return [line for line in found if line]
 
 
-def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place, grpo):
-    result = finished(place, recipe(place, grpo, "here", sleep=True), "--name", "here")  # of the order alone, on a CPU
+def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place):
+    words = ["engine     vLLM in this process · weights sent after every step"]
+    finished(place, recipe(place, "here", sleep=True), "--name", "here", words=words)  # of the order alone, on a CPU
     steps = place.steps("here")
     assert len(steps) == 3
     speeds = [step["perf/sync_gb_s"] for step in read_metrics(place.path / "runs/here") if step["step"]]
@@ -71,13 +63,11 @@ def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place,
         assert step["mismatch/is_mean"] == pytest.approx(1, abs=1e-4)
         assert step["async/staleness_max"] == 0
         assert "async/trainer_idle" not in step
-    assert "engine     vLLM in this process · weights sent after every step" in result.out
 
 
-def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_they_waited(place, grpo):
-    process = place.process("grpo", recipe(place, grpo, "ahead", max_staleness=1), "--name", "ahead", "steps=4")
-    result = place.finish(process, timeout_s=LIMIT_S)
-    assert result.code == 0, result.err
+def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_they_waited(place):
+    process = place.process("grpo", recipe(place, "ahead", max_staleness=1), "--name", "ahead", "steps=4")
+    place.finish(process, timeout_s=LIMIT_S)
     steps = place.steps("ahead")
     assert [step["async/staleness_max"] for step in steps] == [0, 1, 1, 1]
     for step in steps:
@@ -86,15 +76,12 @@ def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_
         assert 0 < step["mismatch/is_mean"] <= 2, "cut at 2"
     assert all(step["mismatch/probe"] < 1e-5 for step in steps if "mismatch/probe" in step)
     assert sum("mismatch/probe" in step for step in steps) == 3
-    end = time.monotonic() + SOON_S
-    while left := processes_in(place.path):
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+    wait_until(lambda: not processes_in(place.path))
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"llmrl-weights-{process.pid}-")]
 
 
 def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_and_a_resumed_run_goes_on(
-    place, grpo, monkeypatch
+    place, monkeypatch
 ):
     weights, taken, take, push = {}, [], RolloutSource.take, RolloutEngine.push
 
@@ -111,8 +98,7 @@ def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_a
     monkeypatch.setattr(RolloutEngine, "push", remembering_push)
     changes = {"model": MODEL, "rollout": {**ROLLOUT, "max_staleness": 2}, "zero_variance": "keep", "steps": 4}
     changes |= {"sampling": {"max_tokens": 250}, "checkpoint": {"every": 2, "keep": 5}}
-    result = place.train("grpo", "queue", **changes)
-    assert "at most 2 versions behind; answers go on with new weights" in " ".join(result.out.split())
+    place.train("grpo", "queue", words=["at most 2 versions behind; answers go on with new weights"], **changes)
     mixed = 0
     for data in taken:
         masks = data.get(("masks", "all_assistant_mask"), as_list=True)
@@ -127,9 +113,8 @@ def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_a
             torch.testing.assert_close(said[row][mask], expected, atol=1e-4, rtol=0)
             mixed += versions[row][mask].unique().numel() > 1
     assert mixed, "no answer was interrupted"
-    shutil.copytree(place.path / "runs/queue", place.path / "runs/cut")
-    shutil.rmtree(place.path / "runs/cut/checkpoints/step4")
-    assert place.run("resume", "cut").code == 0
+    place.cut_back("queue", "cut", to=2)
+    place.run("resume", "cut")
     restarted = [step["async/restarted"] for step in place.steps("cut")]
     assert restarted[:2] == [0, 0]
     assert restarted[-1] > 0
@@ -144,8 +129,8 @@ def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_a
         assert steps[-1]["async/queued"] == 0
 
 
-def test_conversations_that_proceed_on_their_own_are_trained_like_others(place, grpo):
-    name = recipe(place, grpo, "alone", concurrency=4, sleep=True)
+def test_conversations_that_proceed_on_their_own_are_trained_like_others(place):
+    name = recipe(place, "alone", concurrency=4, sleep=True)
     finished(place, name, "--name", "alone", "steps=2")
     assert [len(place.rollouts("alone", step)) for step in (1, 2)] == [16, 16]
     assert {step["async/staleness_max"] for step in place.steps("alone")} == {0}
@@ -170,23 +155,19 @@ sys.exit(main(["grpo", *sys.argv[1:]]))
 """
 
 
-def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_end(place, grpo):
+def test_pushes_that_are_lost_are_warned_of_sent_again_and_end_the_run_in_the_end(place):
     place.module("drops", DROPS)
-    name = recipe(place, grpo, "lost")
-    arguments = (name, "--name", "lost", "steps=9", "dtype=bfloat16", "optim.lr=1e-6", "optim.warmup=0")
-    result = place.finish(place.process(*arguments, module="drops"), timeout_s=LIMIT_S)
-    assert result.code == 4
-    assert "for 3 versions in a row, each sent twice" in result.err
+    changes = ("steps=9", "dtype=bfloat16", "optim.lr=1e-6", "optim.warmup=0")
+    process = place.process(recipe(place, "lost"), "--name", "lost", *changes, module="drops")
+    words = ["for 3 versions in a row, each sent twice", "a second push helped"]
+    place.finish(process, timeout_s=LIMIT_S, code=4, words=words)
     assert [step["mismatch/probe_warnings"] for step in place.steps("lost")] == [0, 1, 0, 1, 1]
-    assert "a second push helped" in result.out + result.err
 
 
 @pytest.mark.parametrize("rollout", [{"max_staleness": 1}, {"max_staleness": 2, "oversample": 0.5}])
-def test_two_processes_have_an_engine_each_and_the_same_weights(place, grpo, rollout):
-    settings = recipe(place, grpo, "two", **rollout)
-    parallel = ("parallel.mode=fsdp2", "steps=2")
-    result = place.finish(place.process("grpo", settings, "--name", "two", *parallel, ranks=2), timeout_s=LIMIT_S)
-    assert result.code == 0, result.err
+def test_two_processes_have_an_engine_each_and_the_same_weights(place, rollout):
+    settings, overrides = recipe(place, "two", **rollout), ("parallel.mode=fsdp2", "steps=2")
+    place.ranks("grpo", settings, "--name", "two", *overrides, timeout_s=LIMIT_S)
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
     if "oversample" in rollout:
@@ -229,12 +210,10 @@ def test_an_engine_reads_the_files_of_the_model_and_sleeps_while_that_is_trained
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_run_shares_its_gpu_with_an_engine_as_the_plan_says(place, grpo):
-    name = place.recipe("shared", grpo, model=MODEL, rollout={"engine": "vllm"}, zero_variance="keep")
-    result = finished(place, name, "--name", "shared")
-    plan = " ".join(result.out.replace("│", " ").split())
-    assert "% of the GPU's memory" in plan
-    assert "asleep during updates" in plan
+def test_a_run_shares_its_gpu_with_an_engine_as_the_plan_says(place):
+    name = place.recipe("shared", "grpo", model=MODEL, rollout={"engine": "vllm"}, zero_variance="keep")
+    words = ["% of the GPU's memory", "asleep during updates"]
+    finished(place, name, "--name", "shared", words=words)
     steps = [step for step in read_metrics(place.path / "runs/shared") if step["step"]]
     assert len(steps) == 3
     for step in steps:

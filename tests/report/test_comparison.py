@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from llmrl.run import cli
 from tests.support.runs import evaluation, make_run
 
 
@@ -26,9 +25,8 @@ def rows(text):
     return {line.split("  ")[0]: re.split(r"\s{2,}", line.strip())[1:] for line in text.splitlines() if "  " in line}
 
 
-def test_runs_are_shown_side_by_side_with_intervals_and_differences(runs, capsys):
-    assert cli.main(["compare", "a", "b"]) == 0
-    found = rows(capsys.readouterr().out)
+def test_runs_are_shown_side_by_side_with_intervals_and_differences(runs, run_llmrl):
+    found = rows(run_llmrl("compare", "a", "b").out)
     assert found["steps"] == ["20", "30"]
     assert found["sums, last"] == ["0.900 [0.871, 0.923]"] * 2
     assert found["reward/mean, end"][1] == ".200"
@@ -38,9 +36,8 @@ def test_runs_are_shown_side_by_side_with_intervals_and_differences(runs, capsys
     assert "log" not in found, "where it is logged changes nothing"
 
 
-def test_the_page_has_a_line_for_each_run_and_two_runs_of_one_name_are_told_apart(runs, capsys):
-    assert cli.main(["compare", "a", "b", "elsewhere/a", "--html", "out.html"]) == 0
-    assert "report    out.html" in capsys.readouterr().out
+def test_the_page_has_a_line_for_each_run_and_two_runs_of_one_name_are_told_apart(runs, run_llmrl):
+    run_llmrl("compare", "a", "b", "elsewhere/a", "--html", "out.html", words=["report    out.html"])
     (block,) = re.findall(r'id="report-data">(.*?)</script>', (runs / "out.html").read_text(), flags=re.DOTALL)
     data = json.loads(block)
     charts = {chart["title"]: chart for chart in data["charts"]}
@@ -53,28 +50,21 @@ def test_the_page_has_a_line_for_each_run_and_two_runs_of_one_name_are_told_apar
     assert data["tables"][1]["rows"][0] == ["optim.lr", "2e-06", "1e-05", "2e-06"]
 
 
-def test_what_cannot_be_compared_is_said(runs, capsys):
-    assert cli.main(["compare", "a"]) == 2
-    assert "needs at least two runs: got a" in capsys.readouterr().err
-    assert cli.main(["compare", "a", "c"]) == 2
-    assert "c  is not a run" in capsys.readouterr().err
+def test_what_cannot_be_compared_is_said(runs, run_llmrl):
+    run_llmrl("compare", "a", code=2, words=["at least two runs: got a"])
+    run_llmrl("compare", "a", "c", code=2, words=["c  is not a run"])
     (runs / "runs" / "b" / "metrics.jsonl").unlink()
-    assert cli.main(["compare", "a", "b"]) == 3
-    assert "b: must have a finished step" in capsys.readouterr().err
-    assert cli.main(["compare", "a", "elsewhere/a", "--html", "no/folder.html"]) == 3
-    assert "no/folder.html: cannot be written" in capsys.readouterr().err
+    run_llmrl("compare", "a", "b", code=3, words=["b: must have a finished step"])
+    words = ["no/folder.html: cannot be written"]
+    run_llmrl("compare", "a", "elsewhere/a", "--html", "no/folder.html", code=3, words=words)
 
 
-def test_names_and_settings_are_not_read_as_markup_of_the_terminal(runs, capsys):
+def test_names_and_settings_are_not_read_as_markup_of_the_terminal(runs, run_llmrl):
     make_run(runs / "runs" / "c", 3, {"reward/[red]x/mean": lambda x: 1.0}, config="steps: 40\nmodel: '[bold]x'\n")
-    assert cli.main(["compare", "a", "c"]) == 0
-    out = capsys.readouterr().out
-    assert "[red]x" in out
-    assert "[bold]x" in out
+    run_llmrl("compare", "a", "c", words=["[red]x", "[bold]x"])
 
 
-def test_scores_without_a_count_have_no_interval(runs, capsys):
+def test_scores_without_a_count_have_no_interval(runs, run_llmrl):
     path = runs / "runs" / "b" / "metrics.jsonl"
     path.write_text(path.read_text() + json.dumps({"step": 31, **evaluation(0.25), "eval/sums/count": None}) + "\n")
-    assert cli.main(["compare", "a", "b"]) == 0
-    assert rows(capsys.readouterr().out)["sums, last"] == ["0.900 [0.871, 0.923]", "0.250"]
+    assert rows(run_llmrl("compare", "a", "b").out)["sums, last"] == ["0.900 [0.871, 0.923]", "0.250"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import threading
@@ -14,47 +13,11 @@ import llmrl.report.watch as watch_module
 from llmrl.report import write_report
 from llmrl.report.comparison import compare
 from llmrl.report.watch import ReportServer
-from llmrl.tools.browser import find_chromium
 from tests.support.processes import wait_until
 from tests.support.runs import evaluation, make_run
 
-HAS_BROWSER = importlib.util.find_spec("playwright") is not None and find_chromium() is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_BROWSER, reason="needs playwright (llmrl[browser]) and a Chromium"),
-]
+pytestmark = pytest.mark.slow
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202egnp\ud800"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=find_chromium())
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def show(browser):
-    """Opens an address; at the end the browser must have had nothing to complain of."""
-    contexts, complaints = [], []
-
-    def start(address, scheme="light", width=1280):
-        viewport = {"width": width, "height": 900}
-        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce"))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(dialog.message) or dialog.dismiss())
-        page.goto(str(address) if "://" in str(address) else address.as_uri())
-        return page
-
-    yield start
-    for context in contexts:
-        context.close()
-    assert complaints == []
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +29,8 @@ def chart(page, title):
     return page.locator("article.chart").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
-def test_every_chart_is_drawn_inside_its_box(show, report):
-    page = show(report)
+def test_every_chart_is_drawn_inside_its_box(open_page, report):
+    page = open_page(report)
     assert page.title() == "try1 · llmrl"
     assert page.locator("article.chart").count() >= 20
     faults = page.evaluate("""() => [...document.querySelectorAll("svg.plot")].filter((plot) => {
@@ -82,8 +45,8 @@ def test_every_chart_is_drawn_inside_its_box(show, report):
     assert page.get_by_role("cell", name="optim.lr", exact=True).first.is_visible()
 
 
-def test_the_pointer_shows_one_step_in_all_charts(show, report):
-    page = show(report)
+def test_the_pointer_shows_one_step_in_all_charts(open_page, report):
+    page = open_page(report)
     plot = chart(page, "Reward").locator("svg.plot")
     box = plot.bounding_box()
     page.mouse.move(box["x"] + 52 + (box["width"] - 64) / 2, box["y"] + 80)
@@ -98,8 +61,8 @@ def test_the_pointer_shows_one_step_in_all_charts(show, report):
     wait_until(lambda: at.inner_text() == "")
 
 
-def test_the_keyboard_moves_the_cursor_and_says_the_values(show, report):
-    page = show(report)
+def test_the_keyboard_moves_the_cursor_and_says_the_values(open_page, report):
+    page = open_page(report)
     plot = chart(page, "Clipped tokens").locator("svg.plot")
     plot.focus()
     for key, said in {"Home": "step 1:", "ArrowRight": "step 2:", "PageDown": "step 1:", "End": "step 40:"}.items():
@@ -109,8 +72,8 @@ def test_the_keyboard_moves_the_cursor_and_says_the_values(show, report):
     assert (plot.get_attribute("role"), plot.get_attribute("aria-valuemax")) == ("slider", "40")
 
 
-def test_a_stretch_is_shown_by_dragging_and_all_of_it_again(show, report):
-    page = show(report)
+def test_a_stretch_is_shown_by_dragging_and_all_of_it_again(open_page, report):
+    page = open_page(report)
     plot = chart(page, "Reward").locator("svg.plot")
     box = plot.bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 60)
@@ -127,8 +90,8 @@ def test_a_stretch_is_shown_by_dragging_and_all_of_it_again(show, report):
     wait_until(lambda: plot.get_attribute("aria-valuenow") == "1")
 
 
-def test_the_logarithmic_scale_and_smoothing_are_switches(show, report):
-    page = show(report)
+def test_the_logarithmic_scale_and_smoothing_are_switches(open_page, report):
+    page = open_page(report)
     plot = chart(page, "KL").locator("svg.plot")
     linear = plot.locator("path.line").last.get_attribute("d")
     button = page.get_by_role("button", name="log scale")
@@ -147,9 +110,9 @@ def test_the_logarithmic_scale_and_smoothing_are_switches(show, report):
     assert plot.locator("path.line.raw").last.get_attribute("d") == linear
 
 
-def test_colours_follow_the_system_and_the_switch(show, report):
+def test_colours_follow_the_system_and_the_switch(open_page, report):
     background = "getComputedStyle(document.body).backgroundColor"
-    light, dark = show(report), show(report, scheme="dark")
+    light, dark = open_page(report), open_page(report, scheme="dark")
     assert light.evaluate(background) == "rgb(251, 251, 250)"
     assert dark.evaluate(background) == "rgb(20, 23, 27)"
     dark.get_by_role("button", name="switch to light colours").press("Enter")
@@ -158,47 +121,47 @@ def test_colours_follow_the_system_and_the_switch(show, report):
     assert dark.evaluate(background) == light.evaluate(background), "it is remembered"
 
 
-def test_nothing_is_wider_than_a_narrow_screen(show, report):
-    page = show(report, width=360)
+def test_nothing_is_wider_than_a_narrow_screen(open_page, report):
+    page = open_page(report, width=360)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_text_of_a_run_is_text(show, tmp_path):
+def test_text_of_a_run_is_text(open_page, tmp_path):
     run = make_run(tmp_path / "a", 3)
     row = {"step": 4, f"reward/{HOSTILE}/mean": 1.0, HOSTILE: 2.0, "policy/loss": 0.1}
     run.metrics.write_text(run.metrics.read_text() + json.dumps(row) + "\n")
     run.write_info({**run.read_info(), "recipe": HOSTILE, "plan": [[HOSTILE, HOSTILE]]})
-    page = show(write_report(run.path))
+    page = open_page(write_report(run.path))
     assert page.locator("img").count() == 0
     said = page.locator("#subtitle").inner_text()
     assert "<img src=x onerror=alert(1)>[U+202E]gnp[U+D800]" in said
     assert "\u202e" not in page.locator("body").inner_text()
 
 
-def test_a_run_without_steps_and_one_of_a_single_step_have_pages(show, tmp_path):
+def test_a_run_without_steps_and_one_of_a_single_step_have_pages(open_page, tmp_path):
     (tmp_path / "empty").mkdir()
-    page = show(write_report(tmp_path / "empty"))
+    page = open_page(write_report(tmp_path / "empty"))
     assert "No step is finished yet." in page.locator("body").inner_text()
-    page = show(write_report(make_run(tmp_path / "one", 1).path))
+    page = open_page(write_report(make_run(tmp_path / "one", 1).path))
     assert chart(page, "Reward").locator("circle").count() == 1
 
 
-def test_compared_runs_have_a_line_each(show, tmp_path):
+def test_compared_runs_have_a_line_each(open_page, tmp_path):
     runs = [make_run(tmp_path / name, steps).path for name, steps in (("a", 20), ("b", 30))]
     compare(runs, html=tmp_path / "both.html")
-    page = show(tmp_path / "both.html")
+    page = open_page(tmp_path / "both.html")
     assert chart(page, "Reward").locator(".plot path.line").count() == 2
     assert chart(page, "Reward").locator(".legend span").all_inner_texts()[0].startswith("a")
     assert chart(page, "Evaluation: sums").locator("path.whisker").count() == 6
 
 
-def test_a_watched_page_gets_new_steps_by_itself(show, tmp_path, monkeypatch):
+def test_a_watched_page_gets_new_steps_by_itself(open_page, tmp_path, monkeypatch):
     monkeypatch.setattr(watch_module, "SHARE", math.inf)
     run = make_run(tmp_path / "a", 3)
     server = ReportServer(run.path)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
-        page = show(server.url)
+        page = open_page(server.url)
         page.get_by_text("All metrics").click()
         assert page.locator(".card .value").first.inner_text() == ".500 → .900"
         with run.metrics.open("a") as file:

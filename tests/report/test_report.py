@@ -19,7 +19,6 @@ from llmrl.report.intervals import evaluations, interval
 from llmrl.report.page import report_data
 from llmrl.report.run_files import read_run
 from llmrl.report.warnings import findings
-from llmrl.run import cli
 from llmrl.run.config import settings
 from llmrl.run.metrics import METRICS
 from llmrl.train.preference_settings import DPOConfig
@@ -30,6 +29,15 @@ from tests.support.runs import GRPO, evaluation, make_run
 def chart(made, title):
     (found,) = [chart for chart in made if chart["title"] == title]
     return found
+
+
+def add_line(run, **row):
+    with run.metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def charts_of(path, steps=5, changes=None):
+    return charts(read_run(make_run(path, steps, changes).path))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -64,10 +72,9 @@ def test_an_older_run_without_counts_quantiles_plan_and_defaults_has_a_page(tmp_
 
 def test_what_is_not_a_finite_number_is_left_out(tmp_path):
     run = make_run(tmp_path / "a", 3)
-    strange = (
-        '{"step": 4, "policy/loss": NaN, "policy/lr": "high", "reward/mean": Infinity, "policy/entropy": 1' + "0" * 400
-    )
-    run.metrics.write_text(run.metrics.read_text() + strange + ', "policy/grad_norm": [1], "reward/std": 0.5}\n')
+    strange = '{"step": 4, "policy/loss": NaN, "policy/lr": "high", "reward/mean": Infinity, "policy/grad_norm": [1]'
+    huge = "1" + "0" * 400
+    run.metrics.write_text(f'{run.metrics.read_text()}{strange}, "policy/entropy": {huge}, "reward/std": 0.5}}\n')
     last = read_run(run.path).steps[-1]
     assert {name for name, value in last.items() if value is not None} == {"step", "reward/std"}
     write_report(run.path)
@@ -120,24 +127,23 @@ def test_evaluations_are_found_by_environment():
 
 
 def test_every_metric_that_a_run_can_log_is_drawn(tmp_path):
-    run = make_run(tmp_path / "a", 3, {name: lambda x: 0.5 for name in METRICS} | {"reward/f.g/mean": lambda x: 1.0})
-    made = charts(read_run(run.path))
+    made = charts_of(tmp_path / "a", 3, {name: lambda x: 0.5 for name in METRICS} | {"reward/f.g/mean": lambda x: 1.0})
     drawn = {line["metric"] for chart in made for line in chart["lines"]}
     assert {*METRICS, "reward/f.g/mean"} - drawn == {"time/step", "reward/p10", "reward/p90"}, "a height, and a band"
     assert "Other" not in {chart["section"] for chart in made}
 
 
 def test_phases_add_up_to_the_time_of_a_step(tmp_path):
-    phases = chart(charts(read_run(make_run(tmp_path / "a", 5).path)), "Time per step")
+    phases = chart(charts_of(tmp_path / "a"), "Time per step")
     assert [line["label"] for line in phases["lines"]] == ["generate", "logp", "update", "sync", "rest"]
     assert [sum(values) for values in zip(*(line["y"] for line in phases["lines"]), strict=True)] == [9.0] * 5
 
 
 def test_the_reward_has_a_band_of_quantiles_unless_all_rewards_are_0_or_1(tmp_path):
-    band = chart(charts(read_run(make_run(tmp_path / "a", 5).path)), "Reward")["band"]
+    band = chart(charts_of(tmp_path / "a"), "Reward")["band"]
     assert (band["label"], band["low"][0], band["high"][-1]) == ("10th to 90th percentile", 0.1, 1.0)
     binary = {"reward/mean": lambda x: 0.5 + 0.3 * x, "reward/std": lambda x: math.sqrt(0.25 - (0.3 * x) ** 2)}
-    assert chart(charts(read_run(make_run(tmp_path / "b", 5, binary).path)), "Reward")["band"] is None
+    assert chart(charts_of(tmp_path / "b", 5, binary), "Reward")["band"] is None
 
 
 def test_of_a_long_run_the_extremes_are_kept():
@@ -193,11 +199,8 @@ def test_each_warning_comes_alone_where_it_is_true(tmp_path, changes, words):
 
 
 def test_supervised_runs_have_warnings_of_their_own(tmp_path):
-    preferences = {
-        "policy/loss": lambda x: 0.7 + x,
-        "preference/right_frac": lambda x: 0.5,
-        "preference/chosen_logp": lambda x: -50 - 50 * x,
-    }
+    preferences = {"policy/loss": lambda x: 0.7 + x, "preference/right_frac": lambda x: 0.5}
+    preferences["preference/chosen_logp"] = lambda x: -50 - 50 * x
     rises, chance, unlikely = warned(tmp_path, {}, base=preferences)
     assert rises.startswith("The loss rises: 0.79")
     assert chance.startswith("50% of the pairs")
@@ -206,11 +209,9 @@ def test_supervised_runs_have_warnings_of_their_own(tmp_path):
 
 def test_an_evaluation_that_got_worse_beyond_its_intervals_is_a_warning(tmp_path):
     run = make_run(tmp_path / "a", 4)
-    with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": 5, **evaluation(0.45)}) + "\n")
+    add_line(run, step=5, **evaluation(0.45))
     assert findings(read_run(run.path)) == []
-    with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": 6, **evaluation(0.4)}) + "\n")
+    add_line(run, step=6, **evaluation(0.4))
     (finding,) = findings(read_run(run.path))
     assert finding.text.startswith("The evaluation sums got worse: 0.500 [0.456, 0.544] at step 0, 0.400")
 
@@ -249,8 +250,7 @@ def test_the_page_needs_nothing_else_and_runs_its_own_scripts_alone(tmp_path):
 def test_text_of_a_run_stays_inside_its_block_whatever_it_is(tmp_path):
     hostile = "</script><script>alert(1)</script><!--\u202e\ud800 {{script}}"
     run = make_run(tmp_path / "a", 3)
-    row = {"step": 4, f"reward/{hostile}/mean": 1.0, hostile: 2.0}
-    run.metrics.write_text(run.metrics.read_text() + json.dumps(row) + "\n")
+    add_line(run, **{"step": 4, f"reward/{hostile}/mean": 1.0, hostile: 2.0})
     run.write_info({**run.read_info(), "recipe": hostile, "origins": {hostile: hostile}, "plan": [[hostile, hostile]]})
     text = write_report(run.path).read_text(encoding="utf-8")
     (block,) = re.findall(r'id="report-data">(.*?)</script>', text, flags=re.DOTALL)
@@ -288,15 +288,13 @@ def test_what_was_measured_once_has_no_change_and_test_sets_come_before_others(t
     assert chart(data["charts"], "Loss")["note"] == "", "GRPO's losses alone are near 0"
 
 
-def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch, capsys):
+def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch, run_llmrl):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs" / "try1", 3)
-    assert cli.main(["report", "try1"]) == 0
-    assert capsys.readouterr().out == "report    runs/try1/report.html\n"
+    assert run_llmrl("report", "try1").out == "report    runs/try1/report.html\n"
     assert (run.path / "report.html").is_file()
     assert not list(run.path.glob(".*draft"))
-    assert cli.main(["report", "try2"]) == 2
-    assert "did you mean  runs/try1?" in capsys.readouterr().err
+    run_llmrl("report", "try2", code=2, words=["did you mean  runs/try1?"])
 
 
 def test_a_page_that_cannot_be_written_is_an_error_with_the_reason(tmp_path):

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-
-from llmrl.tools.browser import find_chromium
-
-if importlib.util.find_spec("playwright") is None:
-    pytest.skip("needs the package playwright: llmrl[browser]", allow_module_level=True)
-
-from playwright.sync_api import sync_playwright
 
 ASSETS = Path(__file__).parents[2] / "llmrl" / "report" / "assets"
 HOSTILE = [
@@ -71,28 +63,12 @@ def data_of(rollouts, vocabulary=None):
     return {"steps": steps, **counts, "rollouts": rollouts, "vocabulary": words, "control": [4, 9]}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
 @pytest.fixture
-def show(browser, tmp_path):
-    """Opens a page with the viewer of these rollouts, as a report has it; what went wrong in it fails the test."""
-    pages, faults = [], []
+def show(open_page, tmp_path):
+    """Opens a page with the viewer of these rollouts, as a report has it."""
 
     def show(data, width=1200):
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        page.on(
-            "console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None
-        )
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("dialog", lambda dialog: faults.append(dialog.message))
-        page.on("request", lambda request: None if request.url.startswith("file:") else faults.append(request.url))
-        path = tmp_path / f"page{len(pages)}.html"
+        path = tmp_path / "page.html"
         embedded = json.dumps(data).replace("<", "\\u003c")
         path.write_text(
             "<!doctype html><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; "
@@ -104,14 +80,14 @@ def show(browser, tmp_path):
             "renderRollouts(document.getElementById('rollouts'), data);</script>",
             encoding="utf-8",
         )
-        page.goto(path.as_uri())
-        pages.append(page)
-        return page
+        return open_page(path, width=width)
 
-    yield show
-    for page in pages:
-        page.close()
-    assert faults == []
+    return show
+
+
+def cards(page, fact):
+    """The step (0) or the reward (1) of each conversation that stands beside others."""
+    return [text.split(" · ")[fact] for text in page.locator(".rv-card > button").all_text_contents()]
 
 
 def rows(page):
@@ -130,10 +106,11 @@ def test_rollouts_are_filtered_by_each_of_their_facts(show):
 
     def filtered(name, value, expected):
         control = page.locator(f".rv-bar [name={name}]")
+        choose = control.select_option if control.evaluate("node => node.tagName") == "SELECT" else control.fill
         before = control.input_value()
-        control.select_option(value) if control.evaluate("node => node.tagName") == "SELECT" else control.fill(value)
+        choose(value)
         assert count.text_content() == f"{expected} of 12", name
-        control.select_option(before) if control.evaluate("node => node.tagName") == "SELECT" else control.fill(before)
+        choose(before)
 
     filtered("step", "5", 6)
     filtered("stop", "length", 4)
@@ -231,17 +208,12 @@ def test_the_keyboard_moves_through_the_list_and_finds_the_search(show):
 def test_a_group_and_the_same_prompt_at_another_step_stand_side_by_side(show):
     page = show(data_of([rollout(step, number) for step in (1, 5, 9) for number in range(4)]))
     page.get_by_role("button", name="group of 2").click()
-    assert [text.split(" · ")[1] for text in page.locator(".rv-card > button").all_text_contents()] == [
-        "reward 0",
-        "reward 0.1",
-    ]
+    assert cards(page, 1) == ["reward 0", "reward 0.1"]
     assert page.locator(".rv-card .rv-token").count() == 6  # the prompt is shown once
     page.get_by_role("button", name="other steps (4)").click()
-    steps = [text.split(" · ")[0] for text in page.locator(".rv-card > button").all_text_contents()]
-    assert steps == ["step 1", "step 9", "step 9"]
+    assert cards(page, 0) == ["step 1", "step 9", "step 9"]
     page.locator("[name=other]").select_option("5")
-    steps = [text.split(" · ")[0] for text in page.locator(".rv-card > button").all_text_contents()]
-    assert steps == ["step 1", "step 5", "step 5"]
+    assert cards(page, 0) == ["step 1", "step 5", "step 5"]
     page.locator(".rv-card > button").nth(2).click()
     assert page.locator("[aria-selected=true] .rv-facts").text_content().startswith("step 5 · reward 0.1")
 
@@ -263,21 +235,11 @@ def test_calls_are_folded_behind_the_turn_that_made_them(show):
 
 
 def test_no_text_of_a_model_runs_and_hidden_letters_are_seen(show):
-    hostile = [
-        rollout(
-            1,
-            number,
-            prompt=text,
-            completion=text,
-            prompt_id=text,
-            stop_reason=text,
-            rewards={text: 1.0},
-            tool_calls=[call(text, name=text, arguments=text, result=text)],
-        )
-        for number, text in enumerate(HOSTILE)
-    ]
-    for row in hostile:
-        row["record"]["spans"] = [[row["prompt"], 0, 2], ["assistant", 0, 3]]
+    hostile = [rollout(1, number) for number in range(len(HOSTILE))]
+    for row, text in zip(hostile, HOSTILE, strict=True):
+        row |= {"prompt": text, "completion": text, "prompt_id": text, "stop_reason": text, "rewards": {text: 1.0}}
+        row["tool_calls"] = [call(text, name=text, arguments=text, result=text)]
+        row["record"]["spans"] = [[text, 0, 2], ["assistant", 0, 3]]
     without = [rollout(1, 50 + number, completion=text, record=None) for number, text in enumerate(HOSTILE)]
     page = show(data_of(hostile + without, {1: HOSTILE[1], 2: HOSTILE[5]}))
     page.locator(".rv-list").focus()

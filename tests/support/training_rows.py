@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.objectives.base import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.settings import GRPOConfig
@@ -67,6 +70,14 @@ def step(settings, session, model, rows, name="token") -> tuple[dict[str, float]
 
     updater.optimizer.step = keep
     return updater.step(losses(actor)[name], rows, 1), found
+
+
+def in_one_piece(model: nn.Module, rows: TensorDict, name: str = "token") -> tuple[float, dict[str, Tensor]]:
+    """A loss of `losses` and its gradients by one backward pass, on a copy of the model."""
+    plain = copy.deepcopy(model)
+    loss = total_loss(losses(policy_of(plain))[name](rows))
+    loss.backward()
+    return loss.item(), {key: parameter.grad for key, parameter in plain.named_parameters()}
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
