@@ -1,7 +1,5 @@
 """What the tests of buffers share: a disk that is nearly full, and a ring of two trajectories."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator
