@@ -1,7 +1,5 @@
 """Files that people have become conversations and prompts; what cannot be used is named with its row."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -83,14 +81,14 @@ def test_files_in_another_encoding_or_format_say_which_and_what_to_do(tmp_path, 
             load_rows(path)
         assert str(path) in str(raised.value)
     path.write_bytes(text.encode("utf-8-sig"))
-    assert list(load_rows(path)) == ROWS, "a byte order mark is no fault"
+    assert list(load_rows(path)) == ROWS, "a byte order mark is allowed"
 
 
 @pytest.mark.parametrize("value", ["[" * 2000 + "]" * 2000, "9" * 5000, '"\\ud800"'])
-def test_json_that_cannot_be_gone_on_with_is_named_with_its_line(tmp_path, value):
+def test_json_that_cannot_be_used_is_named_with_its_line(tmp_path, value):
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"a": 1}}\n{{"a": {value}}}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"data.jsonl, line 2 must be JSON: (the JSON is nested|an integer|it holds)"):
+    with pytest.raises(DataError, match=r"data.jsonl, line 2 .*JSON: .*(nested|integer|holds)"):
         load_rows(path)
     with pytest.raises(DataError, match=r"'tools' must be .*: row 7: "):
         to_messages({"messages": [USER, ASSISTANT], "tools": f'[{{"a": {value}}}]'}, number=7)
@@ -102,7 +100,7 @@ def test_csv_fields_may_be_long_and_rows_with_more_fields_than_the_header_are_na
     assert list(load_rows(write(tmp_path / "data.csv", rows))) == rows
     path = tmp_path / "wide.csv"
     path.write_text("question,answer\na,b\nc,d,e,f\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 2 of .*wide.csv, which ends in line 3, has 2 more"):
+    with pytest.raises(DataError, match=r"row 2 of .*wide.csv, .*line 3, has 2 more"):
         load_rows(path)
     path.write_text('question,answer\na,b\nc,"d', encoding="utf-8")
     with pytest.raises(DataError, match=r"wide.csv, line 3 must be CSV: unexpected end of data"):
@@ -135,20 +133,21 @@ def test_rows_become_conversations(row, messages):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("convert", "row", "message"),
     [
-        ({"messages": [USER]}, "row 7 has only user"),
-        ({"messages": []}, "must be a list of messages: row 7"),
-        ({"messages": ["Hi"]}, "message 1 of 'messages' in row 7 is 'Hi'"),
-        ({"messages": [{"role": "user"}, ASSISTANT]}, r"message 1 \(user\) of 'messages' in row 7 has none"),
-        ({"prompt": "Hi"}, "row 7 must have a completion column"),
-        ({"prompt": "Hi", "completion": [USER]}, "row 7 has only user, user"),
-        ({"propmt": "Hi", "completion": "x"}, "row 7 must have a prompt column.*Did you mean 'prompt'"),
+        (to_messages, {"messages": [USER]}, "row 7 has only user"),
+        (to_messages, {"messages": []}, "list of messages: row 7"),
+        (to_messages, {"messages": ["Hi"]}, "message 1 of 'messages' in row 7 is 'Hi'"),
+        (to_messages, {"messages": [{"role": "user"}, ASSISTANT]}, r"message 1 \(user\) .* row 7 has none"),
+        (to_messages, {"prompt": "Hi"}, "row 7 must have a completion column"),
+        (to_messages, {"prompt": "Hi", "completion": [USER]}, "row 7 has only user, user"),
+        (to_messages, {"propmt": "Hi", "completion": "x"}, "row 7 .*prompt column.*Did you mean 'prompt'"),
+        (to_prompt, {"messages": [ASSISTANT]}, "row 7 has only an assistant turn"),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_named(row, message):
+def test_rows_that_cannot_be_trained_on_are_named(convert, row, message):
     with pytest.raises(DataError, match=message):
-        to_messages(row, number=7)
+        convert(row, number=7)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +172,3 @@ def test_columns_can_be_named():
     with pytest.raises(DataError, match=r"'taks' is missing in row 2.*Did you mean 'task'"):
         to_prompt(row, prompt_column="taks", number=2)
     assert to_messages(row, prompt_column="task", completion_column="gold")[1]["content"] == "b"
-
-
-def test_a_prompt_must_have_something_to_answer():
-    with pytest.raises(DataError, match="row 3 has only an assistant turn"):
-        to_prompt({"messages": [ASSISTANT]}, number=3)

@@ -26,10 +26,8 @@ def flat(value):
     return value.flatten().tolist()
 
 
-# --- the golden batch: an end at row 3 of 6, three steps, half of the reward per step ---
-
-
 def test_the_golden_batch():
+    """An end at row 3 of 6, three steps, half of the reward per step."""
     out = MultiStep(0.5, 3)(rows(6, ends=[3]))
     assert flat(out["next", "obs"]) == [3, 4, 4, 4, 6, 6]
     assert flat(out["next", "reward"]) == [1.75, 1.75, 1.5, 1, 1.5, 1]
@@ -37,11 +35,7 @@ def test_the_golden_batch():
     assert flat(out["gamma"]) == [0.125, 0.125, 0.25, 0.5, 0.25, 0.5]
     assert flat(out["nonterminal"]) == [True, True, True, False, True, False]
     assert flat(out["obs"]) == [0, 1, 2, 3, 4, 5]
-
-
-def test_done_and_terminated_come_with_the_observation_so_that_targets_stop_at_the_end():
-    out = MultiStep(0.5, 3)(rows(6, ends=[3]))
-    moved = [False, True, True, True, False, False]
+    moved = [False, True, True, True, False, False]  # with the observation, so that targets stop at the end
     assert flat(out["next", "done"]) == flat(out["next", "terminated"]) == moved
     assert not out["next", "truncated"].any()
     assert flat(out["next", "original_done"]) == [False, False, False, True, False, False]
@@ -95,7 +89,7 @@ def test_agents_that_end_at_different_times_have_windows_of_their_own():
 
 
 @pytest.mark.parametrize("flags", [(), (1,), (1, 1)])
-def test_what_is_said_of_a_row_has_the_shape_of_the_batch(flags):
+def test_discounts_and_counts_of_rows_have_the_shape_of_the_batch(flags):
     batch = rows(6, ends=[3]).reshape(2, 3)
     batch["next", "done"] = batch["next", "done"].reshape(2, 3, *flags)
     out = MultiStep(0.5, 3)(batch)
@@ -206,8 +200,6 @@ def test_the_cost_of_a_long_window_grows_with_its_logarithm():
 
 
 # --- rewards spread over a trajectory ---
-
-
 def test_rewards_at_the_end_reach_every_row_of_their_trajectory():
     reward, done = torch.zeros(10, 1), torch.zeros(10, 1, dtype=torch.bool)
     done[[3, 7]] = True
@@ -261,8 +253,6 @@ def test_spreading_refuses_shapes_that_differ():
 
 
 # --- segments ---
-
-
 @given(ids=st.lists(st.integers(0, 2), min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_segments_are_runs_of_one_id_cut_at_done(ids, seed):
     done = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)) < 0.3

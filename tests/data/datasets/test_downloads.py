@@ -75,14 +75,15 @@ def server(monkeypatch):
     server.server_close()
 
 
-def test_a_broken_download_goes_on_where_it_broke(server, tmp_path):
+def test_a_broken_download_resumes_where_it_broke(server, tmp_path):
     server.files["/a.bin"] = CONTENT
     server.breaks = 3
-    (path,) = fetch("test", [RemoteFile("a.bin", f"{server.url}/a.bin")], tmp_path)
+    file = RemoteFile("a.bin", f"{server.url}/a.bin")
+    (path,) = fetch("test", [file], tmp_path)
     assert path.read_bytes() == CONTENT
     assert [part for _, part in server.requests] == [None, "bytes=100000-", "bytes=200000-", "bytes=300000-"]
     assert read_ledger(tmp_path)["a.bin"]["sha256"] == hashlib.sha256(CONTENT).hexdigest()
-    fetch("test", [RemoteFile("a.bin", f"{server.url}/a.bin")], tmp_path)
+    fetch("test", [file], tmp_path)
     assert len(server.requests) == 4  # what is complete is not asked for again
 
 
@@ -97,11 +98,11 @@ def test_a_full_disk_is_told_and_the_next_call_goes_on(server, tmp_path, largest
     assert server.requests == [("/a.bin", None), ("/a.bin", "bytes=50000-")]
 
 
-def test_a_later_call_goes_on_but_not_with_another_file(server, tmp_path):
+def test_a_later_call_resumes_but_not_with_another_file(server, tmp_path):
     server.files["/a.bin"] = CONTENT
     server.breaks, server.piece = 100, 0
     file = RemoteFile("a.bin", f"{server.url}/a.bin")
-    with pytest.raises(DataError, match=r"a\.bin must be readable: the connection broke after 0 of"):
+    with pytest.raises(DataError, match=r"a\.bin .*broke after 0 of"):
         fetch("test", [file], tmp_path)
     assert len(server.requests) == downloads.ATTEMPTS
     server.breaks, server.piece = 1, 100_000
@@ -120,20 +121,10 @@ def test_a_file_that_was_replaced_while_it_was_broken_is_started_again(server, t
     server.files["/a.bin"] = CONTENT
     server.breaks = 1
     file = RemoteFile("a.bin", f"{server.url}/a.bin")
-    monkeypatch.setattr(downloads, "_receive", one_failure(downloads._receive))
-    with pytest.raises(DataError, match="100,000 bytes have arrived and are kept"):
-        fetch("test", [file], tmp_path)
-    server.files["/a.bin"] = CONTENT[::-1]
-    (path,) = fetch("test", [file], tmp_path)
-    assert path.read_bytes() == CONTENT[::-1]
-    assert server.requests[-1][1] == "bytes=100000-"
+    receive, calls = downloads._receive, []
 
-
-def one_failure(receive):
-    """The first call breaks without counting as progress."""
-    calls = []
-
-    def wrapped(file, part, *arguments):
+    def one_failure(file, part, *arguments):
+        """The first call breaks without counting as progress."""
         calls.append(file)
         if len(calls) == 1:
             with pytest.raises(ConnectionError):
@@ -141,7 +132,13 @@ def one_failure(receive):
             raise downloads.URLError("cable pulled")
         return receive(file, part, *arguments)
 
-    return wrapped
+    monkeypatch.setattr(downloads, "_receive", one_failure)
+    with pytest.raises(DataError, match=r"100,000 bytes .*kept"):
+        fetch("test", [file], tmp_path)
+    server.files["/a.bin"] = CONTENT[::-1]
+    (path,) = fetch("test", [file], tmp_path)
+    assert path.read_bytes() == CONTENT[::-1]
+    assert server.requests[-1][1] == "bytes=100000-"
 
 
 def test_checksums_that_were_published_or_recorded_count(server, tmp_path):
@@ -149,14 +146,14 @@ def test_checksums_that_were_published_or_recorded_count(server, tmp_path):
     good = f"md5:{hashlib.md5(CONTENT).hexdigest()}"
     url = f"{server.url}/a.bin"
     fetch("test", [RemoteFile("a.bin", url, good, len(CONTENT))], tmp_path)
-    with pytest.raises(DataError, match=r"must be what was published: got sha256:.*expected sha256:00"):
+    with pytest.raises(DataError, match=r"got sha256:.*expected sha256:00"):
         fetch("test", [RemoteFile("b.bin", url, "sha256:00")], tmp_path)
     with pytest.raises(DataError, match=r"got 1,024,000 bytes, expected 5"):
         fetch("test", [RemoteFile("b.bin", url, None, 5)], tmp_path)
     assert not list(tmp_path.glob("b.bin*"))
     remove_downloads(tmp_path)
     server.files["/a.bin"] = CONTENT[:-1]
-    with pytest.raises(DataError, match="must be what was downloaded the first time"):
+    with pytest.raises(DataError, match="downloaded the first time"):
         fetch("test", [RemoteFile("a.bin", url)], tmp_path)
 
 
@@ -179,8 +176,6 @@ def test_removing_downloads_leaves_other_files(server, tmp_path):
 
 
 # --- datasets ---
-
-
 def test_a_dataset_is_downloaded_built_and_cleared_up(server, tmp_path):
     class Local(D4RLExperienceReplay):
         base_url = server.url
@@ -191,12 +186,8 @@ def test_a_dataset_is_downloaded_built_and_cleared_up(server, tmp_path):
     dataset = Local("hopper-medium-v2", root=tmp_path / "root")
     np.testing.assert_array_equal(dataset[:]["observation"], written["observations"])
     folder = dataset.data_path_root
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "build.lock",
-        "checkpoint.1",
-        "checkpoint.current",
-        "downloads",
-    ]
+    names = ["build.lock", "checkpoint.1", "checkpoint.current", "downloads"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert [path.name for path in (folder / "downloads").iterdir()] == [LEDGER]
     server.requests.clear()
     Local("hopper-medium-v2", root=tmp_path / "root")
@@ -218,7 +209,7 @@ def test_openml_asks_for_the_address_and_the_checksum(server, tmp_path):
     server.files |= {"/json/data/179": json.dumps({"data_set_description": about}).encode(), "/data/179.arff": arff}
     assert len(Local("adult_num", 2, root=tmp_path)) == 3
     server.files["/data/179.arff"] = arff + b"\n"
-    with pytest.raises(DataError, match=r"179\.arff must be what was published: got md5:"):
+    with pytest.raises(DataError, match=r"179\.arff .*published: got md5:"):
         Local("adult_onehot", 2, root=tmp_path)
     server.files["/json/data/24"] = b"{}"
     with pytest.raises(DataError, match=r"json/data/24"):
@@ -228,11 +219,9 @@ def test_openml_asks_for_the_address_and_the_checksum(server, tmp_path):
 @pytest.fixture
 def hub(server, monkeypatch):
     """Lets the hub's own client ask the server of the test."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", server.url), ("HUGGINGFACE_CO_URL_TEMPLATE", template)):
+        monkeypatch.setattr(constants, name, value)
 
     def add(repository, folder, files):
         tree = []

@@ -37,17 +37,15 @@ def ends(dataset) -> dict[str, list[int]]:
 
 
 # --- D4RL ---
-
-
 def test_d4rl_rows_are_those_of_the_file(tmp_path):
     written = formats.write_d4rl(tmp_path / "hopper.hdf5", {"terminals": [3], "timeouts": [7]})
     dataset = D4RLExperienceReplay("hopper", 4, root=tmp_path / "root", source=tmp_path / "hopper.hdf5")
     rows = dataset[:]
-    assert len(dataset) == 9  # the last row is no end, and what followed it is not known
-    np.testing.assert_array_equal(rows["observation"], written["observations"][:9])
-    np.testing.assert_array_equal(rows["action"], written["actions"][:9])
+    assert len(dataset) == 9  # the last row does not end an episode, and its next one is unknown
+    columns = {"observation": "observations", "action": "actions", ("infos", "qpos"): "infos/qpos"}
+    for key, column in columns.items():
+        np.testing.assert_array_equal(rows[key], written[column][:9])
     np.testing.assert_array_equal(rows["next", "reward"][:, 0], written["rewards"][:9])
-    np.testing.assert_array_equal(rows["infos", "qpos"], written["infos/qpos"][:9])
     assert ends(dataset) == {"terminated": [3], "truncated": [7], "done": [3, 7]}
     assert rows["timeouts"].nonzero().flatten().tolist() == [7]
     expected = written["observations"][1:10].copy()
@@ -87,8 +85,6 @@ def test_d4rl_refuses_the_old_package(tmp_path):
 
 
 # --- Atari ---
-
-
 def frames(values) -> np.ndarray:
     return np.asarray(values, np.uint8)[:, None, None] * np.ones((1, 6, 6), np.uint8)
 
@@ -109,7 +105,7 @@ def test_atari_stores_every_frame_once(tmp_path):
     assert dataset.metadata["checkpoints"] == [{"number": 0, "add_count": 8, "invalid_range": [0, 1, 2, 3, 4]}]
 
 
-def test_atari_checkpoints_are_rings_that_go_on(tmp_path):
+def test_atari_checkpoints_are_rings_that_continue(tmp_path):
     """The first was saved before its last row was written; the second holds that row in the same place."""
     formats.write_atari(tmp_path, 0, frames([1, 2, 3, 99]), [], added=3)
     formats.write_atari(tmp_path, 1, frames([5, 6, 7, 4]), [2], added=7)
@@ -140,13 +136,11 @@ def test_atari_a_truncated_file_is_named_with_its_row(tmp_path):
     file = tmp_path / "$store$_reward_ckpt.0.gz"
     content = gzip.decompress(file.read_bytes())
     file.write_bytes(gzip.compress(content[:-5]))
-    with pytest.raises(DataError, match=r"reward_ckpt\.0\.gz, row 6: the file must have 8 rows"):
+    with pytest.raises(DataError, match=r"reward_ckpt\.0\.gz, row 6: .*8 rows"):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=tmp_path)
 
 
 # --- Gen-DGRL ---
-
-
 def test_gen_dgrl_rows_are_those_of_the_archive(tmp_path):
     episodes = formats.write_dgrl(tmp_path / "bigfish.tar.xz", [3, 2])
     dataset = GenDGRLExperienceReplay("bigfish-1M_E", root=tmp_path, source=tmp_path / "bigfish.tar.xz")
@@ -165,11 +159,10 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
         def __reduce__(self):
             return (eval, ("1 + 1",))
 
+    file = io.BytesIO()
+    np.save(file, np.array({"observations": Evil()}, dtype=object), allow_pickle=True)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name, value in (("0.npy", np.array({"observations": Evil()}, dtype=object)),):
-            file = io.BytesIO()
-            np.save(file, value, allow_pickle=True)
-            formats._add(archive, name, file.getvalue())
+        formats._add(archive, "0.npy", file.getvalue())
     with pytest.raises(DataError, match=r"a\.tar, 0\.npy.*builtins\.eval"):
         GenDGRLExperienceReplay("a", root=tmp_path, source=tmp_path / "a.tar")
     with pytest.raises(pickle.UnpicklingError, match="eval"):
@@ -177,8 +170,6 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
 
 
 # --- Minari ---
-
-
 class Mission(Env):
     """Three steps; nested observations, among them a text."""
 
@@ -218,21 +209,12 @@ def write_minari(name: str, data_format: str) -> list[np.ndarray]:
             "mission": [each["mission"] for each in seen],
         }
         infos = {"speed": [steps[0][1]["speed"], *(result[4]["speed"] for result in results)]}
-        columns = {"rewards": 1, "terminations": 2, "truncations": 3}
-        columns = {column: [result[place] for result in results] for column, place in columns.items()}
-        buffers.append(
-            minari.data_collector.EpisodeBuffer(
-                id=number, observations=observations, actions=taken, infos=infos, **columns
-            )
-        )
+        places = {"rewards": 1, "terminations": 2, "truncations": 3}
+        columns = {column: [result[place] for result in results] for column, place in places.items()}
+        columns |= {"observations": observations, "actions": taken, "infos": infos}
+        buffers.append(minari.data_collector.EpisodeBuffer(id=number, **columns))
         actions += taken
-    about = {
-        "algorithm_name": "none",
-        "author": "a",
-        "author_email": "a@b.c",
-        "code_permalink": "x",
-        "description": "x",
-    }
+    about = dict.fromkeys(("algorithm_name", "author", "author_email", "code_permalink", "description"), "x")
     spaces_ = {"action_space": env.action_space, "observation_space": env.observation_space}
     minari.create_dataset_from_buffers(name, buffers, data_format=data_format, **about, **spaces_)
     return actions
@@ -261,14 +243,12 @@ def test_minari_rows_are_those_that_the_environment_gave(tmp_path, monkeypatch, 
     assert split[:].get(("observation", "mission")).tolist() == [["go 0", "go 1", "go 2"]] * 2
 
 
-def test_minari_says_when_its_server_cannot_be_asked(tmp_path):
+def test_minari_names_a_server_that_cannot_be_reached(tmp_path):
     with pytest.raises(DataError, match=r"Minari's server must answer.*offline mode"):  # as the tests run
         MinariExperienceReplay("D4RL/door/human-v2", root=tmp_path)
 
 
 # --- OpenML ---
-
-
 def test_openml_scales_numbers_and_numbers_categories(tmp_path):
     (tmp_path / "179.arff").write_text(formats.ARFF)
     dataset = OpenMLExperienceReplay("adult_num", 2, root=tmp_path, source=tmp_path / "179.arff")
@@ -297,8 +277,6 @@ def test_openml_names_line_and_column(tmp_path, line, error):
 
 
 # --- Open X-Embodiment ---
-
-
 def test_openx_rows_are_those_of_the_steps(tmp_path):
     formats.write_openx(tmp_path / "cmu_stretch_00000.tar", [3, 2])
     dataset = OpenXExperienceReplay("cmu_stretch", 2, num_slices=1, root=tmp_path / "root", source=tmp_path)
@@ -352,13 +330,11 @@ def test_openx_iterates_over_trajectories_without_a_batch_size(tmp_path):
     [{"pad": 0}, {"shuffle": False}, {"num_slices": 1, "slice_len": 2}, {"streaming": True, "replacement": True}],
 )
 def test_openx_arguments_that_do_not_fit_are_refused(tmp_path, arguments):
-    with pytest.raises(ConfigError, match="the arguments must fit each other"):
+    with pytest.raises(ConfigError, match="arguments must fit"):
         OpenXExperienceReplay("cmu_stretch", root=tmp_path, **arguments)
 
 
 # --- RoboSet ---
-
-
 def test_roboset_rows_are_those_of_the_trials(tmp_path):
     for name, lengths in (("seed_a.h5", [3, 2]), ("seed_b.h5", [2])):
         formats.write_roboset(tmp_path / name, lengths)
@@ -374,8 +350,6 @@ def test_roboset_rows_are_those_of_the_trials(tmp_path):
 
 
 # --- V-D4RL ---
-
-
 def test_vd4rl_puts_an_action_beside_the_frame_that_it_was_taken_in(tmp_path):
     formats.write_vd4rl(tmp_path / "a-5.npz", first=10)
     formats.write_vd4rl(tmp_path / "b-2.npz", steps=2, first=50, terminal=True)
@@ -404,8 +378,6 @@ def test_vd4rl_shards_are_cut_where_an_episode_begins(tmp_path):
 
 
 # --- broken files ---
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -428,27 +400,19 @@ def test_a_missing_column_gets_the_nearest_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"),
+    ("cls", "name", "write"),
     [
-        (D4RLExperienceReplay, "a.hdf5"),
-        (RobosetExperienceReplay, "a.h5"),
-        (VD4RLExperienceReplay, "a.npz"),
-        (GenDGRLExperienceReplay, "a.tar.xz"),
-        (OpenXExperienceReplay, "a.tar"),
-        (OpenMLExperienceReplay, "a.arff"),
+        (D4RLExperienceReplay, "a.hdf5", lambda path: formats.write_d4rl(path, {"terminals": [9]})),
+        (RobosetExperienceReplay, "a.h5", lambda path: formats.write_roboset(path, [9])),
+        (VD4RLExperienceReplay, "a.npz", formats.write_vd4rl),
+        (GenDGRLExperienceReplay, "a.tar.xz", lambda path: formats.write_dgrl(path, [9])),
+        (OpenXExperienceReplay, "a.tar", lambda path: formats.write_openx(path, [9])),
+        (OpenMLExperienceReplay, "a.arff", lambda path: path.write_text(formats.ARFF)),
     ],
 )
-def test_a_file_that_was_cut_is_named_and_nothing_is_left(tmp_path, cls, name):
-    writers = {
-        "a.hdf5": lambda path: formats.write_d4rl(path, {"terminals": [9]}),
-        "a.h5": lambda path: formats.write_roboset(path, [9]),
-        "a.npz": formats.write_vd4rl,
-        "a.tar.xz": lambda path: formats.write_dgrl(path, [9]),
-        "a.tar": lambda path: formats.write_openx(path, [9]),
-        "a.arff": lambda path: path.write_text(formats.ARFF),
-    }
+def test_a_file_that_was_cut_is_named_and_nothing_is_left(tmp_path, cls, name, write):
     path = tmp_path / name
-    writers[name](path)
+    write(path)
     content = path.read_bytes()
     end = 1024 if name == "a.tar" else 2 * len(content) // 3 - 7  # an archive is padded
     path.write_bytes(content[:end])

@@ -1,7 +1,5 @@
 """History: a tensorclass over plain messages, that batches, slices, grows and renders."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -29,9 +27,7 @@ def materialised(history: History) -> list[bool]:
     return [row.source is None for row in history._tensordict.tensordicts]
 
 
-# Shape, fields, indexing
-
-
+# --- shape, fields, indexing ---
 def test_history_is_a_tensorclass_built_without_any_switch():
     history = History(role=["user", "assistant"], content=["Hi", "Hello"])
     assert is_tensorclass(history)
@@ -55,9 +51,9 @@ def test_ragged_batch_keeps_each_conversations_length():
 def test_dense_batch_from_nested_lists():
     history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1])
     assert history.shape == (2, 1)
-    with pytest.raises(ShapeError, match="batch_size must be the nesting of role"):
+    with pytest.raises(ShapeError, match=r"batch_size .*role"):
         History(role=["user"], content=["a"], batch_size=[2])
-    with pytest.raises(ShapeError, match="content must have one entry for each of 2 roles: got 1"):
+    with pytest.raises(ShapeError, match=r"content .*2 roles: got 1"):
         History(role=["user", "assistant"], content=["a"])
 
 
@@ -89,11 +85,8 @@ def test_device_means_nothing_and_dimensions_have_no_names():
 
 
 def test_extra_keys_of_messages_survive():
-    chat = [
-        user("q"),
-        assistant("", tool_calls=[CALL], reasoning_content="hm"),
-        {"role": "tool", "content": "2", "tool_call_id": "x"},
-    ]
+    calling = assistant("", tool_calls=[CALL], reasoning_content="hm")
+    chat = [user("q"), calling, {"role": "tool", "content": "2", "tool_call_id": "x"}]
     history = History.from_messages(chat)
     assert history.to_chats() == chat
     assert history.tool_calls == [None, [CALL], None]
@@ -120,9 +113,7 @@ def test_field_can_be_assigned():
     assert other.content == [["a"], ["b", "c"]]
 
 
-# append and extend
-
-
+# --- append and extend ---
 def test_append_adds_a_message_to_every_conversation_or_a_conversation_to_the_batch():
     history = History.from_chats(CHATS)
     answer = History(role=["assistant"] * 2, content=["x", "y"])
@@ -149,7 +140,7 @@ def test_extend_adds_conversations_or_messages():
     [
         ("append", History(**user("a")), History(**user("b")), "unsqueeze"),
         ("extend", History(**user("a")), History(**user("b")), "unsqueeze"),
-        ("append", History.from_chats(CHATS), History(**user("b")), "one dimension fewer than this one: got 0 and 2"),
+        ("append", History.from_chats(CHATS), History(**user("b")), "one dimension fewer.*: got 0 and 2"),
         ("extend", History.from_chats(CHATS), History.from_messages(CHATS[0]), "The new history to extend"),
         ("append", History.from_chats(CHATS), History(role=["user"], content=["b"]), "a row for each of 2 .*: got 1"),
         ("extend", History.from_chats(CHATS), History.from_chats([[user("a")]] * 3), "a row for each of 2 .*: got 3"),
@@ -173,9 +164,7 @@ def test_stack_makes_a_batch_of_conversations():
         History.stack([rows[0], rows[0][0]])
 
 
-# In containers: the list stays a list until somebody asks for members
-
-
+# --- in containers: the list stays a list until its members are read ---
 def test_history_in_a_dense_tensordict_stays_a_list():
     td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     td["history"] = History.from_chats(CHATS)
@@ -217,9 +206,7 @@ def test_default_spec_describes_a_history():
     assert not History.default_spec((-1,)).is_in(TensorDict({"role": torch.zeros(2)}, batch_size=[2]))
 
 
-# Text and ids
-
-
+# --- text and ids ---
 def test_text_is_a_string_for_one_conversation_and_a_list_for_a_batch():
     tokenizer = tiny_tokenizer()
     history = History.from_chats(CHATS)
@@ -227,24 +214,21 @@ def test_text_is_a_string_for_one_conversation_and_a_list_for_a_batch():
     assert history.apply_chat_template(tokenizer=tokenizer) == texts
     assert history[1].apply_chat_template(tokenizer=tokenizer) == texts[1]
     assert history[0].apply_chat_template(chat_template_name="qwen") == texts[0]  # text needs no tokenizer
-    continued = History.from_messages(CHATS[1]).apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=False, continue_final_message=True
-    )
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    continued = History.from_messages(CHATS[1]).apply_chat_template(tokenizer=tokenizer, **options)
     assert continued.endswith("<|im_start|>assistant\nc")
 
 
 def test_dict_has_ids_and_the_assistants_mask():
     tokenizer = tiny_tokenizer()
-    result = History.from_chats(CHATS[1:]).apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
-    )
+    history = History.from_chats(CHATS[1:])
+    options = {"tokenizer": tokenizer, "add_generation_prompt": False, "return_assistant_tokens_mask": True}
+    result = history.apply_chat_template(return_dict=True, **options)
     assert result["assistant_masks"].shape == result["input_ids"].shape == (1, len(result[0]["input_ids"]))
     [ids] = result.get("input_ids", as_list=True)
     assert ids.tolist() == tokenizer.apply_chat_template(CHATS[1])["input_ids"]
     assert tokenizer.decode(ids[result[0]["assistant_masks"]]) == "c<|im_end|>"
-    without_end = History.from_chats(CHATS[1:]).apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=False, return_assistant_tokens_mask=True, include_end_of_turn=False
-    )
+    without_end = history.apply_chat_template(include_end_of_turn=False, **options)
     assert tokenizer.decode(ids[without_end[0]["assistant_masks"]]) == "c"
 
 
@@ -271,9 +255,7 @@ def test_ids_are_tensors_and_a_padded_dict_is_dense():
     assert padded["attention_mask"].sum(-1).tolist() == lengths
 
 
-# Text back to messages
-
-
+# --- text back to messages ---
 def test_rendered_text_parses_back():
     chat = [{"role": "system", "content": "Be brief.\n"}, user(" x \n\n y"), assistant(""), user("é"), assistant("z\n")]
     text = History.from_messages(chat).apply_chat_template(chat_template_name="qwen", add_generation_prompt=False)
@@ -300,15 +282,13 @@ def test_malformed_tool_call_stays_in_the_content():
         ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ["Hi"], [True]),
     ],
 )
-def test_complete_and_cut_off_messages_are_told_apart(text: str, content: list[str], is_complete: list[bool]):
+def test_complete_and_cut_off_messages_are_distinguished(text: str, content: list[str], is_complete: list[bool]):
     history = History.from_text(text)
     assert history.content == content
     assert history.is_complete == is_complete
 
 
-# Bad input
-
-
+# --- bad input ---
 @pytest.mark.parametrize(
     "chats",
     [
@@ -320,9 +300,9 @@ def test_complete_and_cut_off_messages_are_told_apart(text: str, content: list[s
         [{"messages": [user("a")]}],
     ],
 )
-def test_what_is_no_list_of_messages_is_named(chats):
+def test_what_is_not_a_list_of_messages_is_named(chats):
     """Regression: "dictionary update sequence element #0 has length 1", or a KeyError much later."""
-    with pytest.raises(DataError, match=r"from_chats: a conversation must be a list of dicts with 'role'.*: got "):
+    with pytest.raises(DataError, match=r"from_chats: .*list of dicts with 'role'.*: got "):
         History.from_chats(chats)
 
 
@@ -335,17 +315,17 @@ def test_an_empty_batch_and_an_empty_conversation_have_a_shape_and_can_be_shown(
     assert History.from_text([]).shape == (0, 0)
     for history in (History.from_chats([[]]), History.from_messages([]), History.from_chats([[], [user("a")]]), empty):
         assert repr(history).startswith("History([")
-    assert repr(History.from_chats(CHATS)) == (
-        "History([2, -1], [[{'content': 'a', 'role': 'user'}], [{'content': 'b', 'role': 'user'}, "
-        "{'content': 'c', 'role': 'assistant'}]])"
+    shown = (
+        "[{'content': 'a', 'role': 'user'}], [{'content': 'b', 'role': 'user'}, {'content': 'c', 'role': 'assistant'}]"
     )
+    assert repr(History.from_chats(CHATS)) == f"History([2, -1], [{shown}])"
     assert History.from_messages([]).append(History(**user("a"))).content == ["a"]
 
 
 @pytest.mark.parametrize("method", ["append", "extend"])
-def test_a_message_that_is_no_history_is_named(method: str):
+def test_a_message_that_is_not_a_history_is_named(method: str):
     history = History.from_chats(CHATS)
-    with pytest.raises(TypeError, match=f"History.{method}: must be given a History: got dict"):
+    with pytest.raises(TypeError, match=f"History.{method}: .*a History: got dict"):
         getattr(history, method)(user("x"))
     assert history.to_chats() == CHATS
     with pytest.raises(TypeError, match=r"History.__init__\(\) missing"):
@@ -362,11 +342,8 @@ def test_text_without_a_message_and_other_objects_are_named(text):
     ("arguments", "message"),
     [
         ({"tokenize": False, "return_dict": True}, "return_dict requires tokenize=True"),
-        ({"tokenize": False, "return_tensors": "pt"}, "return_tensors requires tokenize=True"),
-        (
-            {"tokenize": False, "return_assistant_tokens_mask": True},
-            "return_assistant_tokens_mask requires tokenize=True",
-        ),
+        ({"tokenize": False, "return_tensors": "pt"}, "return_tensors requires"),
+        ({"tokenize": False, "return_assistant_tokens_mask": True}, "return_assistant_tokens_mask requires"),
         ({"padding": True}, "padding requires tokenize=True"),
         ({"truncation": True}, "truncation requires tokenize=True"),
         ({"tokenize": True, "tokenizer": None}, "ids need a tokenizer"),

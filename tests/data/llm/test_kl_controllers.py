@@ -1,7 +1,5 @@
 """The weight of a KL penalty, constant and adaptive."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -46,12 +44,12 @@ def test_a_loop_settles_at_the_target():
     assert controller.coef == pytest.approx(0.2, rel=1e-3)
 
 
-def test_what_makes_no_sense_is_refused():
+def test_impossible_arguments_are_refused():
     with pytest.raises(ConfigError, match="kl_coef, or a model"):
         ConstantKLController()
-    with pytest.raises(ConfigError, match="has no attribute 'kl_coef'"):
+    with pytest.raises(ConfigError, match="no attribute 'kl_coef'"):
         ConstantKLController(kl_coef=0.1, model=SimpleNamespace())
-    with pytest.raises(ConfigError, match="target must be above 0: got 0"):
+    with pytest.raises(ConfigError, match=r"target .*above 0: got 0"):
         AdaptiveKLController(init_kl_coef=0.1, target=0, horizon=10)
     controller = AdaptiveKLController(init_kl_coef=0.1, target=1, horizon=10)
     for values in ([], [math.nan]):
@@ -59,7 +57,7 @@ def test_what_makes_no_sense_is_refused():
             controller.update(values)
 
 
-def test_a_weight_goes_on_from_its_state():
+def test_a_weight_continues_from_its_state():
     controller = AdaptiveKLController(init_kl_coef=0.5, target=2.0, horizon=8)
     controller.update([-9.0] * 4)
     model = SimpleNamespace(kl_coef=0.1)

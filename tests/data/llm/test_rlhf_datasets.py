@@ -1,7 +1,5 @@
 """Pairs and prompts of files become memory-mapped rows, once; what changes is tokenised again."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re
@@ -23,25 +21,17 @@ from llmrl.errors import ConfigError, DataError, DeadlineError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.preference_data import tokenize_pairs
 from llmrl.train.preference_settings import RewardConfig
+from tests.support.processes import wait_until
 
 PAIRS = [
     {"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"It is {2 * i + 1}."} for i in range(10)
 ]
-TLDR = [
-    {"prompt": "POST: tea was cold. TL;DR:", "label": " cold tea"},
-    {"prompt": "POST: rain. TL;DR:", "label": "wet"},
-]
+TEA, RAIN = "POST: tea was cold. TL;DR:", "POST: rain. TL;DR:"
 
 
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
-
-
-def plain_tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    return tokenizer
 
 
 @pytest.fixture
@@ -89,19 +79,19 @@ def test_prompts_end_where_the_answer_begins_and_labels_are_the_answer(options):
 
 
 def test_without_a_template_rows_are_the_texts_and_end(tmp_path, options):
-    tokenizer = plain_tokenizer()
-    options |= {"tokenizer": tokenizer, "dataset_name": write(tmp_path / "tldr.jsonl", TLDR)}
+    rows = [{"prompt": TEA, "label": " cold tea"}, {"prompt": RAIN, "label": "wet"}]
+    tokenizer = options["tokenizer"]
+    tokenizer.chat_template = None
+    options["dataset_name"] = write(tmp_path / "tldr.jsonl", rows)
     data = PromptData.from_dataset("train", **options)
     end = tokenizer.eos_token
-    assert tokenizer.decode(real(data, 0)) == "POST: tea was cold. TL;DR: cold tea" + end
-    assert tokenizer.decode(real(data, 1)) == "POST: rain. TL;DR:\nwet" + end  # a line break where nothing is between
+    assert tokenizer.decode(real(data, 0)) == TEA + " cold tea" + end
+    assert tokenizer.decode(real(data, 1)) == RAIN + "\nwet" + end  # a line break where nothing is between
     assert tokenizer.decode(data.labels[1][data.labels[1] != -100]) == "wet" + end
-    assert tokenizer.decode(real(data.mask_label(0), 0)) == "POST: tea was cold. TL;DR:"
+    assert tokenizer.decode(real(data.mask_label(0), 0)) == TEA
     rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "completion": "a"}]
     options["dataset_name"] = write(tmp_path / "chat.jsonl", rows)
-    with pytest.raises(
-        DataError, match=r"row 1 of .* conversation \(system, user, assistant\).*tokenizer that has one"
-    ):
+    with pytest.raises(DataError, match=r"row 1 of .* \(system, user, assistant\).*tokenizer that has one"):
         PromptData.from_dataset("train", **options)
 
 
@@ -118,7 +108,7 @@ def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_p
     assert len(set(rows)) == 10
     with pytest.raises(DataError, match=r"without splits: got split='valid'.*valid_size=N"):
         PromptData.from_dataset("valid", **options)
-    with pytest.raises(DataError, match="valid_size must leave rows to train on: got 10 of the 10"):
+    with pytest.raises(DataError, match=r"valid_size .*got 10 of the 10"):
         PromptData.from_dataset("train", **options, valid_size=10)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -126,7 +116,7 @@ def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_p
     write(folder / "validation.jsonl", PAIRS[4:6])
     options |= {"dataset_name": folder}
     assert len(PromptData.from_dataset("train", **options)) == 4
-    with pytest.raises(DataError, match=r"split 'valid'.*has train.jsonl, validation.jsonl.*Did you mean 'validation'"):
+    with pytest.raises(DataError, match=r"split 'valid'.*validation.jsonl.*Did you mean 'validation'"):
         PromptData.from_dataset("valid", **options)
 
 
@@ -163,20 +153,16 @@ def test_rows_are_tokenised_once_and_again_when_something_changes(options):
 
 
 def test_files_of_another_recipe_or_cut_short_are_built_again(options):
-    first = PairwiseDataset.from_dataset("train", **options).clone()
+    first = PairwiseDataset.from_dataset("train", **options).chosen_data.input_ids.clone()
     (folder,) = (options["root_dir"] / name for name in folders(options))
     column = next(folder.rglob("chosen_data.input_ids.memmap"))
     column.write_bytes(column.read_bytes()[:-8])
-    assert torch.equal(
-        PairwiseDataset.from_dataset("train", **options).chosen_data.input_ids, first.chosen_data.input_ids
-    )
+    assert torch.equal(PairwiseDataset.from_dataset("train", **options).chosen_data.input_ids, first)
     PairwiseDataset.from_dataset("train", **options | {"tokenizer": tiny_tokenizer(vocab_size=400)})
     other = next(options["root_dir"] / name for name in folders(options) if name != folder.name)
     shutil.rmtree(folder)
     shutil.copytree(other, folder)  # tokenised by another tokenizer
-    assert torch.equal(
-        PairwiseDataset.from_dataset("train", **options).chosen_data.input_ids, first.chosen_data.input_ids
-    )
+    assert torch.equal(PairwiseDataset.from_dataset("train", **options).chosen_data.input_ids, first)
 
 
 BAD = [
@@ -187,10 +173,7 @@ BAD = [
         r"column 'rejected' is empty in row 2: its columns are prompt, chosen, rejected\.$",
     ),
     ({"prompt": "p", "chosen": "c"}, "column 'rejected' is missing in row 2"),
-    (
-        {**PAIRS[1], "prompt": "word " * 60},
-        "at most max_length = 40 tokens long: one of row 2 has .* before the answer",
-    ),
+    ({**PAIRS[1], "prompt": "word " * 60}, "max_length = 40 tokens.* row 2 has .* before the answer"),
 ]
 
 
@@ -205,7 +188,7 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out_and_counted(tmp_path, op
             kept = PairwiseDataset.from_dataset("train", **options, unusable="drop")
     assert len(kept) == 9
     options["dataset_name"] = write(tmp_path / "only.jsonl", [row])
-    with pytest.raises(DataError, match=r"no row is left. The first that was left out: .*row 1"):
+    with pytest.raises(DataError, match=r"no row is left.*row 1"):
         PairwiseDataset.from_dataset("train", **options, unusable="drop")
 
 
@@ -220,20 +203,19 @@ def test_all_rows_of_a_block_may_be_left_out(tmp_path, options, kind):
 
 def test_broken_files_and_unknown_names_are_explained(tmp_path, options):
     options["dataset_name"].write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "cho')
-    with pytest.raises(DataError, match=r"pairs.jsonl, line 2 must be JSON"):
-        PairwiseDataset.from_dataset("train", **options)
-    with pytest.raises(DataError, match=r"must exist: .*pair.jsonl.*Did you mean 'pairs.jsonl'"):
-        PairwiseDataset.from_dataset("train", **options | {"dataset_name": tmp_path / "pair.jsonl"})
-    with pytest.raises(DataError, match=r"the hub answers.*Did you mean 'CarperAI/openai_summarize_tldr'"):
-        PairwiseDataset.from_dataset("train", **options | {"dataset_name": "CarperAI/openai_summarize_tdlr"})
-    with pytest.raises(DataError, match="'no/such' cannot be loaded; pass tokenizer="):
-        PairwiseDataset.from_dataset("train", **options | {"tokenizer": "no/such"})
+    for change, message in (
+        ({}, r"pairs.jsonl, line 2 must be JSON"),
+        ({"dataset_name": tmp_path / "pair.jsonl"}, r"must exist: .*pair.jsonl.*Did you mean 'pairs.jsonl'"),
+        ({"dataset_name": "CarperAI/openai_summarize_tdlr"}, r"hub .*mean 'CarperAI/openai_summarize_tldr'"),
+        ({"tokenizer": "no/such"}, r"'no/such' cannot be loaded; pass tokenizer="),
+    ):
+        with pytest.raises(DataError, match=message):
+            PairwiseDataset.from_dataset("train", **options | change)
     with pytest.raises(ConfigError, match="num_workers has no effect"):
         PairwiseDataset.from_dataset("train", **options, num_workers=4)
+    write(options["dataset_name"], PAIRS)
     with pytest.raises(TypeError, match="no_column"):
-        PairwiseDataset.from_dataset(
-            "train", **options | {"dataset_name": write(tmp_path / "p.jsonl", PAIRS)}, no_column="a"
-        )
+        PairwiseDataset.from_dataset("train", **options, no_column="a")
 
 
 def build_in_a_process(root: Path, mode: str, said) -> None:
@@ -268,11 +250,13 @@ def never():
 def test_one_of_two_processes_builds(tmp_path):
     started = [start(tmp_path, "slowly") for _ in range(2)]
     words = []
-    end = time.monotonic() + 60
-    while words.count(2048) < 2 and time.monotonic() < end:
-        words += [said.get(timeout=60) for _, said in started if not said.empty()]
-        time.sleep(0.01)
-    assert (words.count("building"), words.count(2048)) == (1, 2)
+
+    def both_have_opened():
+        words.extend(said.get(timeout=60) for _, said in started if not said.empty())
+        return words.count(2048) == 2
+
+    wait_until(both_have_opened)
+    assert words.count("building") == 1
     for process, _ in started:
         process.join(60)
     assert open_or_build(tmp_path, "x", {"of": 1}, never)["a"].tolist() == list(range(2048))
@@ -317,11 +301,10 @@ def test_tokenizers_do_what_the_tokenizer_does():
     assert tokenizer.pad_token is None
 
 
-def test_prompts_that_fit_are_told_from_prompts_that_were_cut():
+def test_prompts_that_were_cut_are_marked():
     process = PromptTensorDictTokenizer(tiny_tokenizer(), 8)
-    batch = process(
-        {"prompt": ["2 + 2?", "2 + 2?", "word word word word"], "label": [" 4", " one two three four", " x"]}
-    )
+    labels = [" 4", " one two three four", " x"]
+    batch = process({"prompt": ["2 + 2?", "2 + 2?", "word word word word"], "label": labels})
     assert batch["valid_sample"].tolist() == [True, False, False]
     assert batch["input_ids"].shape == (3, 8)
     number = len(tiny_tokenizer()("2 + 2?")["input_ids"])
@@ -383,7 +366,7 @@ def test_batches_hold_every_row_once_and_the_last_one_what_is_left(options):
     assert [len(batch) for batch in islice(endless, 5)] == [4, 4, 2, 4, 4]
 
 
-def test_an_infinite_iterator_says_when_there_is_nothing_more():
+def test_an_infinite_iterator_raises_where_a_pass_is_empty():
     with pytest.raises(DataError, match="pass 1 did not: it is empty"):
         next(create_infinite_iterator([]))
     with pytest.raises(DataError, match="pass 2 did not: it gives one pass only"):

@@ -1,7 +1,5 @@
 """Which templates only write what messages say, and what is left of a conversation for them."""
 
-from __future__ import annotations
-
 import pytest
 
 from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins

@@ -1,7 +1,5 @@
 """Which template is used, and what may be registered."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -18,6 +16,7 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +32,7 @@ def without_template(name_or_path: str):
 
 
 def test_choice_goes_from_the_explicit_to_the_guess():
-    tokenizer = tiny_tokenizer()
-    tokenizer.name_or_path = "someone/Qwen-like"
+    tokenizer = without_template("someone/Qwen-like")
     tokenizer.chat_template = TEMPLATE
     assert find_template(tokenizer, "chatml_format", template="text").jinja == "text"
     assert find_template(tokenizer, "chatml_format").name == "chatml_format"
@@ -70,8 +68,8 @@ def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_
     ("arguments", "message"),
     [
         (("bracket", TEMPLATE + " "), "'bracket' is taken"),
-        (("silent", "{{ messages }}"), "must mark what the assistant writes"),
-        (("other", TEMPLATE, "parse"), "inverse_parser must be a function"),
+        (("silent", "{{ messages }}"), "mark what the assistant writes"),
+        (("other", TEMPLATE, "parse"), "inverse_parser .*function"),
         (("other", TEMPLATE, None, ["", "other"]), "an empty one is in every name"),
     ],
 )
@@ -91,16 +89,12 @@ def test_one_keyword_needs_no_list():
 @pytest.mark.parametrize(
     ("written", "held"),
     [
-        ("{% generation %}{{ m.content }}{% endgeneration %}", "hold question and answer"),
+        (BLOCK, "hold question and answer"),
         ("{{ m.content }}{% generation %}{% endgeneration %}", "hold neither"),
-        (
-            "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-            "{% endif %}",
-            "hold question",
-        ),
+        ("{% if m.role == 'user' %}" + BLOCK + "{% else %}{{ m.content }}{% endif %}", "hold question"),
     ],
 )
-def test_generation_blocks_around_what_others_say_are_refused(written, held):
+def test_generation_blocks_around_other_roles_are_refused(written, held):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
     with pytest.raises(TemplateError, match=f"they {held}"):
@@ -161,11 +155,10 @@ def test_built_in_template_can_be_replaced_by_yours():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
     history = History.from_chats([chat])
-    result = history.apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert tokenizer.decode(result[0]["input_ids"][result[0]["assistant_masks"]]) == "Hi there!</s>"
-    [text] = history.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
+    options = {"tokenizer": tokenizer, "add_generation_prompt": False}
+    [row] = history.apply_chat_template(return_assistant_tokens_mask=True, **options).unbind(0)
+    assert tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "Hi there!</s>"
+    [text] = history.apply_chat_template(**options)
     assert History.from_text(text, chat_template_name="llama").to_chats() == chat
     with pytest.raises(TemplateError, match="'llama' is taken"):
         add_chat_template("llama", TEMPLATE)
@@ -180,7 +173,5 @@ def test_a_parser_that_fails_is_named_with_the_text():
         History.from_text("[user]Hi</s>", chat_template_name="silent")
     add_chat_template("bracket", TEMPLATE, parse)
     assert History.from_text(["[user]a[user]b"], chat_template_name="bracket").content == [["a", "b"]]
-    with pytest.raises(
-        TemplateError, match=r"the parser of template 'bracket' must read the text: got RuntimeError .*'no'"
-    ):
+    with pytest.raises(TemplateError, match=r"'bracket' must read the text: got RuntimeError .*'no'"):
         History.from_text("no", chat_template_name="bracket")

@@ -1,7 +1,5 @@
 """The tiny tokenizer and model behave like what they stand in for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoTokenizer

@@ -1,7 +1,5 @@
 """Of all answers to a prompt, the best go on; nothing is lost or mixed on the way."""
 
-from __future__ import annotations
-
 import io
 import math
 
@@ -17,16 +15,12 @@ from llmrl.errors import DataError, MissingKeyError
 
 def batch(prompts, rewards, done=None):
     count = len(rewards)
-    return TensorDict(
-        text=TensorDict(prompt=column(prompts), batch_size=[count]),
-        number=torch.arange(count),
-        next=TensorDict(
-            reward=torch.tensor(rewards, dtype=torch.float32).view(count, 1, 1),
-            done=torch.ones(count, 1, dtype=torch.bool) if done is None else torch.tensor(done).view(count, 1),
-            batch_size=[count],
-        ),
-        batch_size=[count],
-    )
+    done = torch.tensor([True] * count if done is None else done).view(count, 1)
+    rewards = torch.tensor(rewards, dtype=torch.float32).view(count, 1, 1)
+    td = TensorDict(number=torch.arange(count), batch_size=[count])
+    td["text"] = TensorDict(prompt=column(prompts), batch_size=[count])
+    td["next"] = TensorDict(reward=rewards, done=done, batch_size=[count])
+    return td
 
 
 def test_two_of_five_are_above_the_median_though_three_were_asked_for():
@@ -73,7 +67,7 @@ def test_rows_of_a_two_dimensional_batch_are_conversations_of_several_turns():
     assert flat["number"].tolist() == [2, 3, 0, 1]
 
 
-def test_a_conversation_that_goes_on_in_the_next_batch_is_one():
+def test_a_conversation_that_continues_in_the_next_batch_is_one():
     selector = TopKRewardSelector(4, 1)
     assert selector.inv(batch(["p", "q"], [1.0, 1.0], done=[True, False])) is None
     out = selector.inv(batch(["q after", "p", "p", "p"], [5.0, 0.0, 3.0, 2.0]))
@@ -102,11 +96,10 @@ def test_the_queue_is_bounded(caplog):
     assert "max_queued_prompts=2" in caplog.text
 
 
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="at least 2"):
-        TopKRewardSelector(1, 1)
-    with pytest.raises(ValueError, match="got 2, 3 and 1024"):
-        TopKRewardSelector(2, 3)
+def test_impossible_arguments_are_refused():
+    for arguments, match in (((1, 1), "at least 2"), ((2, 3), "got 2, 3 and 1024")):
+        with pytest.raises(ValueError, match=match):
+            TopKRewardSelector(*arguments)
     with pytest.raises(DataError, match="True in 0 of 2"):
         TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [0.0, 1.0], done=[False, False]))
     with pytest.raises(MissingKeyError, match=r"\('text', 'prompt'\)"):

@@ -27,6 +27,13 @@ def rollout(start, *steps, rewards=None):
     return td.set("next", TensorDict(next_, batch_size=[len(steps)]))
 
 
+def walk(*places):
+    """A trajectory whose actions are the places they lead to."""
+    seen = torch.tensor(places).unsqueeze(-1)
+    td = TensorDict(observation=seen[:-1], action=seen[1:], batch_size=[len(places) - 1])
+    return td.set("next", TensorDict(observation=seen[1:], batch_size=[len(places) - 1]))
+
+
 @pytest.fixture
 def forest():
     """1: 1, 2, 3, then 4 and 5 or 6, and another 1, 2 that ends there; and a trajectory elsewhere."""
@@ -95,9 +102,8 @@ def test_the_steps_of_a_path_are_those_of_its_trajectory(forest):
     tree = forest.get_tree(rollout(1, 1)[0])
     for path, steps in {(0, 0): (1, 2, 3, 4, 5), (0, 1): (1, 2, 3, 6), (1,): (2,)}.items():
         got, expected = tree.rollout_from_path(path), rollout(1, *steps)
-        assert torch.equal(got["observation"], expected["observation"])
-        assert torch.equal(got["next", "observation"], expected["next", "observation"])
-        assert torch.equal(got["action"], expected["action"])
+        for key in ("observation", ("next", "observation"), "action"):
+            assert torch.equal(got[key], expected[key])
     assert tree.rollout_from_path(()) is None
 
 
@@ -128,11 +134,6 @@ def test_the_maps_answer_as_documented(forest):
 
 
 def test_paths_that_meet_are_counted_once_and_a_circle_ends():
-    def walk(*places):
-        seen = torch.tensor(places).unsqueeze(-1)
-        td = TensorDict(observation=seen[:-1], action=seen[1:], batch_size=[len(places) - 1])
-        return td.set("next", TensorDict(observation=seen[1:], batch_size=[len(places) - 1]))
-
     forest = MCTSForest()
     forest.extend(walk(0, 1, 3))
     forest.extend(walk(0, 2, 3))
@@ -187,7 +188,7 @@ def test_steps_that_cannot_be_kept_are_told(forest, steps, error, words):
             read(TensorDict(seen=torch.tensor([1])))
 
 
-def test_a_full_forest_says_so():
+def test_a_full_forest_is_an_error():
     forest = MCTSForest(max_size=2)
     forest.extend(rollout(1, 1, 2))
     with pytest.raises(RuntimeError, match="at most 2 keys"):
@@ -215,12 +216,8 @@ def test_a_tree_of_texts_counts_shared_prefixes():
         forest.extend(LazyStackedTensorDict(*steps))
     tree = forest.get_tree(start, compact=False)
     counts = Counter(tuple(text[:length]) for text in texts for length in range(1, len(text) + 1))
-    got = {
-        tuple(tree.rollout_from_path(path)["action"].flatten().tolist()): vertex.count
-        for path, vertex in tree.walk()
-        if path
-    }
-    assert got == counts
+    vertices = [(tree.rollout_from_path(path)["action"], vertex.count) for path, vertex in tree.walk() if path]
+    assert {tuple(actions.flatten().tolist()): count for actions, count in vertices} == counts
     assert tree.count == len(texts)
     longest = max(counts, key=len)
     path = next(path for path, _ in tree.walk() if path and len(path) == len(longest))
@@ -230,13 +227,8 @@ def test_a_tree_of_texts_counts_shared_prefixes():
 
 def test_a_tree_is_drawn(forest):
     tree = forest.get_tree(rollout(1, 1)[0])
-    assert tree.to_string(lambda vertex: vertex.node_observation.item()).splitlines() == [
-        "1",
-        "├── 1123",
-        "│   ├── 112345",
-        "│   └── 11236",
-        "└── 12",
-    ]
+    lines = ["1", "├── 1123", "│   ├── 112345", "│   └── 11236", "└── 12"]
+    assert tree.to_string(lambda vertex: vertex.node_observation.item()).splitlines() == lines
     assert tree.to_string().splitlines()[1] == "├── 1: 2 x 2"
     drawing = ElementTree.fromstring(tree.to_svg(lambda vertex: f"<script>{vertex.node_id}</script> & more"))
     texts = [element.text for element in drawing.iter() if element.tag.endswith("text")]
@@ -256,10 +248,7 @@ def test_keys_are_chosen_before_the_first_trajectory(forest):
 
 def test_a_long_trajectory_makes_a_deep_tree():
     forest = MCTSForest()
-    count = 3000
-    seen = torch.arange(count + 1).unsqueeze(-1)
-    td = TensorDict(observation=seen[:-1], action=seen[1:], batch_size=[count])
-    td["next"] = TensorDict(observation=seen[1:], batch_size=[count])
+    td = walk(*range(3001))
     forest.extend(td)
-    assert forest.get_tree(td[0]).max_length() == count
-    assert forest.get_tree(td[0], compact=False).num_vertices() == count + 1
+    assert forest.get_tree(td[0]).max_length() == 3000
+    assert forest.get_tree(td[0], compact=False).num_vertices() == 3001

@@ -29,8 +29,6 @@ class Same(torch.nn.Module):
 
 
 # --- hashes
-
-
 def test_chunks_of_bits_are_added():
     bits = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 1], [1, 1, 1, 1, 0, 1, 0, 0]])
     assert BinaryToDecimal(4, "cpu", torch.int32)(bits).tolist() == [3, 15 + 4]
@@ -78,8 +76,6 @@ def test_numbers_of_hashes_come_back_with_the_state():
 
 
 # --- queries
-
-
 def test_rows_of_several_keys_are_numbered_by_all_of_them():
     td = TensorDict(a=torch.tensor([1, 1, 2, 1]), b={"c": torch.tensor([[0.0], [1.0], [0.0], [0.0]])}, batch_size=[4])
     query = QueryModule(["a", ("b", "c")])
@@ -114,13 +110,10 @@ def test_what_a_key_is_cannot_change(wide):
 
 
 # --- maps
-
-
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 def test_a_row_is_read_where_it_was_written(storage):
-    map_ = TensorDictMap(
-        query_module=QueryModule(["x"]), storage=storage(3), collate_fn=lambda rows: torch.stack(list(rows))
-    )
+    parts = {"query_module": QueryModule(["x"]), "collate_fn": lambda rows: torch.stack(list(rows))}
+    map_ = TensorDictMap(storage=storage(3), **parts)
     map_[keys([1, 2], [3, 4])] = values(12, 34)
     map_[keys([3, 4], [5, 6], [3, 4])] = values(0, 56, 43)
     assert len(map_) == 3, "a key that was written three times counts once"
@@ -134,8 +127,7 @@ def test_a_map_without_a_batch():
     map_ = new_map()
     one = keys([1, 2])[0]
     map_[one] = values(7)[0]
-    assert map_[one].batch_size == torch.Size([])
-    assert map_[one]["y"] == 7
+    assert (map_[one].batch_size, map_[one]["y"]) == ((), 7)
     assert bool(map_.contains(one))
     assert map_[torch.tensor([0, 0])]["y"].tolist() == [7, 7], "an index is a position"
     grid = keys([1, 2], [1, 2]).reshape(1, 2)

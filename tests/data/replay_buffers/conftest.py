@@ -1,7 +1,5 @@
 """What the tests of buffers share: files that need not reach the disk, and a ring of two trajectories."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 import warnings
 
@@ -16,14 +14,10 @@ from llmrl.data.replay_buffers import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     TensorDictRoundRobinWriter,
-    TensorStorage,
 )
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError, DeadlineError
-
-
-def rows(*numbers: int) -> TensorDict:
-    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
+from tests.support.buffers import rows
 
 
 class Doubling:
@@ -45,20 +39,6 @@ class Doubling:
 
     def load_state_dict(self, state):
         self.seen = state["seen"]
-
-
-def test_the_documented_first_steps():
-    buffer = ReplayBuffer(storage=ListStorage(10))
-    assert buffer.add("a string!") == 0
-    assert buffer.extend([30, None]).tolist() == [1, 2]
-    assert buffer[:] == ["a string!", 30, None]
-
-
-def test_a_tensor_storage_given_up_front_counts_as_full_and_is_written_from_its_start():
-    buffer = ReplayBuffer(storage=TensorStorage(torch.zeros(10, 3, dtype=torch.uint8)))
-    assert len(buffer) == 10
-    assert buffer.add(torch.ones(3, dtype=torch.uint8)) == 0
-    assert buffer[0].tolist() == [1, 1, 1]
 
 
 def test_a_pytree_has_one_row_per_leading_index():
@@ -83,7 +63,7 @@ def test_a_batch_longer_than_the_buffer_leaves_the_last_rows():
         assert buffer.write_count == 12
 
 
-def test_next_says_none_once_at_the_end_of_each_pass():
+def test_next_returns_none_once_at_the_end_of_each_pass():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=2)
     buffer.extend(rows(1, 2, 3))
     sizes = [None if (batch := buffer.next()) is None else len(batch) for _ in range(6)]
@@ -143,7 +123,7 @@ def test_a_transform_that_keeps_everything_back_writes_nothing():
     assert (len(buffer), buffer.write_count) == (0, 0)
 
 
-def test_writes_meet_the_last_transform_first_and_invert_swaps_directions():
+def test_writes_run_the_last_transform_first_and_invert_swaps_directions():
     class Step:
         def __init__(self, name, log):
             self.name, self.log = name, log
@@ -232,11 +212,6 @@ def test_parts_are_replaced_and_returned():
     assert len(buffer.storage) == 2
 
 
-def test_priorities_without_a_priority_sampler_warn():
-    with pytest.warns(UserWarning, match="no priorities"):
-        ReplayBuffer().update_priority(0, 1.0)
-
-
 def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictRoundRobinWriter)
     given = rows(1, 2)
@@ -256,15 +231,13 @@ def seeded(seed: int = 0) -> ReplayBuffer:
 
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_a_saved_buffer_goes_on_exactly(tmp_path, how, epochs):
-    buffer = seeded(1)
+def test_a_saved_buffer_continues_exactly(tmp_path, how, epochs):
+    buffer, other = seeded(1), seeded(2)
     if epochs:
-        buffer.set_sampler(SamplerWithoutReplacement())
+        for each in (buffer, other):
+            each.set_sampler(SamplerWithoutReplacement())
     buffer.extend(rows(*range(10)))
     buffer.sample()
-    other = seeded(2)
-    if epochs:
-        other.set_sampler(SamplerWithoutReplacement())
     if how == "dumps":
         buffer.dumps(tmp_path / "a" / "buffer")
         buffer.dumps(tmp_path / "a" / "buffer")  # replaces the first
@@ -303,7 +276,7 @@ def test_a_failed_dump_leaves_the_previous_one(tmp_path, largest_file, room):
     buffer.dumps(tmp_path / "buffer")
     buffer.extend(rows(3))
     with (
-        pytest.raises(CheckpointError, match=r"could not be written: .*File too large.*; make room"),
+        pytest.raises(CheckpointError, match=r"File too large.*make room"),
         largest_file(room),
     ):
         buffer.dumps(tmp_path / "buffer")
@@ -319,7 +292,7 @@ def test_a_dump_of_other_parts_is_refused(tmp_path):
     buffer.dumps(tmp_path / "buffer")
     with pytest.raises(CheckpointError, match="ListStorage"):
         ReplayBuffer(storage=LazyTensorStorage(3)).loads(tmp_path / "buffer")
-    with pytest.raises(CheckpointError, match="there is none; check the path"):
+    with pytest.raises(CheckpointError, match=r"none.*check the path"):
         ReplayBuffer().loads(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="parts and transforms"):
         ReplayBuffer(storage=ListStorage(3), transform=abs).loads(tmp_path / "buffer")
@@ -360,7 +333,7 @@ def test_threads_may_write_while_others_sample():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=120)
     assert not failures
     assert buffer.write_count == 8 + 2 * 60 * 8
 
@@ -396,16 +369,15 @@ def test_prefetching_changes_no_batch(epochs):
     ahead.close()
 
 
-def test_a_transform_that_hangs_meets_the_deadline():
+def test_a_transform_that_hangs_hits_the_deadline():
     release = threading.Event()
 
     def hang(td):
-        release.wait(10)
+        release.wait(60)
         return td
 
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(10), batch_size=1, prefetch=1, prefetch_timeout_s=0.05, transform=hang
-    )
+    arguments = {"batch_size": 1, "prefetch": 1, "prefetch_timeout_s": 0.05, "transform": hang}
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), **arguments)
     buffer.extend(rows(1))
     with pytest.raises(DeadlineError, match=r"prefetch_timeout_s=0\.05"):
         buffer.sample()

@@ -1,9 +1,6 @@
-"""What holds for a buffer whatever its parts: documented forms, no aliasing, no broadcasting, honest counters."""
-
-from __future__ import annotations
+"""What holds for a buffer whatever its parts: documented forms, no aliasing, no broadcasting, exact counters."""
 
 import inspect
-import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,16 +32,13 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError, UnsupportedError
+from tests.support.buffers import rows
 
 
 @dataclass
 class Step:
     obs: torch.Tensor
     extra: dict
-
-
-def rows(*numbers: int) -> TensorDict:
-    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
 
 
 def test_a_write_transform_runs_before_rows_are_written():
@@ -199,10 +193,10 @@ def test_include_info_is_taken_with_a_warning():
         assert "index" in buffer.sample(include_info=False)
 
 
-def test_what_a_buffer_cannot_be_is_refused():
-    with pytest.raises(UnsupportedError, match=r"consolidated=True; leave it out, and call consolidate\(\) on a batch"):
+def test_what_a_buffer_does_not_support_is_refused():
+    with pytest.raises(UnsupportedError, match=r"consolidated=True.*call consolidate\(\)"):
         LazyTensorStorage(3, consolidated=True)
-    with pytest.raises(UnsupportedError, match=r"nothing needs to be attached.*mark_update"):
+    with pytest.raises(UnsupportedError, match=r"attached.*mark_update"):
         LazyTensorStorage(3, consolidated=False).attach(ReplayBuffer())
     with pytest.raises(ValueError, match="shared buffer"):
         ReplayBuffer(prefetch=1, batch_size=1, shared=True)
@@ -233,11 +227,9 @@ MASSES = {"alpha": 0.7, "beta": 0.9}
     ],
 )
 def test_a_misspelt_argument_is_answered_with_the_name_that_was_meant(make, arguments, meant):
-    name = getattr(make, "func", make).__name__
-    wrong = list(arguments)[-1]
-    end = "" if meant is None else f" Did you mean {meant}?"
-    said = f"{name}: an argument must be one that it has: got {wrong!r}.{end}"
-    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+    name, wrong = getattr(make, "func", make).__name__, list(arguments)[-1]
+    end = "" if meant is None else rf" Did you mean {meant}\?"
+    with pytest.raises(TypeError, match=rf"^{name}: .*got {wrong!r}\.{end}$"):
         make(**arguments)
 
 

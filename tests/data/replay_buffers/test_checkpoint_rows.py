@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +25,7 @@ from llmrl.data.replay_buffers.checkpointers import (
 )
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError
+from tests.support.buffers import through_files
 
 
 def same_value(left, right):
@@ -93,8 +93,7 @@ def test_python_values_in_a_list_come_back(content):
         storage, other = ListStorage(10), ListStorage(10)
         if content:
             storage.set(slice(0, len(content)), content)
-        ListStorageCheckpointer().dumps(storage, path)
-        ListStorageCheckpointer().loads(other, path)
+        through_files(ListStorageCheckpointer(), storage, other, path)
         assert same_value(other[:] if content else [], content)
 
 
@@ -137,13 +136,11 @@ def test_conversations_come_back_through_the_storage_for_ragged_rows(tmp_path):
 
     storage, other = LazyStackStorage(), LazyStackStorage()
     storage.set(slice(0, 3), LazyStackedTensorDict(*[row(["w"] * size) for size in (1, 4, 2)]))
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
+    through_files(TensorStorageCheckpointer(), storage, other, tmp_path)
     assert not list(current_directory(tmp_path).glob("*.pt"))
-    TensorStorageCheckpointer().loads(other, tmp_path)
     assert other.get(1)["history"].content == ["hi", "w w w w"]
     storage.set(3, TensorDict(ids=torch.zeros(2, 2), other="text"))  # a row of another form
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    TensorStorageCheckpointer().loads(other, tmp_path)
+    through_files(TensorStorageCheckpointer(), storage, other, tmp_path)
     for position in range(3):
         assert other.get(position)["history"].content == storage.get(position)["history"].content
         assert other.get(position)["ids"].tolist() == storage.get(position)["ids"].tolist()
@@ -159,10 +156,7 @@ def test_trees_text_and_every_dtype_come_back(make, tmp_path):
     for content in (td, {"x": torch.ones(4, 2), "y": (torch.zeros(4), td.exclude("text"))}, torch.arange(4)):
         storage, other = LazyTensorStorage(6), LazyTensorStorage(6)
         storage.set(slice(0, 4), content)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # rows that are no steps
-            make().dumps(storage, tmp_path)
-        make().loads(other, tmp_path)
+        through_files(make(), storage, other, tmp_path)
         assert same_value(other[:], storage[:])
 
 
@@ -198,10 +192,8 @@ def test_every_layout_gives_back_steps_with_flags_of_any_shape_and_place(make, s
     if full:
         storage.counters.cursor = data.draw(st.integers(0, 5)) % rows.batch_size[0] * storage.columns
     names = {} if make is TensorStorageCheckpointer else {"done_keys": data.draw(st.sampled_from([None, ["end"]]))}
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as path:
-        warnings.simplefilter("ignore", UserWarning)
-        make(**names).dumps(storage, path)
-        make().loads(other, path)
+    with tempfile.TemporaryDirectory() as path:
+        through_files(make(**names), storage, other, path)
     assert same_value(other[:], storage[:])
     assert other.counters.state() == storage.counters.state()
 
@@ -212,7 +204,6 @@ def test_keys_with_dots_slashes_and_case_never_share_a_file(tmp_path):
     td["a", "b"] = torch.full((2,), 99)
     storage, other = LazyTensorStorage(2), LazyTensorStorage(2)
     storage.set(slice(0, 2), td)
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    TensorStorageCheckpointer().loads(other, tmp_path)
+    through_files(TensorStorageCheckpointer(), storage, other, tmp_path)
     assert (other[:] == td).all()
     assert {file.parent for file in tmp_path.rglob("*.memmap")} == {current_directory(tmp_path)}

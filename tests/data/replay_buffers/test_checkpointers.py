@@ -27,10 +27,11 @@ from llmrl.data.replay_buffers.checkpointers import (
 )
 from llmrl.data.replay_buffers.checkpointers.containers import H5Container
 from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.directory import _own_digest, current_directory, replace_directory
 from llmrl.data.replay_buffers.storages import LazyMemmapStorage
 from llmrl.data.ted import Flat2TED, TED2Flat
 from llmrl.errors import CheckpointError, UnsupportedError
+from tests.support.buffers import assert_same, damage, restore, through_files
 
 COMPACT = [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer]
 ALL = [TensorStorageCheckpointer, *COMPACT]
@@ -52,13 +53,6 @@ def rollout(start, steps, envs=None, episode=7):
     return out
 
 
-def assert_same(left, right):
-    assert left.batch_size == right.batch_size
-    assert set(left.keys(True, True)) == set(right.keys(True, True))
-    for key in left.keys(True, True):
-        assert torch.equal(left[key].nan_to_num(9e9), right[key].nan_to_num(9e9)), key
-
-
 def buffer_of(checkpointer, storage=LazyTensorStorage, **kwargs):
     buffer = ReplayBuffer(storage=storage(100, **kwargs), batch_size=8)
     buffer.storage.checkpointer = checkpointer
@@ -74,20 +68,16 @@ def rows_of(*values):
 
 
 # --- what comes back ---
-
-
 @pytest.mark.parametrize("make", ALL)
 @pytest.mark.parametrize(
     ("envs", "storage"), [(None, LazyTensorStorage), (1, LazyTensorStorage), (3, LazyMemmapStorage)]
 )
 def test_22_frames_at_a_time_into_a_ring_of_100_come_back_after_each_write(make, envs, storage, tmp_path):
-    dims = {} if envs is None else {"ndim": 2}
-    buffer, other = buffer_of(make(), storage, **dims), buffer_of(make(), storage, **dims)
+    buffer, other = (buffer_of(make(), storage, ndim=1 if envs is None else 2) for _ in range(2))
     for number in range(6):
         steps = 22 if envs is None else -(-22 // envs)
         buffer.extend(rollout(number * steps, steps, envs))
-        buffer.dumps(tmp_path)
-        other.loads(tmp_path)
+        restore(other, buffer, tmp_path)
         assert_same(other[:], buffer[:])
         assert other.storage.counters.state() == buffer.storage.counters.state()
     assert len(buffer) == (102 if envs == 3 else 100)
@@ -102,13 +92,12 @@ def test_writes_of_60_and_40_frames_that_do_not_follow_each_other_come_back_unch
     checkpointer = buffer.storage.checkpointer
     buffer.extend(rollout(0, 60, episode=10_000))
     buffer.extend(rollout(500, 40, episode=10_000))
-    with pytest.warns(UserWarning, match="1 of 2 trajectories end without done.*Nothing is lost"):
+    with pytest.warns(UserWarning, match=r"1 of 2 .*without done"):
         checkpointer.dumps(buffer.storage, tmp_path)
     buffer.empty()
     for start, steps in ((0, 60), (500, 40), (900, 60), (2000, 40)):
         buffer.extend(rollout(start, steps, episode=10_000))
-        buffer.storage.dumps(tmp_path)
-        other.storage.loads(tmp_path)
+        restore(other.storage, buffer.storage, tmp_path)
         assert (other[:]["next", "obs"] - buffer[:]["next", "obs"]).abs().max() == 0
         assert_same(other[:], buffer[:])
     layout = manifest_of(tmp_path)["layout"]
@@ -116,11 +105,11 @@ def test_writes_of_60_and_40_frames_that_do_not_follow_each_other_come_back_unch
 
 
 @pytest.mark.parametrize("make", COMPACT)
-def test_rows_that_are_no_steps_are_stored_as_they_are_and_the_manifest_says_why(make, tmp_path):
+def test_rows_that_are_not_steps_are_stored_as_they_are_and_the_manifest_says_why(make, tmp_path):
     storage, other = LazyTensorStorage(10), LazyTensorStorage(10)
     storage.set(slice(0, 3), rows_of(1, 2, 3))
     checkpointer = make()
-    with pytest.warns(UserWarning, match="rows are stored as they are"):
+    with pytest.warns(UserWarning, match="as they are"):
         checkpointer.dumps(storage, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
@@ -150,8 +139,7 @@ def test_the_codecs_are_hooks(tmp_path):
         part.checkpointer = TensorStorageCheckpointer()
         part.register_save_hook(TED2Flat())
         part.register_load_hook(Flat2TED())
-    storage.dumps(tmp_path)
-    other.loads(tmp_path)
+    restore(other, storage, tmp_path)
     assert (current_directory(tmp_path) / "obs.memmap").stat().st_size == (20 + 1) * 4
     assert_same(other[:], storage[:])
     assert other.counters.cursor == 5
@@ -167,21 +155,18 @@ def test_a_hook_changes_what_is_written_and_what_is_read(tmp_path):
     loader.loads(other, tmp_path)
     assert other[:]["obs"].tolist() == [11, 21]
     loader.register_load_hook(lambda td: None)
-    with pytest.raises(CheckpointError, match="a hook must return the content"):
+    with pytest.raises(CheckpointError, match="hook must return"):
         loader.loads(other, tmp_path)
 
 
 def test_an_empty_storage_is_saved_and_loaded(tmp_path):
     storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
     other.set(slice(0, 2), rows_of(1, 2))
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    TensorStorageCheckpointer().loads(other, tmp_path)
+    through_files(TensorStorageCheckpointer(), storage, other, tmp_path)
     assert len(other) == 0
 
 
 # --- files ---
-
-
 def _bytes(path):
     return {file.name: file.read_bytes() for file in current_directory(path).iterdir()}
 
@@ -248,25 +233,16 @@ def test_a_write_touches_nothing_else_in_the_directory(tmp_path):
         with replace_directory(tmp_path) as folder:
             (folder / "x").write_text(str(number))
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        "checkpoint.3",
-        "checkpoint.current",
-        "notes.txt",
-        "v1",
-    ]
+    names = ["checkpoint.3", "checkpoint.current", "notes.txt", "v1"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
     assert (current_directory(tmp_path) / "x").read_text() == "2"
 
 
 # --- damage ---
-
-
 def test_a_write_that_fails_leaves_the_old_content(tmp_path):
     with replace_directory(tmp_path) as folder:
         (folder / "x").write_text("old")
-    with (
-        pytest.raises(CheckpointError, match=r"could not be written: .*missing"),
-        replace_directory(tmp_path) as folder,
-    ):
+    with pytest.raises(CheckpointError, match=r"written.*missing"), replace_directory(tmp_path) as folder:
         (folder / "missing" / "x").write_text("new")
     with pytest.raises(KeyError), replace_directory(tmp_path) as folder:
         raise KeyError("of a hook")
@@ -279,7 +255,7 @@ def test_an_h5_file_is_not_begun_where_there_is_no_room_for_it(tmp_path):
     larger_than_any_disk = torch.zeros(1).expand(10**15)
     with (
         H5Container.open(tmp_path / "x.h5", "w") as container,
-        pytest.raises(OSError, match=r"No space left on device: 'a/b'"),
+        pytest.raises(OSError, match=r"No space left.*'a/b'"),
     ):
         container.put(["a", "b"], larger_than_any_disk)
 
@@ -292,36 +268,30 @@ def test_every_file_that_is_damaged_is_named_and_the_storage_stays(make, tmp_pat
     before, ring = other[:], other.counters.state()
     make().dumps(storage, tmp_path)
     for file in sorted(current_directory(tmp_path).iterdir()):
-        whole = file.read_bytes()
-        flipped = bytes([*whole[:-3], whole[-3] ^ 1, *whole[-2:]]) if len(whole) > 2 else None
-        for damaged in (whole[: len(whole) // 2], flipped, None):
-            file.unlink()
-            if damaged is not None:
-                file.write_bytes(damaged)
+        for _ in damage(file):
             with pytest.raises(CheckpointError, match=f"{file.name}.*(load an older one|check the path)"):
                 make().loads(other, tmp_path)
             assert_same(other[:], before)
             assert other.counters.state() == ring
-            file.write_bytes(whole)
     make().loads(other, tmp_path)
     assert_same(other[:], storage[:])
 
 
-def test_what_is_no_checkpoint_is_refused_with_what_to_do(tmp_path):
-    storage = LazyTensorStorage(5)
-    load = TensorStorageCheckpointer().loads
-    with pytest.raises(CheckpointError, match="there is none; check the path"):
-        load(storage, tmp_path / "missing")
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json; check the path"):
-        load(storage, tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": "other", "format_version": 3}))
-    with pytest.raises(CheckpointError, match="got other in version 3"):
-        load(storage, tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": "llmrl.storage", "format_version": 1}))
-    with pytest.raises(CheckpointError, match=r"in version 1.*load it with that version, .*state_dict\(\) there"):
-        load(storage, tmp_path)
-    with pytest.raises(CheckpointError, match="it is a file"):
-        TensorStorageCheckpointer().dumps(storage, tmp_path / "manifest.json")
+def test_what_is_not_a_checkpoint_is_refused_with_what_to_do(tmp_path):
+    storage, checkpointer = LazyTensorStorage(5), TensorStorageCheckpointer()
+    manifest = tmp_path / "manifest.json"
+    for path, content, match in (
+        (tmp_path / "missing", None, "none; check the path"),
+        (tmp_path, None, r"no manifest\.json; check the path"),
+        (tmp_path, {"format": "other", "format_version": 3}, "got other in version 3"),
+        (tmp_path, {"format": "llmrl.storage", "format_version": 1}, r"in version 1.*state_dict\(\) there"),
+    ):
+        if content is not None:
+            manifest.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=match):
+            checkpointer.loads(storage, path)
+    with pytest.raises(CheckpointError, match="is a file"):
+        checkpointer.dumps(storage, manifest)
     assert len(storage) == 0
 
 
@@ -330,7 +300,7 @@ def test_rows_that_do_not_fit_the_storage_are_refused_and_it_stays(tmp_path):
     storage.set(slice(0, 2), rows_of(1.5, 2.5))
     other.set(slice(0, 2), TensorDict(action=torch.arange(2), batch_size=[2]))
     TensorStorageCheckpointer().dumps(storage, tmp_path)
-    with pytest.raises(CheckpointError, match=r"must fit the storage.*unknown key 'obs'"):
+    with pytest.raises(CheckpointError, match="unknown key 'obs'"):
         TensorStorageCheckpointer().loads(other, tmp_path)
     assert other[:]["action"].tolist() == [0, 1]
     with pytest.raises(CheckpointError, match="same size"):
@@ -343,8 +313,6 @@ def test_a_class_that_cannot_be_found_is_named(tmp_path):
     TensorStorageCheckpointer().dumps(storage, tmp_path)
     manifest = current_directory(tmp_path) / "manifest.json"
     content = json.loads(manifest.read_text().replace(f"{History.__module__}:History", "llmrl.nowhere:History"))
-    from llmrl.data.replay_buffers.directory import _own_digest
-
     content["checksum"] = _own_digest(content)
     manifest.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"llmrl\.nowhere:History .* cannot be found"):
@@ -352,36 +320,30 @@ def test_a_class_that_cannot_be_found_is_named(tmp_path):
 
 
 # --- several storages ---
-
-
 def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_path):
     def members():
         pair = StorageEnsemble(LazyTensorStorage(5), ListStorage(5))
-        pair.storages[0].checkpointer = TensorStorageCheckpointer()
-        pair.storages[1].checkpointer = ListStorageCheckpointer()
+        for storage, make in zip(pair.storages, (TensorStorageCheckpointer, ListStorageCheckpointer), strict=True):
+            storage.checkpointer = make()
         return pair
 
-    pair, other = members(), members()
+    pair, other, small = members(), members(), members()
     pair.storages[0].set(slice(0, 2), rows_of(1, 2))
     pair.storages[1].set(slice(0, 1), ["a"])
-    StorageEnsembleCheckpointer().dumps(pair, tmp_path)
+    checkpointer = StorageEnsembleCheckpointer()
+    through_files(checkpointer, pair, other, tmp_path)
     assert {"0", "1"} <= {entry.name for entry in current_directory(tmp_path).iterdir()}
-    StorageEnsembleCheckpointer().loads(other, tmp_path)
     assert other.storages[0][:]["obs"].tolist() == [1, 2]
     assert other.storages[1][:] == ["a"]
-
-    small = StorageEnsemble(LazyTensorStorage(5), ListStorage(5))
-    small.storages[0].checkpointer = TensorStorageCheckpointer()
-    small.storages[1].checkpointer = ListStorageCheckpointer()
     small.storages[0].set(slice(0, 1), rows_of(9))
     small.storages[1].max_size = 0
     with pytest.raises(CheckpointError):
-        StorageEnsembleCheckpointer().loads(small, tmp_path)
+        checkpointer.loads(small, tmp_path)
     assert small.storages[0][:]["obs"].tolist() == [9]
     with pytest.raises(CheckpointError, match="as many members: got one of 2, expected 1"):
-        StorageEnsembleCheckpointer().loads(StorageEnsemble(LazyTensorStorage(5)), tmp_path)
+        checkpointer.loads(StorageEnsemble(LazyTensorStorage(5)), tmp_path)
     with pytest.raises(UnsupportedError, match="own checkpointers"):
-        StorageEnsembleCheckpointer().register_save_hook(str)
+        checkpointer.register_save_hook(str)
 
 
 def test_every_checkpointer_is_one_of_a_kind():

@@ -5,8 +5,6 @@ works too, that is tested beside it. Environments are replaced by recorded rollo
 processes is in ``test_sharing``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -52,22 +50,14 @@ class Recorded:
         self.left, self.steps, before = self.left - 1, self.steps + 1, self.observation
         self.observation = torch.randn(4, generator=self.generator)
         done, flag = torch.tensor([self.left == 0]), torch.tensor([False])
+        steps, flags = torch.tensor([self.steps]), {"done": done, "terminated": done, "truncated": flag}
         out = TensorDict(
             observation=before,
             action=torch.randint(2, (2,), generator=self.generator),
-            step_count=torch.tensor([self.steps - 1]),
-            done=flag,
-            terminated=flag,
-            truncated=flag,
+            step_count=steps - 1,
             collector=TensorDict(traj_ids=torch.tensor(self.trajectory)),
-            next=TensorDict(
-                observation=self.observation,
-                step_count=torch.tensor([self.steps]),
-                reward=torch.ones(1),
-                done=done,
-                terminated=done,
-                truncated=flag,
-            ),
+            next=TensorDict(observation=self.observation, step_count=steps, reward=torch.ones(1), **flags),
+            **dict.fromkeys(flags, flag),
         )
         if self.left == 0:
             self._reset()
@@ -90,12 +80,10 @@ def rollout(steps: int) -> TensorDict:
 
 
 # --- storages ---
-
-
 def test_a_list_holds_objects_of_any_kind():
     rb = ReplayBuffer(storage=ListStorage(10))
-    rb.add("a string!")
-    rb.extend([30, None])
+    assert rb.add("a string!") == 0
+    assert rb.extend([30, None]).tolist() == [1, 2]
     assert rb[:] == ["a string!", 30, None]
 
 
@@ -136,8 +124,6 @@ def test_a_tuple_is_a_tree_and_a_list_holds_rows():
 
 
 # --- sampling and indexing ---
-
-
 def test_rows_are_indexed_sampled_and_iterated_over():
     rb_td = memmapped()
     first_elt = rb_td[0]
@@ -161,8 +147,6 @@ def test_a_sampler_without_replacement_iterates_over_the_rows_once():
 
 
 # --- trajectories ---
-
-
 def check_slices(sample: TensorDict, num_slices: int) -> None:
     """Runs of consecutive steps of one trajectory; short ones come whole."""
     ends = sample["slice_end"].nonzero().flatten().tolist()
@@ -174,16 +158,15 @@ def check_slices(sample: TensorDict, num_slices: int) -> None:
         assert torch.equal(piece["next", "observation"][:-1], piece["observation"][1:])
 
 
+def sliced(ndim: int) -> ReplayBuffer:
+    sampler = SliceSampler(num_slices=8, traj_key=("collector", "traj_ids"), truncated_key=None, strict_length=False)
+    return ReplayBuffer(storage=LazyTensorStorage(100, ndim=ndim), sampler=sampler, batch_size=64)
+
+
 def test_slices_of_one_environment():
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(100),
-        sampler=SliceSampler(num_slices=8, traj_key=("collector", "traj_ids"), truncated_key=None, strict_length=False),
-        batch_size=64,
-    )
-    for i, data in enumerate(collector(10)):
+    rb = sliced(ndim=1)
+    for data in itertools.islice(collector(10), 11):
         rb.extend(data)
-        if i == 10:
-            break
     assert len(rb) == 100
     assert rb[:]["next", "step_count"].shape == (100, 1)
     for _ in range(20):
@@ -191,15 +174,9 @@ def test_slices_of_one_environment():
 
 
 def test_slices_of_two_environments():
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(100, ndim=2),
-        sampler=SliceSampler(num_slices=8, traj_key=("collector", "traj_ids"), truncated_key=None, strict_length=False),
-        batch_size=64,
-    )
-    for i, data in enumerate(collector(1, num_envs=2)):
+    rb = sliced(ndim=2)
+    for data in itertools.islice(collector(1, num_envs=2), 101):
         rb.extend(data)
-        if i == 100:
-            break
     assert len(rb) == 100
     assert rb[:]["next", "step_count"].squeeze().shape == (2, 50)  # [E, T] like the batches
     assert rb.storage[:]["next", "step_count"].squeeze().shape == (50, 2)  # [T, E], as it is printed there
@@ -237,36 +214,31 @@ def test_batches_are_flattened_where_they_are_written():
 
 def test_random_windows_of_trajectories():
     obs = torch.randn(100, 50, 1)
-    # as it is meant: each of 99 rows is a trajectory of 50 steps
-    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
-    rb.extend(TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99, 50]))
-    rb.append_transform(RandomCropTensorDict(sub_seq_len=10))
-    sample = rb.sample(128)
+
+    def sample_of(batch_size: list[int]) -> TensorDict:
+        rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
+        rb.extend(TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, batch_size))
+        rb.append_transform(RandomCropTensorDict(sub_seq_len=10))
+        return rb.sample(128)
+
+    sample = sample_of([99, 50])  # as it is meant: each of 99 rows is a trajectory of 50 steps
     assert sample["obs"].shape == (128, 10, 1)
     assert sample["index"].shape == (128, 10)
     begin = (obs[sample["index"][:, 0]] == sample["obs"][:, :1]).squeeze(-1).int().argmax(1)
     for row, start, index in zip(sample["obs"], begin.tolist(), sample["index"][:, 0].tolist(), strict=True):
         assert torch.equal(row, obs[index, start : start + 10])
-    # as it is written: the batch size is [99], so that the window is one of the 128 rows; this is what is printed there
-    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
-    rb.extend(TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99]))
-    rb.append_transform(RandomCropTensorDict(sub_seq_len=10))
-    sample = rb.sample(128)
-    assert sample.batch_size == (10,)
-    assert sample["index"].shape == (10,)
+    sample = sample_of([99])  # as it is written: the window is one of the 128 rows; this is what is printed there
+    assert sample.batch_size == sample["index"].shape == (10,)
     assert sample["obs"].shape == sample["next", "obs"].shape == (10, 50, 1)
     assert torch.equal(sample["obs"], obs[sample["index"]])
 
 
 # --- checkpoints ---
-
-
 def test_a_buffer_is_saved_and_loaded_after_every_batch(tmp_path):
     pytest.importorskip("h5py")
-    rb = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2))
-    rb_test = ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2))
-    rb.storage.checkpointer = H5StorageCheckpointer()
-    rb_test.storage.checkpointer = H5StorageCheckpointer()
+    rb, rb_test = (ReplayBuffer(storage=LazyMemmapStorage(100, ndim=2)) for _ in range(2))
+    for each in (rb, rb_test):
+        each.storage.checkpointer = H5StorageCheckpointer()
     for data in collector(22, total_frames=132, num_envs=3):
         rb.extend(data)
         assert rb._storage.max_size == 102
@@ -308,8 +280,6 @@ def test_a_state_dict_goes_through_torch_save(tmp_path):
 
 
 # --- TED ---
-
-
 def test_a_rollout_has_time_last_and_what_comes_after_under_next():
     data = rollout(10)
     assert data.shape[-1] == 10
@@ -333,8 +303,6 @@ def test_the_next_observation_is_n_steps_ahead_after_multi_step():
 
 
 # --- next observations ---
-
-
 def test_next_observations_are_rebuilt_when_rows_are_sampled():
     rb = ReplayBuffer(
         storage=LazyTensorStorage(100),
@@ -379,8 +347,6 @@ def test_a_transform_measures_what_it_is_given():
 
 
 # --- ensembles ---
-
-
 class ToTensorImage(Transform):
     def _apply_transform(self, pixels):
         return pixels.movedim(-1, -3).float() / 255
@@ -409,47 +375,24 @@ def stack_alike(parts):
 
 @pytest.mark.parametrize("collate_fn", [None, stack_alike])
 def test_an_ensemble_of_data_sets_whose_entries_differ_in_name_and_size(collate_fn):
-    rb0 = TensorDictReplayBuffer(
-        storage=LazyMemmapStorage(10),
-        transform=Compose(
-            ToTensorImage(in_keys=["pixels", ("next", "pixels")]),
-            Resize(32, in_keys=["pixels", ("next", "pixels")]),
-            RenameTransform([("some", "key")], ["renamed"]),
-        ),
-    )
-    rb1 = TensorDictReplayBuffer(
-        storage=LazyMemmapStorage(10),
-        transform=Compose(
-            ToTensorImage(in_keys=["pixels", ("next", "pixels")]),
-            Resize(32, in_keys=["pixels", ("next", "pixels")]),
-            RenameTransform(["another_key"], ["renamed"]),
-        ),
-    )
+    def images_with(key):
+        pixels = ["pixels", ("next", "pixels")]
+        transform = Compose(ToTensorImage(pixels), Resize(32, pixels), RenameTransform([key], ["renamed"]))
+        return TensorDictReplayBuffer(storage=LazyMemmapStorage(10), transform=transform)
+
+    def images(size, key):
+        pixels = {name: torch.randint(255, (10, size, size, 3)) for name in ("pixels", ("next", "pixels"))}
+        return TensorDict({**pixels, key: torch.randn(10)}, batch_size=[10])
+
     rb = ReplayBufferEnsemble(
-        rb0,
-        rb1,
+        images_with(("some", "key")),
+        images_with("another_key"),
         p=[0.5, 0.5],
         transform=Resize(33, in_keys=["pixels"], out_keys=["pixels33"]),
         collate_fn=collate_fn,
     )
-    data0 = TensorDict(
-        {
-            "pixels": torch.randint(255, (10, 244, 244, 3)),
-            ("next", "pixels"): torch.randint(255, (10, 244, 244, 3)),
-            ("some", "key"): torch.randn(10),
-        },
-        batch_size=[10],
-    )
-    data1 = TensorDict(
-        {
-            "pixels": torch.randint(255, (10, 64, 64, 3)),
-            ("next", "pixels"): torch.randint(255, (10, 64, 64, 3)),
-            "another_key": torch.randn(10),
-        },
-        batch_size=[10],
-    )
-    rb[0].extend(data0)
-    rb[1].extend(data1)
+    rb[0].extend(images(244, ("some", "key")))
+    rb[1].extend(images(64, "another_key"))
     for _ in range(2):
         sample = rb.sample(10)
         assert sample["next", "pixels"].shape == torch.Size([2, 5, 3, 32, 32])

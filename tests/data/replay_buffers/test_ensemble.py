@@ -1,7 +1,5 @@
 """Ensembles: batches of several buffers, their form, their errors, and that a saved one goes on exactly."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -29,11 +27,8 @@ from llmrl.data.replay_buffers import (
     WriterEnsemble,
 )
 from llmrl.errors import CheckpointError, UnsupportedError
-
-
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict(number=number, next=TensorDict(reward=number / 2, batch_size=[count]), batch_size=[count])
+from tests.support.buffers import numbered as rows
+from tests.support.buffers import restore
 
 
 def members(sizes=(6, 9), buffer=TensorDictReplayBuffer, **arguments) -> list[ReplayBuffer]:
@@ -83,7 +78,7 @@ def test_sample_from_all_takes_a_part_of_every_member():
         check(batch, batch["index"])
 
 
-def test_rows_of_plain_members_say_where_they_are_from_too():
+def test_rows_of_plain_members_carry_their_origin_too():
     ensemble = ReplayBufferEnsemble(*members(buffer=ReplayBuffer), batch_size=4)
     batch, info = ensemble.sample(return_info=True)
     assert (batch["index"] == info["index"]).all()
@@ -92,20 +87,17 @@ def test_rows_of_plain_members_say_where_they_are_from_too():
 
 
 def test_the_form_of_a_batch_depends_on_the_members_and_never_on_the_draw():
-    other_keys = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-    other_keys.extend(rows(100, 3).set("more", torch.zeros(3)))
-    transformed = TensorDictReplayBuffer(storage=LazyTensorStorage(10), transform=lambda batch: batch)
-    transformed.extend(rows(100, 3))
-    ragged = TensorDictReplayBuffer(storage=LazyStackStorage(10))
-    ragged.extend(rows(100, 3))
-    slices = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=1, traj_key="number"))
-    slices.extend(rows(100, 3))
+    def holding(storage=LazyTensorStorage, more=None, **arguments):
+        buffer = TensorDictReplayBuffer(storage=storage(10), **arguments)
+        buffer.extend(rows(100, 3).update(more or {}))
+        return buffer
+
     for second, kind in [
         (members()[1], TensorDict),
-        (other_keys, LazyStackedTensorDict),
-        (transformed, LazyStackedTensorDict),
-        (ragged, LazyStackedTensorDict),
-        (slices, LazyStackedTensorDict),
+        (holding(more={"more": torch.zeros(3)}), LazyStackedTensorDict),
+        (holding(transform=lambda batch: batch), LazyStackedTensorDict),
+        (holding(storage=LazyStackStorage), LazyStackedTensorDict),
+        (holding(sampler=SliceSampler(slice_len=1, traj_key="number")), LazyStackedTensorDict),
     ]:
         for p in ([1, 0], [0, 1], [1, 1]):
             ensemble = ReplayBufferEnsemble(members((6,))[0], second, p=p)
@@ -117,11 +109,9 @@ def test_the_form_of_a_batch_depends_on_the_members_and_never_on_the_draw():
 
 
 def test_a_collate_fn_joins_parts_that_transforms_have_made_equal():
-    first = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(10), transform=lambda batch: batch.rename_key_("a", "number")
-    )
+    first, second = (TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+    first.append_transform(lambda batch: batch.rename_key_("a", "number"))
     first.extend(TensorDict(a=torch.arange(4), batch_size=[4]))
-    second = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
     second.extend(TensorDict(number=torch.arange(100, 104), batch_size=[4]))
     ensemble = ReplayBufferEnsemble(first, second, collate_fn=torch.stack)
     assert {type(ensemble.sample(4)) for _ in range(10)} == {TensorDict}
@@ -176,11 +166,8 @@ def test_indices_name_members_and_then_rows():
     assert isinstance(some, ReplayBufferEnsemble)
     assert [some[0], some[1]] == [given[0], given[2]]
     assert some.sampler.p.tolist() == [0.5, 0.5]
-    assert [len(ensemble[index]) for index in (slice(1), torch.tensor([0, 1]), torch.tensor([True, True, False]))] == [
-        1,
-        2,
-        2,
-    ]
+    for index, length in ((slice(1), 1), (torch.tensor([0, 1]), 2), (torch.tensor([True, True, False]), 2)):
+        assert len(ensemble[index]) == length
     assert ensemble[:, :3]["number"].tolist() == [[0, 1, 2], [100, 101, 102], [200, 201, 202]]
     assert ensemble[1:, 2]["number"].tolist() == [102, 202]
     assert ensemble[0, 2]["number"] == 2
@@ -194,20 +181,17 @@ def test_indices_name_members_and_then_rows():
     assert sampler[2] is given[2].sampler
     assert writer[0] is given[0].writer
     for part in (ensemble, storage, sampler, writer):
-        with pytest.raises(TypeError, match="integers"):
-            part[1.0]
-        with pytest.raises(TypeError, match="integers"):
-            part[torch.tensor([1.0])]
-        with pytest.raises(TypeError, match="integers"):
-            part["number"]
-        with pytest.raises(RuntimeError, match="one dimension"):
-            part[torch.zeros(2, 2, dtype=torch.int64)]
-        with pytest.raises(IndexError, match="below 3"):
-            part[3]
-        with pytest.raises(IndexError, match="at least one"):
-            part[3:]
-        with pytest.raises(IndexError, match="mask"):
-            part[torch.tensor([True])]
+        for index, error, match in (
+            (1.0, TypeError, "integers"),
+            (torch.tensor([1.0]), TypeError, "integers"),
+            ("number", TypeError, "integers"),
+            (torch.zeros(2, 2, dtype=torch.int64), RuntimeError, "one dimension"),
+            (3, IndexError, "below 3"),
+            (slice(3, None), IndexError, "at least one"),
+            (torch.tensor([True]), IndexError, "mask"),
+        ):
+            with pytest.raises(error, match=match):
+                part[index]
 
 
 def test_rows_are_written_to_members_only():
@@ -221,7 +205,7 @@ def test_rows_are_written_to_members_only():
         lambda: ensemble.storage.set(0, rows(0, 1)[0]),
         lambda: ensemble.writer.extend(rows(0, 1)),
     ):
-        with pytest.raises(RuntimeError, match=r"use ensemble\[i\]"):
+        with pytest.raises(RuntimeError, match=r"ensemble\[i\]"):
             write()
     assert ensemble.write_count == 15
     ensemble[0].extend(rows(6, 2))
@@ -229,7 +213,7 @@ def test_rows_are_written_to_members_only():
     assert ensemble[0, -1]["number"] == 7
 
 
-def test_what_cannot_be_drawn_says_so_and_draws_nothing():
+def test_what_cannot_be_drawn_is_an_error_and_draws_nothing():
     with pytest.raises(ValueError, match="divided"):
         ReplayBufferEnsemble(*members()).sample(9)
     ensemble = ReplayBufferEnsemble(*members((6, 0)), p=[0.999999, 0.000001])
@@ -310,14 +294,9 @@ def test_an_ensemble_is_built_from_parts_with_transforms_and_collate_fns():
 
 
 def test_priorities_are_given_to_the_members():
-    ensemble = ReplayBufferEnsemble(
-        *[
-            TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(4))
-            for _ in range(2)
-        ],
-        sample_from_all=True,
-        batch_size=64,
-    )
+    masses = {"alpha": 1.0, "beta": 1.0, "eps": 0.0}
+    given = [TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(4), **masses) for _ in range(2)]
+    ensemble = ReplayBufferEnsemble(*given, sample_from_all=True, batch_size=64)
     for number in range(2):
         ensemble[number].extend(rows(100 * number, 4))
     batch, info = ensemble.sample(return_info=True)
@@ -334,7 +313,7 @@ def test_priorities_are_given_to_the_members():
     assert ensemble.sample()["number"].unique().tolist() == [0, 100]
 
 
-def test_members_on_grids_say_coordinates():
+def test_members_on_grids_have_coordinates():
     grids = [TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2)) for _ in range(2)]
     for number, grid in enumerate(grids):
         grid.extend(TensorDict(number=100 * number + torch.arange(8).view(2, 4), batch_size=[2, 4]))
@@ -355,7 +334,7 @@ def test_a_member_may_be_given_another_sampler_later():
 @pytest.mark.parametrize(
     "sampler", [RandomSampler, SamplerWithoutReplacement, lambda: PrioritizedSampler(10, 0.7, 0.5)]
 )
-def test_a_loaded_ensemble_goes_on_with_the_same_batches(tmp_path, way, sampler):
+def test_a_loaded_ensemble_continues_with_the_same_batches(tmp_path, way, sampler):
     class Count(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -372,12 +351,8 @@ def test_a_loaded_ensemble_goes_on_with_the_same_batches(tmp_path, way, sampler)
 
     ensemble, other = build((8, 8)), build((2, 3))
     ensemble.sample()
-    if way == "dumps":
-        for _ in range(2):
-            ensemble.dumps(tmp_path)
-        other.loads(tmp_path)
-    else:
-        other.load_state_dict(ensemble.state_dict())
+    for _ in range(2):
+        restore(other, ensemble, tmp_path if way == "dumps" else None)
     assert [len(member) for member in (other[0], other[1])] == [8, 8]
     for _ in range(6):
         assert (ensemble.sample() == other.sample()).all()
@@ -390,22 +365,19 @@ def test_one_generator_decides_everything():
     )
     for _ in range(3):
         assert (first.sample() == second.sample()).all()
-    torch.manual_seed(0)
-    third = ReplayBufferEnsemble(*members(), batch_size=6)
-    drawn = third.sample()["number"]
-    torch.manual_seed(0)
-    assert torch.equal(ReplayBufferEnsemble(*members(), batch_size=6).sample()["number"], drawn)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append(ReplayBufferEnsemble(*members(), batch_size=6).sample()["number"])
+    assert torch.equal(*drawn)
 
 
-def test_the_checkpointer_of_ensembles_writes_all_members_or_none(tmp_path):
+def test_an_ensemble_has_the_checkpointer_of_ensembles_and_takes_no_hook(tmp_path):
     ensemble, other = ReplayBufferEnsemble(*members()), ReplayBufferEnsemble(*members((1, 1)))
     assert isinstance(ensemble.storage.checkpointer, StorageEnsembleCheckpointer)
-    ensemble.storage.dumps(tmp_path)
-    other.storage.loads(tmp_path)
+    restore(other.storage, ensemble.storage, tmp_path)
     for number in range(2):
         assert (ensemble[number][:] == other[number][:]).all()
-    with pytest.raises(CheckpointError, match="as many"):
-        ReplayBufferEnsemble(members()[0]).storage.loads(tmp_path)
     small = ReplayBufferEnsemble(members()[0], TensorDictReplayBuffer(storage=LazyTensorStorage(4)))
     small[0].empty()
     with pytest.raises(CheckpointError):
@@ -441,11 +413,8 @@ def test_a_batch_shares_no_memory_with_the_members():
 
 def test_members_that_prefetch_draw_the_same_rows_here_as_without():
     def build(prefetch):
-        given = [
-            TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=3, prefetch=prefetch) for _ in range(2)
-        ]
+        given = members((5, 5), batch_size=lambda: 3, prefetch=lambda: prefetch)
         for number, member in enumerate(given):
-            member.extend(rows(100 * number, 5))
             member.set_rng(torch.Generator().manual_seed(number))
         return given
 

@@ -1,7 +1,5 @@
 """Passes over rows, and the limits on which rows may be drawn: age in policy versions, number of uses."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections import Counter
 
@@ -24,6 +22,7 @@ from llmrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 from llmrl.errors import DataError, MissingKeyError
+from tests.support.buffers import restore
 
 KINDS = [RandomSampler, SamplerWithoutReplacement]
 
@@ -42,9 +41,20 @@ def versions(*numbers: int) -> TensorDict:
     return TensorDict(policy_version=torch.tensor(numbers), batch_size=[len(numbers)])
 
 
+def drawn_versions(buffer: ReplayBuffer) -> set[int]:
+    """Of 30 batches."""
+    return {version for _ in range(30) for version in buffer.sample()["policy_version"].tolist()}
+
+
+def draw(buffer: ReplayBuffer, count: int, key: str = "row") -> list[int]:
+    """Values of ``key`` in batches until there are ``count`` of them."""
+    drawn = []
+    while len(drawn) < count:
+        drawn += buffer.sample()[key].tolist()
+    return drawn
+
+
 # --- passes ---
-
-
 def test_a_pass_is_every_row_once_and_the_next_one_has_another_order():
     """Ten rows, batches of four: 4, 4, 2; with drop_last 4, 4."""
     buffer = build(SamplerWithoutReplacement(), storage=ListStorage)
@@ -104,16 +114,11 @@ def test_under_any_writes_no_row_comes_twice_in_a_pass_and_none_is_left_out(writ
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("by_file", [False, True])
 def test_a_run_is_resumed_with_the_same_rows(kind, limits, prefetch, by_file, tmp_path):
-    first = build(kind(**limits), capacity=40, prefetch=prefetch)
-    second = build(kind(**limits), capacity=40, prefetch=prefetch)
+    first, second = (build(kind(**limits), capacity=40, prefetch=prefetch) for _ in range(2))
     first.extend(TensorDict(row=torch.arange(40), policy_version=torch.arange(40) // 10, batch_size=[40]))
     for _ in range(3):
         first.sample()
-    if by_file:
-        first.dumps(tmp_path / "dump")
-        second.loads(tmp_path / "dump")
-    else:
-        second.load_state_dict(first.state_dict())
+    restore(second, first, tmp_path if by_file else None)
     for step in range(12):
         assert first.sample()["row"].tolist() == second.sample()["row"].tolist()
         assert first.sampler.ran_out == second.sampler.ran_out
@@ -151,25 +156,20 @@ def test_rows_that_another_process_overwrites_leave_the_pass(tmp_path):
 
 
 # --- age ---
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_old_versions_are_not_drawn(kind):
     buffer = build(kind(max_age=1))
     buffer.extend(versions(0, 3, 1, 2, 3, 0))
     assert buffer.sampler.version is None  # nothing was looked at yet
-    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
-    assert set(drawn.tolist()) == {2, 3}
+    assert drawn_versions(buffer) == {2, 3}
     assert buffer.sampler.version == 3  # the newest row
     buffer.sampler.version = 4  # the trainer has gone on
-    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
-    assert set(drawn.tolist()) == {3}
+    assert drawn_versions(buffer) == {3}
     buffer.sampler.version = 9
-    with pytest.raises(RuntimeError, match=r"none of 6: 6 too old \(max_age=1 at version 9\)"):
+    with pytest.raises(RuntimeError, match=r"6 too old \(max_age=1 at version 9"):
         buffer.sample()
     buffer.extend(versions(9, 8))
-    drawn = torch.cat([buffer.sample()["policy_version"] for _ in range(30)])
-    assert set(drawn.tolist()) == {8, 9}
+    assert drawn_versions(buffer) == {8, 9}
 
 
 def test_rows_that_get_too_old_leave_the_pass():
@@ -202,23 +202,15 @@ def test_replaced_rows_have_the_version_of_what_they_hold_now():
 
 
 # --- uses ---
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_used_as_often_as_was_asked_for_and_again_once_it_is_overwritten(kind):
     buffer = build(kind(max_uses=3), capacity=5)
     buffer.extend(TensorDict(row=torch.arange(5), batch_size=[5]))
-    drawn = []
-    while len(drawn) < 15:
-        drawn += buffer.sample()["row"].tolist()
-    assert Counter(drawn) == dict.fromkeys(range(5), 3)
-    with pytest.raises(RuntimeError, match=r"none of 5: 5 used up \(max_uses=3\); write new rows"):
+    assert Counter(draw(buffer, 15)) == dict.fromkeys(range(5), 3)
+    with pytest.raises(RuntimeError, match=r"5 used up \(max_uses=3\).*write"):
         buffer.sample()
     buffer.extend(TensorDict(row=torch.tensor([7, 8]), batch_size=[2]))
-    drawn = []
-    while len(drawn) < 6:
-        drawn += buffer.sample()["row"].tolist()
-    assert Counter(drawn) == {7: 3, 8: 3}
+    assert Counter(draw(buffer, 6)) == {7: 3, 8: 3}
 
 
 def test_each_use_that_is_left_is_as_likely_as_any_other():
@@ -233,18 +225,18 @@ def test_each_use_that_is_left_is_as_likely_as_any_other():
     assert counts[0, 0] == pytest.approx(50, abs=25)
 
 
-def test_a_pass_with_drop_last_says_how_many_rows_may_be_drawn():
+def test_a_pass_with_drop_last_names_how_many_rows_may_be_drawn():
     buffer = build(SamplerWithoutReplacement(drop_last=True, max_age=0), batch_size=3)
     buffer.extend(versions(0, 1, 1))
-    with pytest.raises(ValueError, match="got batch_size=3, 2 rows that may be drawn, of 3"):
+    with pytest.raises(ValueError, match=r"batch_size=3, 2 rows .* of 3"):
         buffer.sample()
 
 
-def test_both_limits_are_told_apart():
+def test_the_error_names_both_limits():
     buffer = build(SamplerWithoutReplacement(max_age=1, max_uses=1), batch_size=10)
     buffer.extend(versions(0, 2, 2))
     assert buffer.sample()["policy_version"].tolist() == [2, 2]
-    with pytest.raises(RuntimeError, match=r"1 too old \(max_age=1 at version 2\), 2 used up \(max_uses=1\)"):
+    with pytest.raises(RuntimeError, match=r"1 too old .*max_age=1.*2 used up .*max_uses=1"):
         buffer.sample()
 
 
@@ -256,20 +248,15 @@ def test_an_emptied_buffer_has_no_uses_and_no_versions(kind):
     buffer.empty()
     buffer.sampler.version = 1
     buffer.extend(versions(0, 1))
-    drawn = []
-    while len(drawn) < 2:
-        drawn += buffer.sample()["policy_version"].tolist()
-    assert sorted(drawn) == [0, 1]
+    assert sorted(draw(buffer, 2, "policy_version")) == [0, 1]
 
 
 # --- errors ---
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_limits_that_cannot_be_are_refused(kind):
-    with pytest.raises(ValueError, match="max_age counts policy versions and must not be negative: got -1"):
+def test_impossible_limits_are_refused(kind):
+    with pytest.raises(ValueError, match=r"max_age .*got -1"):
         kind(max_age=-1)
-    with pytest.raises(ValueError, match="max_uses must be at least 1: got 0"):
+    with pytest.raises(ValueError, match=r"max_uses .*at least 1: got 0"):
         kind(max_uses=0)
     with pytest.raises(RuntimeError, match="this one has none"):
         kind(max_uses=1).version = 3
@@ -307,8 +294,6 @@ def test_rows_that_a_writer_ranks_are_drawn_once_per_pass_too():
 
 
 # --- samplers of a storage ---
-
-
 def filled(count: int) -> ListStorage:
     storage = ListStorage(100)
     storage.set(slice(0, count), list(range(count)))

@@ -1,7 +1,5 @@
 """Storages with several dimensions: [T, E] inside, [E, T] outside."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -9,6 +7,7 @@ from tensordict import TensorDict
 from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells
 from llmrl.errors import DataError, ShapeError
+from tests.support.buffers import restore
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -63,8 +62,7 @@ def test_indexing_the_buffer_is_indexing_what_it_shows():
     assert buffer[:]["a"][:, 1].tolist() == [-1, -2]
     assert len(buffer) == 10
     single = buffer[1, 2]
-    assert single.batch_size == ()
-    assert single["a"] == 102
+    assert (single.batch_size, single["a"]) == ((), 102)
 
 
 def test_samples_come_with_their_coordinates():
@@ -137,11 +135,7 @@ def test_a_grid_is_saved_and_restored(tmp_path, storage, how):
     buffer, other = (ReplayBuffer(storage=storage(20, ndim=2), batch_size=4) for _ in range(2))
     for first in (0, 5, 10):
         buffer.extend(steps(3, first, first + 5))
-        if how == "dumps":
-            buffer.dumps(tmp_path / "buffer")
-            other.loads(tmp_path / "buffer")
-        else:
-            other.load_state_dict(buffer.state_dict())
+        restore(other, buffer, tmp_path if how == "dumps" else None)
         assert torch.equal(other[:]["a"], buffer[:]["a"])
         assert other.writer.cursor == buffer.writer.cursor
         assert other.storage.max_size == 21

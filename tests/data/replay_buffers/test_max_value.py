@@ -1,9 +1,6 @@
 """Writers that rank rows, and one that refuses them."""
 
-from __future__ import annotations
-
 import multiprocessing
-import os
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
+from tests.support.buffers import refusals_after_fork, restore
 
 
 def scored(*scores: float) -> TensorDict:
@@ -105,11 +103,7 @@ def test_lists_of_rows_may_be_ranked(storage):
 def test_ranks_are_part_of_the_state(by_file, tmp_path):
     first, second = build(), build()
     first.extend(scored(4, 4, 2, 3, 1, 4))
-    if by_file:
-        first.dumps(tmp_path / "dump")
-        second.loads(tmp_path / "dump")
-    else:
-        second.load_state_dict(first.state_dict())
+    restore(second, first, tmp_path if by_file else None)
     assert first.write_count == second.write_count
     for batch in (scored(3, 5, 4), scored(9), scored(4, 5, 6)):
         assert first.extend(batch).tolist() == second.extend(batch).tolist()
@@ -145,7 +139,7 @@ def test_rows_that_are_replaced_by_rank_are_new_to_a_sampler_with_priorities():
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [
-        (TensorDict(scor=torch.ones(2), batch_size=[2]), MissingKeyError, "no entry 'score'.* Did you mean 'scor'"),
+        (TensorDict(scor=torch.ones(2), batch_size=[2]), MissingKeyError, "'score'.* Did you mean 'scor'"),
         (scored(9, float("nan")), DataError, "NaN in 'score' of row 1"),
         (TensorDict(score=torch.ones(0), batch_size=[0]), RuntimeError, "at least one row"),
     ],
@@ -159,16 +153,16 @@ def test_rows_without_a_rank_are_refused_and_nothing_changes(data, error, match)
     assert buffer.write_count == 3
 
 
-def test_rows_that_are_no_tensordicts_are_refused():
+def test_rows_that_are_not_tensordicts_are_refused():
     buffer = ReplayBuffer(storage=ListStorage(3), writer=TensorDictMaxValueWriter())
     for write in (buffer.add, buffer.extend):
-        with pytest.raises(RuntimeError, match="must be tensordicts, to have a rank: got Tensor"):
+        with pytest.raises(RuntimeError, match=r"tensordicts.*got Tensor"):
             write(torch.zeros(2))
     assert len(buffer) == 0
 
 
 def test_a_grid_and_an_unknown_reduction_are_refused():
-    with pytest.raises(ValueError, match="got a storage with ndim=2"):
+    with pytest.raises(ValueError, match="ndim=2"):
         ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
     with pytest.raises(ValueError, match="Did you mean 'median'"):
         TensorDictMaxValueWriter(reduction="meadian")
@@ -176,22 +170,10 @@ def test_a_grid_and_an_unknown_reduction_are_refused():
 
 def test_ranks_do_not_go_to_another_process():
     process = multiprocessing.get_context("spawn").Process(target=print, args=(TensorDictMaxValueWriter(),))
-    with pytest.raises(RuntimeError, match="ranks are kept by one process"):
+    with pytest.raises(RuntimeError, match="one process"):
         process.start()
     buffer = build()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            buffer.extend(scored(1, 2))
-        except RuntimeError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        assert "process" in pipe.read()
-    os.waitpid(pid, 0)
+    assert "process" in refusals_after_fork(lambda: buffer.extend(scored(1, 2)))[0]
 
 
 def test_a_row_that_replaces_another_has_a_rank_of_its_own():
@@ -199,9 +181,7 @@ def test_a_row_that_replaces_another_has_a_rank_of_its_own():
     buffer.extend(scored(1.0, 2, 3))
     buffer[0] = scored(9.0)[0]
     buffer[1:2] = scored(0.5)
-    assert buffer.extend(scored(4.0)).tolist() == [
-        1
-    ]  # in the place of the lowest, which is not what was written lowest
+    assert buffer.extend(scored(4.0)).tolist() == [1]  # the lowest now, though it was not written as the lowest
     assert buffer["score"].tolist() == [9, 4, 3]
     for bad, error in ((scored(float("nan"))[0], DataError), (TensorDict(row=torch.tensor(1.0)), MissingKeyError)):
         with pytest.raises(error, match="TensorDictMaxValueWriter"):
@@ -217,7 +197,7 @@ def test_a_data_set_is_read_and_never_written():
         lambda: buffer.__setitem__(0, torch.tensor(9)),
         buffer.empty,
     ):
-        with pytest.raises(RuntimeError, match="a data set is not written to"):
+        with pytest.raises(RuntimeError, match="not written"):
             write()
     assert buffer[:].tolist() == [0, 1, 2, 3, 4]
     assert buffer.sample().shape == (2,)

@@ -5,8 +5,6 @@ What is written is overwritten afterwards, and so is everything that is read: me
 would show as a wrong row. How likely rows and slices are is tested elsewhere; here it is which rows they may be.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil
@@ -333,7 +331,7 @@ def test_any_sequence_of_operations_agrees_with_lists(storage, ndim, sampler, op
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_dumped_buffer_goes_on_as_it_was(sampler):
+def test_a_dumped_buffer_continues_as_it_was(sampler):
     model = Model("lazy", sampler, 2)
     for operation in [("extend", 4, 0), ("prioritize", 1, 5), ("sample", 1, 0), ("load", 0, 0), ("sample", 2, 0)]:
         model.step(*operation)
@@ -410,7 +408,7 @@ def test_slices_of_rows_that_were_written_one_by_one_carry_their_marks():
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-def test_a_loaded_list_goes_on_being_written(storage):
+def test_a_loaded_list_can_be_extended(storage):
     """What was written together was noted from the first position on, whatever had been loaded: an IndexError later."""
     first, second = (ReplayBuffer(storage=storage(8)) for _ in range(2))
     rows = TensorDict(number=torch.arange(24), batch_size=[24])

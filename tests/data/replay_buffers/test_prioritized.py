@@ -1,9 +1,6 @@
 """Draws by priority, against probabilities that are written out."""
 
-from __future__ import annotations
-
 import multiprocessing
-import os
 import pickle
 
 import numpy as np
@@ -25,6 +22,7 @@ from llmrl.data.replay_buffers import (
 )
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.errors import CheckpointError, DataError, ShapeError
+from tests.support.buffers import refusals_after_fork, restore
 
 
 def build(priorities=(), capacity: int = 10, alpha: float = 1.0, beta: float = 1.0, **arguments) -> ReplayBuffer:
@@ -37,8 +35,6 @@ def build(priorities=(), capacity: int = 10, alpha: float = 1.0, beta: float = 1
 
 
 # --- the tree ---
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_tree_finds_what_a_running_sum_finds(data):
@@ -84,8 +80,6 @@ def test_a_tree_is_the_same_however_its_masses_came():
 
 
 # --- probabilities and weights ---
-
-
 def test_masses_and_weights_are_those_of_the_formula():
     """p = [1, 3]: P = [1/4, 3/4], weights [1, 1/3]."""
     buffer = build([1.0, 3.0], eps=0.0)
@@ -127,14 +121,12 @@ def test_alpha_and_beta_may_change():
     index, info = buffer.sampler.sample(buffer.storage, 20)
     assert info["priority_weight"].tolist() == pytest.approx((masses[index] ** -2.0).tolist())
     for name in ("alpha", "beta"):
-        with pytest.raises(ValueError, match=f"{name} must be finite and not negative: got -1"):
+        with pytest.raises(ValueError, match=f"{name} .*got -1"):
             setattr(buffer.sampler, name, -1.0)
     assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.5, 2.0)
 
 
 # --- what a new row gets ---
-
-
 def probabilities(buffer: ReplayBuffer, total: float) -> list[float]:
     return (buffer.sampler.probabilities() * total).tolist()
 
@@ -216,8 +208,6 @@ def test_rows_that_were_there_before_the_sampler_are_new_to_it():
 
 
 # --- updates ---
-
-
 def test_updates_take_one_number_or_one_per_position_and_pass_over_minus_one():
     buffer = build([1.0, 1.0, 1.0, 1.0], eps=0.0)
     buffer.update_priority(torch.tensor([0, -1, 2]), torch.tensor([2.0, 99.0, 3.0]))
@@ -251,7 +241,7 @@ def test_priorities_with_several_numbers_are_reduced(reduction, expected):
         ([0], [1.0, 2.0], RuntimeError, r"got \[2\] for 1 positions"),
     ],
 )
-def test_a_priority_that_cannot_be_is_refused_and_nothing_changes(index, priority, error, match):
+def test_an_impossible_priority_is_refused_and_nothing_changes(index, priority, error, match):
     buffer = build([1.0, 2.0, 3.0], eps=0.0)
     before = buffer.sampler.state_dict()
     with pytest.raises(error, match=match):
@@ -274,7 +264,7 @@ def test_a_mass_that_overflows_is_refused_and_nothing_changes():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"alpha": -0.1}, "alpha must be finite and not negative: got -0.1"),
+        ({"alpha": -0.1}, "alpha .*got -0.1"),
         ({"beta": -1}, "beta must be"),
         ({"alpha": float("nan")}, "alpha must be"),
         ({"eps": -1e-3}, "eps must not be negative"),
@@ -282,7 +272,7 @@ def test_a_mass_that_overflows_is_refused_and_nothing_changes():
         ({"reduction": "men"}, "Did you mean 'mean'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(arguments, match):
+def test_impossible_settings_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
         PrioritizedSampler(**({"max_capacity": 10, "alpha": 1.0, "beta": 1.0} | arguments))
 
@@ -301,7 +291,7 @@ def test_sampling_needs_a_row_with_mass_and_a_tree_of_the_storage_s_size():
         large.sample(2)
 
 
-def test_other_samplers_say_that_they_have_no_priorities():
+def test_other_samplers_warn_that_they_have_no_priorities():
     buffer = ReplayBuffer(storage=ListStorage(3), sampler=RandomSampler())
     buffer.add("a")
     with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
@@ -309,8 +299,6 @@ def test_other_samplers_say_that_they_have_no_priorities():
 
 
 # --- state ---
-
-
 def test_a_loaded_sampler_is_equal_to_the_last_bit(tmp_path):
     generator = torch.Generator().manual_seed(0)
     first = build(capacity=5000, alpha=0.7, beta=0.3)
@@ -319,10 +307,8 @@ def test_a_loaded_sampler_is_equal_to_the_last_bit(tmp_path):
         first.update_priority(index[::3], torch.rand(100, generator=generator) * 7)
     first.add("not yet in the tree")
     by_state, by_file = build(capacity=5000), build(capacity=5000)
-    by_state.load_state_dict(first.state_dict())
-    first.dumps(tmp_path / "dump")
-    by_file.loads(tmp_path / "dump")
-    for other in (by_state, by_file):
+    for other, folder in ((by_state, None), (by_file, tmp_path)):
+        restore(other, first, folder)
         assert torch.equal(other.sampler.probabilities(), first.sampler.probabilities())
     for step in range(5):
         draws = [buffer.sample(50, return_info=True)[1] for buffer in (first, by_state, by_file)]
@@ -332,23 +318,17 @@ def test_a_loaded_sampler_is_equal_to_the_last_bit(tmp_path):
         for buffer in (first, by_state, by_file):
             buffer.update_priority(draws[0]["index"], float(step))
             buffer.extend(list(range(70)))
-    with pytest.raises(CheckpointError, match="got 5000 priorities, expected at most max_capacity=10"):
+    with pytest.raises(CheckpointError, match=r"got 5000 .*max_capacity=10"):
         PrioritizedSampler(10, 1.0, 1.0).load_state_dict(first.sampler.state_dict())
 
 
 def test_prefetching_changes_nothing():
-    plain = PrioritizedReplayBuffer(
-        alpha=1.0, beta=1.0, batch_size=8, generator=torch.Generator().manual_seed(0), storage=ListStorage(100)
-    )
-    ahead = PrioritizedReplayBuffer(
-        alpha=1.0,
-        beta=1.0,
-        batch_size=8,
-        generator=torch.Generator().manual_seed(0),
-        storage=ListStorage(100),
-        prefetch=3,
+    plain, ahead = (
+        PrioritizedReplayBuffer(alpha=1.0, beta=1.0, batch_size=8, storage=ListStorage(100), prefetch=prefetch)
+        for prefetch in (None, 3)
     )
     for buffer in (plain, ahead):
+        buffer.set_rng(torch.Generator().manual_seed(0))
         buffer.extend([torch.tensor(number) for number in range(90)])
     for step in range(6):
         for _ in range(3):
@@ -370,8 +350,6 @@ def test_an_emptied_buffer_starts_again():
 
 
 # --- processes ---
-
-
 def test_a_copy_is_a_sampler_of_its_own():
     sampler = build([1.0, 3.0], eps=0.0).sampler
     copy = pickle.loads(pickle.dumps(sampler))
@@ -388,29 +366,14 @@ def test_a_sampler_is_not_handed_to_a_spawned_process():
 
 def test_a_forked_process_cannot_use_it():
     buffer = build([1.0, 2.0])
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:  # the child: says what it got, and goes without any clean-up of the parent's
-        try:
-            for use in (lambda: buffer.sample(2), lambda: buffer.update_priority(0, 2.0), lambda: buffer.add("c")):
-                try:
-                    use()
-                    os.write(writer, b"went through;")
-                except RuntimeError as error:
-                    os.write(writer, f"{error};".encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        answers = pipe.read().split(";")
-    os.waitpid(pid, 0)
+    answers = refusals_after_fork(
+        lambda: buffer.sample(2), lambda: buffer.update_priority(0, 2.0), lambda: buffer.add("c")
+    )
     assert "went through" not in answers
     assert sum("process" in answer for answer in answers) >= 3
 
 
 # --- the buffers ---
-
-
 def test_priorities_come_with_tensordicts_and_go_back_with_their_batch():
     buffer = TensorDictPrioritizedReplayBuffer(
         alpha=1.0, beta=1.0, eps=0.0, storage=lambda: LazyTensorStorage(10), batch_size=1000, priority_key=("a", "td")
@@ -431,21 +394,22 @@ def test_rows_with_an_impossible_priority_are_not_written(bad):
     good = TensorDict(a=torch.arange(2), td_error=torch.tensor([2.0, 3.0]), batch_size=[2])
     buffer.extend(good)
     probabilities = buffer.sampler.probabilities()
-    for write in (
-        lambda: buffer.extend(good.clone().set("td_error", torch.tensor([1.0, bad]))),
-        lambda: buffer.extend([good[0], good[1].clone().set("td_error", torch.tensor(bad))]),
-        lambda: buffer.add(good[0].clone().set("td_error", torch.tensor(bad))),
+    row = good[0].clone().set("td_error", torch.tensor(bad))
+    for write, data in (
+        (buffer.extend, torch.stack([good[1], row])),
+        (buffer.extend, [good[1], row]),
+        (buffer.add, row),
     ):
         with pytest.raises(DataError, match="finite and not negative"):
-            write()
+            write(data)
     assert (len(buffer), buffer.write_count) == (2, 2)
     assert torch.equal(buffer.sampler.probabilities(), probabilities)
 
 
 def test_a_step_of_several_streams_brings_its_priorities():
     buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(6, ndim=2))
-    buffer.add(TensorDict(a=torch.zeros(2), td_error=torch.tensor([1.0, 3.0]), batch_size=[2]))
-    buffer.add(TensorDict(a=torch.zeros(2), td_error=torch.tensor([4.0, 2.0]), batch_size=[2]))
+    for errors in ([1.0, 3.0], [4.0, 2.0]):
+        buffer.add(TensorDict(a=torch.zeros(2), td_error=torch.tensor(errors), batch_size=[2]))
     assert buffer.sampler.probabilities().tolist() == [0.1, 0.3, 0.4, 0.2]
     with pytest.raises(ShapeError, match="2 dimensions"):
         buffer.extend(TensorDict(a=torch.zeros(2), td_error=torch.ones(2), batch_size=[2]))

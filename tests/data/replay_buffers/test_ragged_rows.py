@@ -1,7 +1,5 @@
 """Rows of any length: they come back as they were written, and share no memory with what was written or read."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -12,12 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
 from llmrl.data.llm.chat import History
 from llmrl.data.ragged.padding import pad_rows
-from llmrl.data.replay_buffers import (
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    ReplayBuffer,
-)
+from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies import containers
 from tests.support.conversation_rows import Tokens, conversations, ids
@@ -62,8 +55,7 @@ def test_mixed_layouts_come_back_as_a_lazy_stack_whatever_is_drawn():
     other["next", "reward"] = torch.zeros(1, 4, 1)  # one reward per turn
     storage.set(slice(2, 3), other)
     for index in (slice(0, 2), slice(0, 3)):
-        batch = storage.get(index)
-        assert isinstance(batch, LazyStackedTensorDict)
+        assert isinstance(batch := storage.get(index), LazyStackedTensorDict)
     assert ids(batch) == [[0, 1, 2], [0], [0, 1]]
     assert [row.shape for row in batch.get(("next", "reward"), as_list=True)] == [(1, 1), (1, 1), (4, 1)]
     restored = LazyStackStorage(10)
@@ -146,9 +138,9 @@ def test_containers_that_hold_columns_stay_columns():
 
 
 def ragged_buffer() -> ReplayBuffer:
-    columns = {"full": [torch.arange(3), torch.arange(1), torch.arange(5)]}
-    values = {"full": [torch.arange(3) / 2, torch.arange(1) / 2, torch.arange(5) / 2]}
-    tokens, log_probs = containers.Tokens.from_rows(columns), containers.LogProbs.from_rows(values)
+    numbers = [torch.arange(3), torch.arange(1), torch.arange(5)]
+    tokens = containers.Tokens.from_rows({"full": numbers})
+    log_probs = containers.LogProbs.from_rows({"full": [number / 2 for number in numbers]})
     buffer = ReplayBuffer(storage=LazyStackStorage(4))
     buffer.extend(TensorDict({"tokens": tokens, "log_probs": log_probs}, batch_size=[3]))
     return buffer
@@ -162,6 +154,12 @@ def tensors_of(value) -> list[torch.Tensor]:
     if value.batch_dims:
         return [leaf for row in value.unbind(0) for leaf in tensors_of(row)]
     return [leaf for leaf in value.values(True, True) if isinstance(leaf, torch.Tensor)]
+
+
+def _through_another(batch):
+    other = LazyStackStorage(4)
+    other.set(slice(0, 3), batch)
+    return other.get(slice(0, 3))
 
 
 READS = {
@@ -182,16 +180,10 @@ READS = {
     "a pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
     "a deep copy": lambda batch: copy.deepcopy(batch),
     "a copied container": lambda batch: copy.copy(batch["tokens"]._tensordict),
-    "another buffer": lambda batch: _through_another(batch),
+    "another buffer": _through_another,
     "select": lambda batch: batch.select("tokens"),
     "apply": lambda batch: batch.apply(lambda leaf: leaf),
 }
-
-
-def _through_another(batch):
-    other = LazyStackStorage(4)
-    other.set(slice(0, 3), batch)
-    return other.get(slice(0, 3))
 
 
 @pytest.mark.parametrize("read", READS)
@@ -217,11 +209,8 @@ def test_a_batch_keeps_what_it_read_whatever_is_written_later():
     buffer.extend(TensorDict({"tokens": again, "log_probs": again}, batch_size=[4]))
     buffer.empty()
     assert ids(batch) == [[0, 1, 2], [0], [0, 1, 2, 3, 4]]
-    assert padded.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1, padding_side="left").tolist() == [
-        [-1, -1, 0, 1, 2],
-        [-1, -1, -1, -1, 0],
-        [0, 1, 2, 3, 4],
-    ]
+    left = padded.get(("tokens", "full"), as_padded_tensor=True, padding_value=-1, padding_side="left")
+    assert left.tolist() == [[-1, -1, 0, 1, 2], [-1, -1, -1, -1, 0], [0, 1, 2, 3, 4]]
 
 
 def test_what_is_written_into_a_batch_stays_in_it_and_a_row_drawn_twice_is_two_rows():

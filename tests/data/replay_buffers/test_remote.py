@@ -1,7 +1,5 @@
 """Buffers behind remote references of torch RPC: real processes, and what is said when one of them does not answer."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os
@@ -22,7 +20,9 @@ from llmrl.data.replay_buffers import (
     RemoteTensorDictReplayBuffer,
     SamplerWithoutReplacement,
 )
-from llmrl.errors import DataError, DeadlineError, WorkerError
+from llmrl.errors import DeadlineError, WorkerError
+from tests.support.buffers import check_errors_of_proxies, check_proxy
+from tests.support.buffers import numbered as rows
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 90.0
@@ -67,11 +67,6 @@ def processes(tmp_path_factory):
         process.join(DEADLINE_S)
 
 
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict(number=number, next=TensorDict(reward=number / 2, batch_size=[count]), batch_size=[count])
-
-
 def pid(buffer) -> int:
     return os.getpid()
 
@@ -95,24 +90,7 @@ def test_a_buffer_is_used_where_it_is(processes, tmp_path):
         "owner", storage=make, sampler=SamplerWithoutReplacement, batch_size=4, timeout_s=DEADLINE_S
     )
     assert buffer.apply(pid) == processes["owner"].pid
-    assert buffer.extend(rows(0, 6)).tolist() == [0, 1, 2, 3, 4, 5]
-    assert buffer.add(rows(6, 1)[0]) == 6
-    assert (len(buffer), buffer.write_count, buffer.batch_size) == (7, 7, 4)
-    batch, info = buffer.sample(return_info=True)
-    assert torch.equal(batch["number"], info["index"])
-    assert torch.equal(batch["next", "reward"], batch["number"] / 2)
-    assert len(buffer.sample()) == 3  # the pass has seven rows
-    assert sorted(torch.cat([batch["number"] for batch in buffer]).tolist()) == list(range(7))
-    buffer[0] = rows(70, 1)[0]
-    assert buffer[0]["number"] == 70
-    assert buffer[:2]["number"].tolist() == [70, 1]
-    buffer.dumps(tmp_path)
-    state = buffer.state_dict()
-    buffer.empty()
-    assert len(buffer) == 0
-    buffer.loads(tmp_path)
-    assert buffer["number"].tolist() == [70, 1, 2, 3, 4, 5, 6]
-    buffer.load_state_dict(state)
+    buffer.load_state_dict(check_proxy(buffer, tmp_path))
     assert buffer.append_transform(negate) is buffer
     assert buffer[1]["number"] == -1
     assert "owner" in repr(buffer)
@@ -170,20 +148,9 @@ def test_priorities_and_ragged_rows_travel(processes):
     assert {len(ids) for ids in buffer.sample().get("ids", as_list=True)} == {1}
 
 
-def test_errors_of_the_buffer_come_home_as_they_are(processes):
-    with pytest.raises(TypeError, match="storage must be"):
-        RemoteTensorDictReplayBuffer.on("owner", storage=functools.partial(dict))
-    with pytest.raises(RuntimeError, match="a function that builds its own"):
-        RemoteTensorDictReplayBuffer.on("owner", storage=LazyTensorStorage(3))
-    buffer = RemoteTensorDictReplayBuffer.on("owner", storage=functools.partial(LazyTensorStorage, 10))
-    buffer.extend(rows(0, 3))
-    with pytest.raises(DataError, match="unknown key 'more'") as caught:
-        buffer.extend(rows(0, 3).set("more", torch.zeros(3)))
-    assert "In the other process" in caught.value.__notes__[0]
-    assert "_fix_schema" in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="batch_size"):
-        buffer.sample()
-    assert len(buffer) == 3
+def test_errors_of_the_buffer_reach_the_caller_unchanged(processes):
+    buffer, note = check_errors_of_proxies(functools.partial(RemoteTensorDictReplayBuffer.on, "owner"))
+    assert "In the other process" in note
     with pytest.raises(ValueError, match="positive"):
         RemoteBuffer(buffer.rref, timeout_s=0)
 
@@ -191,13 +158,13 @@ def test_errors_of_the_buffer_come_home_as_they_are(processes):
 def test_an_answer_that_does_not_come_in_time_names_the_process(processes):
     buffer = RemoteTensorDictReplayBuffer.on("owner", timeout_s=DEADLINE_S)
     buffer.timeout_s = 0.2
-    with pytest.raises(DeadlineError, match=r"'owner' must answer within timeout_s=0\.2"):
-        buffer.apply(sleep_past, 2.0)
+    with pytest.raises(DeadlineError, match=r"'owner'.*timeout_s=0\.2"):
+        buffer.apply(sleep_past, 10.0)
     with pytest.raises(WorkerError, match="'nobody'"):
         RemoteTensorDictReplayBuffer.on("nobody", timeout_s=1.0)
 
 
-def test_the_end_of_the_process_is_said_before_the_deadline(processes):
+def test_the_end_of_the_process_is_an_error_before_the_deadline(processes):
     """Last in this file: the process does not come back."""
     buffer = RemoteTensorDictReplayBuffer.on("other", timeout_s=DEADLINE_S)
     os.kill(processes["other"].pid, signal.SIGKILL)

@@ -1,7 +1,5 @@
 """A whole buffer on disk: damage to any of its files, and states that do not fit, leave a buffer as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,44 +28,18 @@ from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer
 from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError
+from tests.support.buffers import Counting, damage, restore
 
 
-class Counting:
-    """A transform with a state: how often it ran."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def __call__(self, batch: Any) -> Any:
-        self.seen += 1
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
+def buffer_of(storage=LazyTensorStorage, **parts: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=storage(20), batch_size=4, transform=Counting(), **parts)
 
 
 BUFFERS = {
-    "passes": lambda: ReplayBuffer(
-        storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4, transform=Counting()
-    ),
-    "priorities": lambda: ReplayBuffer(
-        storage=LazyTensorStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=4, transform=Counting()
-    ),
-    "trajectories": lambda: ReplayBuffer(
-        storage=LazyTensorStorage(20),
-        sampler=SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode"),
-        batch_size=4,
-        transform=Counting(),
-    ),
-    "ranks": lambda: ReplayBuffer(
-        storage=LazyStackStorage(20),
-        writer=TensorDictMaxValueWriter(rank_key="score"),
-        batch_size=4,
-        transform=Counting(),
-    ),
+    "passes": lambda: buffer_of(sampler=SamplerWithoutReplacement()),
+    "priorities": lambda: buffer_of(sampler=PrioritizedSampler(20, 0.7, 0.5)),
+    "trajectories": lambda: buffer_of(sampler=SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")),
+    "ranks": lambda: buffer_of(LazyStackStorage, writer=TensorDictMaxValueWriter(rank_key="score")),
 }
 
 
@@ -90,25 +62,15 @@ def test_a_damaged_file_is_named_and_the_buffer_stays(make, tmp_path):
     buffer = filled(make, 50, 8)
     rows = flat(buffer[:].to_dict())
     before, seen = flat(buffer.state_dict()), buffer.transforms[0].seen
-    files = sorted(file for file in current_directory(tmp_path).rglob("*") if file.is_file())
-    assert {file.relative_to(current_directory(tmp_path)).parts[0] for file in files} == {
-        "manifest.json",
-        "sampler",
-        "storage",
-        "transform.t",
-        "writer",
-    }
+    folder = current_directory(tmp_path)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    parts = {"manifest.json", "sampler", "storage", "transform.t", "writer"}
+    assert {file.relative_to(folder).parts[0] for file in files} == parts
     for file in files:
-        whole = file.read_bytes()
-        middle = len(whole) // 2
-        for damaged in (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], whole[:middle], None):
-            file.unlink()
-            if damaged is not None:
-                file.write_bytes(damaged)
+        for _ in damage(file):
             with pytest.raises(CheckpointError, match=file.name):
                 buffer.loads(tmp_path)
             assert flat(buffer.state_dict()) == before
-            file.write_bytes(whole)
     assert flat(buffer[:].to_dict()) == rows
     assert buffer.transforms[0].seen == seen + 1
     buffer.loads(tmp_path)
@@ -166,14 +128,11 @@ def test_a_state_of_other_parts_is_refused_and_nothing_changes():
 
 def test_rows_of_a_stack_along_another_dimension_are_saved_and_loaded(tmp_path):
     rows = [TensorDict(ids=torch.arange(2 * size).view(2, size), batch_size=[2]) for size in (3, 4)]
-    for way in ("dumps", "state_dict"):
+    for folder in (tmp_path, None):
         storage, other = LazyStackStorage(4, stack_dim=1), LazyStackStorage(4, stack_dim=1)
+        storage.checkpointer = other.checkpointer = ListStorageCheckpointer()
         storage.set(slice(0, 2), rows)
-        if way == "dumps":
-            ListStorageCheckpointer().dumps(storage, tmp_path)
-            ListStorageCheckpointer().loads(other, tmp_path)
-        else:
-            other.load_state_dict(storage.state_dict())
+        restore(other, storage, folder)
         assert other.get(slice(0, 2)).batch_size == (2, 2)
         for number, row in enumerate(rows):
             assert torch.equal(other.get(number)["ids"], row["ids"])
@@ -181,7 +140,7 @@ def test_rows_of_a_stack_along_another_dimension_are_saved_and_loaded(tmp_path):
 
 def test_a_sampler_whose_state_does_not_fit_leaves_the_rows(tmp_path):
     filled("priorities", 0, 12).dumps(tmp_path)
-    smaller = ReplayBuffer(storage=LazyTensorStorage(20), sampler=PrioritizedSampler(8, 0.7, 0.5), transform=Counting())
+    smaller = buffer_of(sampler=PrioritizedSampler(8, 0.7, 0.5))
     smaller.extend(TensorDict(score=torch.ones(3), batch_size=[3]))
     with pytest.raises(CheckpointError, match="max_capacity=8"):
         smaller.loads(tmp_path)
@@ -194,8 +153,7 @@ def test_a_grid_of_a_dict_or_tuple_is_restored(tmp_path):
     for number, batch in enumerate(({"obs": obs, "reward": reward}, (obs, {"reward": reward}))):
         buffer, other = (ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=1) for _ in range(2))
         buffer.extend(batch)
-        buffer.dumps(tmp_path / str(number))
-        other.loads(tmp_path / str(number))
+        restore(other, buffer, tmp_path / str(number))
         assert flat(other.storage[:]) == flat(buffer.storage[:])
         assert flat(other[:]) == flat(batch)
         assert other.storage.shape == (6, 2)
@@ -230,7 +188,7 @@ def test_rows_that_cannot_be_restored_leave_those_that_are_there(make):
 
 
 class Allocations(TorchDispatchMode):
-    """The bytes of all tensors that were made meanwhile and are no views and no mapped files."""
+    """Counts the bytes of new tensors, without views and mapped files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,10 +209,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_memmap_is_saved_and_loaded_without_a_copy_in_memory(ndim, tmp_path):
-    def storage() -> LazyMemmapStorage:
-        return LazyMemmapStorage(1000, ndim=ndim)
-
-    buffer, other = ReplayBuffer(storage=storage()), ReplayBuffer(storage=storage())
+    buffer, other = (ReplayBuffer(storage=LazyMemmapStorage(1000, ndim=ndim)) for _ in range(2))
     data = TensorDict(obs=torch.rand(1000, 250), next=TensorDict(obs=torch.rand(1000, 250), batch_size=[1000]))
     data.batch_size = [1000]
     buffer.extend(data if ndim == 1 else data.reshape(4, 250))
@@ -275,8 +230,7 @@ def test_a_hook_that_writes_into_what_it_gets_does_not_change_the_rows(tmp_path)
     buffer.extend(TensorDict(a=torch.arange(3), batch_size=[3]))
     buffer.register_save_hook(lambda content: content.apply_(lambda value: value.add_(10)))
     other.register_load_hook(lambda content: content.apply_(lambda value: value * 2))
-    buffer.dumps(tmp_path)
-    other.loads(tmp_path)
+    restore(other, buffer, tmp_path)
     assert buffer["a"].tolist() == [0, 1, 2]
     assert other["a"].tolist() == [20, 22, 24]
 

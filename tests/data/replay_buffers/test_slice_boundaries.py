@@ -1,7 +1,5 @@
 """Where trajectories of slices begin and end: what is read, what is marked, and what outlives a restart."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -16,15 +14,11 @@ from llmrl.data.replay_buffers import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-
-
-def rows(ids: list[int], **entries) -> TensorDict:
-    return TensorDict(episode=torch.tensor(ids), step=torch.arange(len(ids)), **entries, batch_size=[len(ids)])
+from tests.support.buffers import restore
+from tests.support.buffers import steps as rows
 
 
 # --- marks ---
-
-
 def stored(count: int) -> TensorDict:
     flags = torch.zeros(count, 1, dtype=torch.bool)
     done = flags.clone()
@@ -85,8 +79,6 @@ def test_rows_that_store_no_flags_get_them():
 
 
 # --- where boundaries come from ---
-
-
 def same_draws(buffers: list[ReplayBuffer]) -> bool:
     for buffer in buffers:
         buffer.set_rng(torch.Generator().manual_seed(3))
@@ -115,11 +107,11 @@ def test_ids_ends_and_keys_name_the_same_trajectories():
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
 def test_lists_of_rows_have_slices_too(storage):
-    dense = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
-    other = ReplayBuffer(storage=storage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
-    for buffer in (dense, other):
-        buffer.extend(stored(10))
-    assert same_draws([dense, other])
+    buffers = []
+    for make in (LazyTensorStorage, storage):
+        buffers.append(ReplayBuffer(storage=make(20), sampler=SliceSampler(slice_len=2), batch_size=4))
+        buffers[-1].extend(stored(10))
+    assert same_draws(buffers)
 
 
 def test_streams_of_a_grid_are_kept_apart():
@@ -159,7 +151,7 @@ def test_a_filled_buffer_takes_another_sampler_and_an_emptied_one_starts_again(r
     assert buffer.sample()["s"].tolist() == [20, 21, 22]
 
 
-def test_a_loaded_buffer_goes_on_with_the_same_slices(tmp_path, ring_of_eight):
+def test_a_loaded_buffer_continues_with_the_same_slices(tmp_path, ring_of_eight):
     def build() -> ReplayBuffer:
         sampler = SliceSampler(slice_len=3, traj_key="t")
         return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=6)
@@ -168,9 +160,8 @@ def test_a_loaded_buffer_goes_on_with_the_same_slices(tmp_path, ring_of_eight):
     first.extend(ring_of_eight[:].exclude("index"))
     first.extend(TensorDict(t=torch.tensor([2, 2, 2]), s=torch.arange(3), batch_size=[3]))
     first.sample()
-    by_state.load_state_dict(first.state_dict())
-    first.dumps(tmp_path / "dump")
-    by_file.loads(tmp_path / "dump")
+    restore(by_state, first, None)
+    restore(by_file, first, tmp_path)
     for _ in range(5):
         batch = first.sample()["s"].tolist()
         assert by_state.sample()["s"].tolist() == by_file.sample()["s"].tolist() == batch

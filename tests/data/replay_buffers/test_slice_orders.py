@@ -1,12 +1,9 @@
 """Slices of every trajectory once per pass, and slices by the priority of their first row."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import (
     LazyTensorStorage,
@@ -14,22 +11,16 @@ from llmrl.data.replay_buffers import (
     ReplayBuffer,
     SliceSamplerWithoutReplacement,
 )
-
-
-def rows(ids: list[int], **entries) -> TensorDict:
-    return TensorDict(episode=torch.tensor(ids), step=torch.arange(len(ids)), **entries, batch_size=[len(ids)])
+from tests.support.buffers import steps as rows
 
 
 # --- once per pass ---
-
-
 def test_a_pass_has_one_slice_of_every_trajectory():
     sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode")
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=6)
     lengths = [2, 5, 3, 1, 4, 2, 7, 3]  # seven have two rows or more
     buffer.extend(rows([number for number, length in enumerate(lengths) for _ in range(length)]))
-    pieces = set()
-    orders = set()
+    pieces, orders = set(), set()
     for _ in range(40):
         batches = [batch for batch in buffer]
         assert [len(batch) for batch in batches] == [6, 6, 2]
@@ -56,11 +47,9 @@ def test_trajectories_that_are_overwritten_leave_the_pass_and_new_ones_join_the_
     buffer.extend(rows([0, 0, 0, 1, 1, 1, 2, 2, 2]))
     assert buffer.sample()["episode"].tolist() == [0, 0]
     buffer.extend(rows([3, 3, 3, 3, 3]))  # over all of 0 and two rows of 1, which has one left: too short
-    assert buffer.sample()["episode"].tolist() == [2, 2]
-    assert sampler.ran_out
-    assert buffer.sample()["episode"].tolist() == [2, 2]
-    assert buffer.sample()["episode"].tolist() == [3, 3]
-    assert sampler.ran_out
+    for drawn, ends in ((2, True), (2, False), (3, True)):
+        assert buffer.sample()["episode"].tolist() == [drawn, drawn]
+        assert sampler.ran_out == ends
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])
@@ -82,8 +71,6 @@ def test_a_pass_is_resumed_in_its_middle(prefetch):
 
 
 # --- by priority ---
-
-
 def prioritized(**arguments) -> ReplayBuffer:
     arguments = {"slice_len": 3, "traj_key": "episode", "truncated_key": None} | arguments
     return ReplayBuffer(
@@ -137,13 +124,11 @@ def test_a_short_trajectory_comes_whole_by_the_priority_of_its_first_row():
     assert drawn[0, 1] / drawn.total() == pytest.approx(0.6, abs=0.05)
 
 
-def test_prioritized_slices_may_end_behind_their_trajectory_but_not_begin_before_it():
+def test_prioritized_slices_may_end_after_their_trajectory_but_not_begin_before_it():
     with pytest.warns(UserWarning, match="left side"):
-        buffer = prioritized(span=True)
-    buffer.extend(rows([0] * 4))
-    seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
-    assert seen == {(0, 1, 2), (1, 2, 3), (2, 3), (3,)}
-    buffer = prioritized(span=(False, 1))
-    buffer.extend(rows([0] * 4))
-    seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
-    assert seen == {(0, 1, 2), (1, 2, 3), (2, 3)}
+        both_sides = prioritized(span=True)
+    whole = {(0, 1, 2), (1, 2, 3)}
+    for buffer, cut in ((both_sides, {(2, 3), (3,)}), (prioritized(span=(False, 1)), {(2, 3)})):
+        buffer.extend(rows([0] * 4))
+        seen = {tuple(buffer.sampler.sample(buffer.storage, 3)[0].tolist()) for _ in range(200)}
+        assert seen == whole | cut

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
@@ -17,6 +15,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
+from tests.support.buffers import rows
 
 
 class Marking(RandomSampler):
@@ -36,12 +35,8 @@ class Marking(RandomSampler):
         self.told.append((index.tolist(), priority.tolist()))
 
 
-def rows(*numbers: int) -> TensorDict:
-    return TensorDict(a=torch.tensor(numbers), batch_size=[len(numbers)])
-
-
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage])
-def test_a_batch_carries_its_positions_and_what_the_sampler_says(storage):
+def test_a_batch_carries_its_positions_and_the_info_of_the_sampler(storage):
     buffer = TensorDictReplayBuffer(storage=storage(10), sampler=Marking(), batch_size=6)
     given = rows(*range(0, 100, 10))
     buffer.extend(given)
@@ -56,7 +51,7 @@ def test_a_batch_carries_its_positions_and_what_the_sampler_says(storage):
     assert buffer["index"].tolist() == list(range(10))
 
 
-def test_what_the_sampler_says_is_expanded_to_the_batch():
+def test_the_info_of_the_sampler_is_expanded_to_the_batch():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=Marking(), batch_size=4)
     buffer.extend(TensorDict(a=torch.arange(5).unsqueeze(1).expand(5, 7), batch_size=[5, 7]))
     batch = buffer.sample()
@@ -64,19 +59,6 @@ def test_what_the_sampler_says_is_expanded_to_the_batch():
     for key in ("index", "priority_weight", ("next", "truncated")):
         assert batch[key].shape[:2] == (4, 7)
     assert torch.equal(batch["index"], batch["a"])
-
-
-def test_a_transform_may_crop_the_batch():
-    """The documented example, in the size in which it can run: windows of 10 of 99 trajectories of 50 steps."""
-    obs = torch.randn(100, 50, 1)
-    data = TensorDict({"obs": obs[:-1], "next": {"obs": obs[1:]}}, [99])
-    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000))
-    buffer.extend(data)
-    buffer.append_transform(lambda batch: batch[:10])
-    batch = buffer.sample(128)
-    assert batch.batch_size == (10,)
-    assert batch["index"].shape == (10,)
-    assert torch.equal(batch["obs"], obs[batch["index"]])
 
 
 def test_positions_on_a_grid_are_coordinates():
@@ -89,7 +71,7 @@ def test_positions_on_a_grid_are_coordinates():
     assert buffer[:]["index"][1, 3].tolist() == [3, 1]
 
 
-def test_priorities_come_with_the_data_unless_told_otherwise():
+def test_priorities_come_with_the_data_by_default():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=Marking())
     data = rows(1, 2).set("td_error", torch.tensor([0.5, 0.25]))
     buffer.extend(data)
@@ -101,18 +83,18 @@ def test_priorities_come_with_the_data_unless_told_otherwise():
 def test_priorities_are_updated_from_a_batch():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=Marking(), priority_key=("loss", "error"))
     buffer.extend(rows(*range(8)))
-    batch = TensorDict(index=torch.tensor([3, 5]), loss=TensorDict(error=torch.tensor([1.0, 2.0])), batch_size=[2])
-    buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.told.pop() == ([3, 5], [1.0, 2.0])
-    # one position per row, expanded to its steps: the sampler reduces what a row has several of
-    steps = TensorDict(index=torch.tensor([[3, 3], [5, 5]]), batch_size=[2, 2])
-    buffer.update_tensordict_priority(steps.set(("loss", "error"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
-    assert buffer.sampler.told.pop() == ([3, 5], [[1.0, 2.0], [3.0, 4.0]])
-    # slices that were reshaped after sampling: every step has a position of its own
-    slices = TensorDict(index=torch.tensor([[3, 4], [5, 6]]), batch_size=[2, 2])
-    buffer.update_tensordict_priority(slices.set(("loss", "error"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
-    assert buffer.sampler.told.pop() == ([3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0])
-    with pytest.raises(MissingKeyError, match=r"no entry \('loss', 'error'\)"):
+    for index, error, told in (
+        ([3, 5], [1.0, 2.0], ([3, 5], [1.0, 2.0])),
+        # one position per row, expanded to its steps: the sampler reduces the several numbers of a row
+        ([[3, 3], [5, 5]], [[1.0, 2.0], [3.0, 4.0]], ([3, 5], [[1.0, 2.0], [3.0, 4.0]])),
+        # slices that were reshaped after sampling: every step has a position of its own
+        ([[3, 4], [5, 6]], [[1.0, 2.0], [3.0, 4.0]], ([3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0])),
+    ):
+        index = torch.tensor(index)
+        batch = TensorDict(index=index, batch_size=index.shape).set(("loss", "error"), torch.tensor(error))
+        buffer.update_tensordict_priority(batch)
+        assert buffer.sampler.told.pop() == told
+    with pytest.raises(MissingKeyError, match=r"\('loss', 'error'\)"):
         buffer.update_tensordict_priority(rows(1))
 
 
@@ -124,7 +106,7 @@ def test_a_list_of_tensordicts_is_written_row_by_row_with_positions_and_prioriti
     assert all("index" not in row for row in given)
     assert [(int(row["a"]), int(row["index"])) for row in (buffer[i] for i in range(3))] == [(3, 0), (1, 1), (2, 2)]
     assert buffer.sampler.told == [([0, 1, 2, 0], [0.0, 0.25, 0.5, 0.75])]
-    with pytest.raises(DataError, match="rows are tensordicts: got a Tensor"):
+    with pytest.raises(DataError, match="tensordicts: got a Tensor"):
         buffer.extend([given[0], torch.zeros(())])
     assert buffer.write_count == 4
 
@@ -203,9 +185,8 @@ def test_only_tensordicts_are_taken():
 
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
     for data in (torch.zeros(2), {"a": torch.zeros(2)}, Row(a=torch.zeros(2), batch_size=[2])):
-        with pytest.raises(DataError, match="rows are tensordicts"):
-            buffer.extend(data)
-        with pytest.raises(DataError, match="rows are tensordicts"):
-            buffer.add(data)
+        for write in (buffer.extend, buffer.add):
+            with pytest.raises(DataError, match="tensordicts"):
+                write(data)
     with pytest.raises(TypeError, match="priority_kye"):
         TensorDictReplayBuffer(priority_kye="a")

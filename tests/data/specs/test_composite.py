@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -29,9 +27,7 @@ def test_nested_get_and_set_create_what_is_between():
     assert spec["a", "b"].shape == (2,)
     assert spec.get(("a", "x")) is None
     assert spec.get(("a", "b", "c", "d"), "default") == "default"
-    with pytest.raises(
-        MissingKeyError, match=r"'acton'.* keys present: agent, agent.action, .*Did you mean 'agent.action'"
-    ):
+    with pytest.raises(MissingKeyError, match=r"'acton'.* agent, agent.action, .*Did you mean 'agent.action'"):
         agent_spec()["agent", "acton"]
     with pytest.raises(KeyError):
         spec["nope"]
@@ -45,18 +41,15 @@ def test_update_pop_separates_empty():
     assert isinstance(spec.pop(("agent", "action")), Categorical)
     assert ("agent", "action") not in spec
     assert spec.pop("gone", None) is None
-    with pytest.raises(MissingKeyError):
-        spec.pop("gone")
-    part = spec.separates("obs", ("agent", "reward"))
-    assert list(part.keys(True, True)) == ["obs", ("agent", "reward")]
+    for take in (spec.pop, spec.separates):
+        with pytest.raises(MissingKeyError):
+            take("gone")
+    assert list(spec.separates("obs", ("agent", "reward")).keys(True, True)) == ["obs", ("agent", "reward")]
     assert "obs" in spec
-    with pytest.raises(MissingKeyError):
-        spec.separates("gone")
     assert spec.separates("gone", default=None)["gone"] is None
-    assert spec.empty().shape == (2,)
-    assert spec.empty().is_empty()
-    assert Composite(a=Composite()).is_empty(recurse=True)
-    assert not Composite(a=Composite()).is_empty()
+    assert (spec.empty().shape, spec.empty().is_empty()) == ((2,), True)
+    nested = Composite(a=Composite())
+    assert (nested.is_empty(recurse=True), nested.is_empty()) == (True, False)
     del spec["obs"]
     assert "obs" not in spec
 
@@ -88,7 +81,7 @@ def test_what_cannot_be_an_entry_is_refused():
     for name in ("shape", "device", "dtype", "space"):
         with pytest.raises(AttributeError, match="cannot be named"):
             Composite({name: Unbounded()})
-    with pytest.raises(ShapeError, match=r"'obs' must begin with the Composite's, \(3,\): got \(2, 4\)"):
+    with pytest.raises(ShapeError, match=r"'obs' must begin .*\(3,\): got \(2, 4\)"):
         Composite(obs=Unbounded((2, 4)), shape=(3,))
     with pytest.raises(TypeError, match=r"'shpae' must be a spec.* Did you mean 'shape'"):
         Composite(shpae=(3,))
@@ -103,8 +96,7 @@ def test_a_device_can_be_cleared_and_set():
     spec = Composite({"in": {"x": Unbounded()}}, device="cpu")
     assert spec["in"].device == torch.device("cpu")
     assert spec.clear_device_() is spec
-    assert spec.device is None
-    assert spec["in"].device is None
+    assert spec.device is spec["in"].device is None
     assert spec["in", "x"].device == torch.device("cpu")
 
 
@@ -124,15 +116,13 @@ def test_names_of_dims_follow_them_and_are_those_of_the_values():
             spec.refine_names(*wrong)
     assert spec.names == ["env", "time"]
     spec.names = None
-    assert spec.names == [None, None]
-    assert spec.rand().names == [None, None]
+    assert spec.names == spec.rand().names == [None, None]
 
 
 def test_rand_zero_and_one_make_a_tensordict_of_the_batch_size():
     spec = agent_spec()
     for value in (spec.rand((5,)), spec.zero((5,)), spec.one((5,))):
-        assert value.batch_size == (5, 2)
-        assert value["agent"].batch_size == (5, 2)
+        assert value.batch_size == value["agent"].batch_size == (5, 2)
         assert value["obs"].shape == (5, 2, 4)
         assert "state" not in set(value["agent"].keys())
     assert spec.is_in(spec.rand())
@@ -166,12 +156,10 @@ def test_project_repairs_a_copy_of_every_nested_entry():
 def test_encode_and_to_numpy_go_through_nested_dicts():
     spec = Composite({"in": {"x": Unbounded((2,))}}, text=NonTensor(()), n=Categorical(5))
     td = spec.encode({"in": {"x": np.array([1.0, 2.0])}, "text": "hi", "n": 3})
-    assert td["in", "x"].tolist() == [1.0, 2.0]
-    assert td["text"] == "hi"
-    assert td["n"].dtype == torch.int64
     back = spec.to_numpy(td)
-    assert back["in"]["x"].tolist() == [1.0, 2.0]
-    assert back["text"] == "hi"
+    assert td["in", "x"].tolist() == back["in"]["x"].tolist() == [1.0, 2.0]
+    assert td["text"] == back["text"] == "hi"
+    assert td["n"].dtype == torch.int64
     with pytest.raises(MissingKeyError, match="'m'"):
         spec.encode({"m": 3})
 
@@ -181,8 +169,7 @@ def test_enumerate_combines_the_entries():
     assert spec.cardinality() == 4
     listed = spec.enumerate()
     assert listed.batch_size == (4,)
-    assert listed["a"].tolist() == [0, 0, 1, 1]
-    assert listed["b"].tolist() == [5, 6, 5, 6]
+    assert (listed["a"].tolist(), listed["b"].tolist()) == ([0, 0, 1, 1], [5, 6, 5, 6])
 
 
 def test_copies_compare_equal_until_they_differ():

@@ -1,7 +1,5 @@
 """What has gone wrong in specs before, each as a test of its own."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -11,8 +9,6 @@ import torch
 from llmrl.data.specs import Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 
 MASK = torch.tensor([True, False, True])
-
-
 ROWS = torch.stack([Bounded(0, 1, (3,)), Bounded(5, 6, (3,))])
 MASKED = Composite(action=Categorical(3, shape=(2, 3), mask=MASK), shape=(2,))
 

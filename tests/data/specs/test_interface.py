@@ -1,8 +1,7 @@
 """What every kind of spec takes and gives in the same way: arguments, errors, views, locks."""
 
-from __future__ import annotations
-
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -134,12 +133,11 @@ def test_encode_can_leave_a_value_on_its_device():
     value = {"a": np.array([0.0, 1.0])}
     assert spec.encode(value)["a"].is_meta
     encoded = spec.encode(value, ignore_device=True)
-    assert encoded.device is None
-    assert encoded["a"].tolist() == [0.0, 1.0]
+    assert (encoded.device, encoded["a"].tolist()) == (None, [0.0, 1.0])
     assert torch.stack([spec, spec.clone().set("b", None)]).encode([value, value], ignore_device=True)["a"].is_cpu
 
 
-def test_type_check_names_the_entry_and_a_composite_checks_the_one_that_it_is_told():
+def test_type_check_names_the_entry_and_a_composite_checks_the_given_one():
     with pytest.raises(TypeError, match=r"'obs': declared torch.float32"):
         Unbounded((2,)).type_check(torch.zeros(2, dtype=torch.int64), "obs")
     spec = Composite(a=Unbounded(), b={"c": Categorical(3)}, d=None)
@@ -150,7 +148,7 @@ def test_type_check_names_the_entry_and_a_composite_checks_the_one_that_it_is_to
     for key in (None, "b", ("b", "c")):
         with pytest.raises(TypeError, match=r"\('b', 'c'\): declared torch.int64, got torch.float32"):
             spec.type_check(value, key)
-    with pytest.raises(MissingKeyError, match="'e' is not in it"):
+    with pytest.raises(MissingKeyError, match="'e'"):
         spec.type_check(value, "e")
 
 
@@ -165,10 +163,8 @@ def test_keys_values_and_items_are_views_that_walk_the_nesting():
     for key in ("a", ("a",), ("b", "c"), ("b", "d", "e")):
         assert key in keys
         assert key in spec
-    for key in ("b", ("b", "d"), "c", ("a", "c"), 3, (), ("b", 0)):
-        assert key not in keys
-    assert ("b",) in spec.keys()
-    assert ("b", "c") not in spec.keys()
+    assert not any(key in keys for key in ("b", ("b", "d"), "c", ("a", "c"), 3, (), ("b", 0)))
+    assert [key in spec.keys() for key in (("b",), ("b", "c"))] == [True, False]
     assert ("b", "d") in spec.keys(include_nested=True)
     assert spec.keys() == {"a", "b"}
     assert spec.keys() & {"b", "z"} == {"b"}
@@ -177,12 +173,10 @@ def test_keys_values_and_items_are_views_that_walk_the_nesting():
     assert len(keys) == 4
 
 
-def test_an_entry_of_some_members_of_a_stack_is_no_key_of_it_but_can_be_deleted():
+def test_an_entry_of_some_members_of_a_stack_is_not_a_key_of_it_but_can_be_deleted():
     spec = torch.stack([Composite(a=Unbounded(), b={"c": Unbounded()}), Composite(a=Unbounded(), d=Unbounded())])
     keys = spec.keys(True)
-    assert len(keys) == 1
-    assert ("a",) in keys
-    assert "d" not in keys
+    assert (len(keys), ("a",) in keys, "d" in keys) == (1, True, False)
     del spec["d"]
     del spec["b", "c"]
     assert [list(member.keys(True)) for member in spec.members] == [["a", "b"], ["a"]]
@@ -205,18 +199,13 @@ def test_an_entry_of_some_members_of_a_stack_is_no_key_of_it_but_can_be_deleted(
 def test_a_nested_composite_of_fewer_dims_takes_the_shape(put):
     inner = Composite(x=Unbounded((3, 2, 4)), deep=Composite(y=Unbounded((3, 2))), shape=(3,))
     outer = put(Composite(shape=(3, 2)), inner)
-    assert outer["inner"].shape == (3, 2)
-    assert outer["inner", "deep"].shape == (3, 2)
+    assert outer["inner"].shape == outer["inner", "deep"].shape == (3, 2)
     assert inner.shape == (3,)  # what was given stays as it was
     assert put(Composite(shape=(3, 2)), Composite(shape=(3, 2, 5)))["inner"].shape == (3, 2, 5)
     for wrong in (Composite(shape=(2, 3)), Composite(x=Unbounded((2, 3)), shape=())):
         with pytest.raises(ShapeError, match="must begin with"):
             put(Composite(shape=(3, 2)), wrong)
     assert outer.rand()["inner"].batch_size == (3, 2)
-
-
-class Family(Composite):
-    pass
 
 
 def test_setting_the_shape_takes_nested_composites_along_or_changes_nothing():
@@ -228,15 +217,14 @@ def test_setting_the_shape_takes_nested_composites_along_or_changes_nothing():
     spec.shape = (3, 2)
     assert (spec.shape, spec["nested"].shape) == ((3, 2), (3, 2))
     assert spec.rand((5,)).batch_size == (5, 3, 2)
-    for wrong in ((3, 2, 4), (4,), 7):
-        with pytest.raises(ShapeError, match="must begin with"):
-            spec.shape = wrong
-        with pytest.raises(ValueError, match="must begin with"):
+    for wrong, error in itertools.product(((3, 2, 4), (4,), 7), (ShapeError, ValueError)):
+        with pytest.raises(error, match="must begin with"):
             spec.shape = wrong
         assert (spec.shape, spec["nested"].shape) == ((3, 2), (3, 2))
     with pytest.raises(ShapeError):
         Composite(x=OneHot(3)).shape = (3,)  # the dim of the vector
-    outer = Composite(inner=Family())
+    family = type("Family", (Composite,), {})
+    outer = Composite(inner=family())
     outer.shape = (3,)
     assert outer["inner"].shape == (3,)
     with pytest.raises(RuntimeError, match="locked"):
@@ -258,16 +246,14 @@ def test_names_go_down_to_nested_composites_and_play_no_part_in_equality():
     spec.names = ["env"]
     assert spec["a"].names == spec["a", "b"].names == ["env", "time"]
     spec["c"] = given = Composite(shape=(2, 3), names=["other", "agent"])
-    assert spec["c"].names == ["env", "agent"]
-    assert given.names == ["other", "agent"]
+    assert (spec["c"].names, given.names) == (["env", "agent"], ["other", "agent"])
     assert spec.rand()["a"].names == ["env", "time"]
     twin = spec.clone()
     twin.names = None
-    assert twin.names == [None]
-    assert twin["a"].names == [None, "time"]
+    assert (twin.names, twin["a"].names) == ([None], [None, "time"])
     assert twin == spec
+    spec.lock_()
     for write in (lambda: setattr(spec, "names", None), lambda: spec.refine_names("env")):
-        spec.lock_()
         with pytest.raises(RuntimeError, match="locked"):
             write()
 
@@ -335,12 +321,10 @@ def test_parts_unlock_once_their_whole_is_unlocked_or_gone():
 
 def test_a_stack_has_a_dim_and_a_device_where_all_its_members_have_it():
     spec = torch.stack([Composite(x=Unbounded((3,)), device="cpu", shape=(3,)), Composite(x=None, shape=(3,))], 1)
-    assert (spec.dim, spec.stack_dim, spec.shape) == (1, 1, (3, 2))
-    assert spec.device is None
+    assert (spec.dim, spec.stack_dim, spec.shape, spec.device) == (1, 1, (3, 2), None)
     assert torch.stack([Bounded(0, 1), Bounded(2, 3)]).dim == 0
     spec = torch.stack([Composite(x=Unbounded()), Composite(x=Unbounded(), device="cpu")])
-    assert spec.device is None
-    assert spec["x"].shape == (2, 1)
+    assert (spec.device, spec["x"].shape) == (None, (2, 1))
     assert spec.is_in(spec.rand())
     with pytest.raises(RuntimeError, match="Devices differ"):
         torch.stack([Composite(device="cpu"), Composite(device="meta"), Composite()])
@@ -358,8 +342,7 @@ def test_choices_as_numbers_and_as_one_hot_vectors_convert_into_each_other(group
     assert numbers.to_one_hot(hot.to_categorical(value)).equal(value)
 
 
-def test_the_feature_dims_of_a_non_tensor_are_all_of_its_dims_unless_told_otherwise():
-    assert NonTensor((2, 3)).feature_dims == 2
-    assert NonTensor((2, 3)).expand(4, 2, 3).feature_dims == 3
-    assert NonTensor((2, 3), feature_dims=1).feature_dims == 1
+def test_the_feature_dims_of_a_non_tensor_are_all_of_its_dims_by_default():
+    specs = (NonTensor((2, 3)), NonTensor((2, 3)).expand(4, 2, 3), NonTensor((2, 3), feature_dims=1))
+    assert [spec.feature_dims for spec in specs] == [2, 3, 1]
     assert NonTensor((2, 3), feature_dims=None, batched=True).rand().batch_size == (2, 3)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -58,10 +56,8 @@ SPECS = {
     "one-hot masked": OneHot(4, shape=(3, 2, 4), mask=MASK),
     "multi one-hot": MultiOneHot([3, 2]),
     "multi one-hot masked": MultiOneHot([2, 2], shape=(2, 4), dtype=torch.float32, mask=MASK | ~MASK.roll(1, -1)),
-    "stacked": torch.stack(
-        [Bounded(0, 3, shape=(2,), dtype=torch.int64), Bounded(4, 9, shape=(2,), dtype=torch.int64)]
-    ),
-    "choice": Choice([Bounded(0, 3, shape=(2,), dtype=torch.int64), Bounded(7, 9, shape=(2,), dtype=torch.int64)]),
+    "stacked": torch.stack([Bounded(0, 3, (2,), dtype=torch.int64), Bounded(4, 9, (2,), dtype=torch.int64)]),
+    "choice": Choice([Bounded(0, 3, (2,), dtype=torch.int64), Bounded(7, 9, (2,), dtype=torch.int64)]),
 }
 
 
@@ -212,17 +208,12 @@ def test_dtype_or_domain_choose_the_class():
 
 
 def test_a_class_of_ones_own_has_the_domain_of_its_base_whatever_its_name():
-    class Box(BoundedContinuous):
-        """A user's."""
-
-    class Discrete(BoundedContinuous):
-        """Whose name says otherwise."""
-
-    for kind in (Box, Discrete):
+    for name in ("Box", "Discrete"):
+        kind = type(name, (BoundedContinuous,), {})
         spec = kind(0, 1, shape=(2,))
         assert type(spec) is kind
         assert (spec.domain, spec.dtype) == ("continuous", torch.float32)
-        with pytest.raises(ConfigError, match=f"{kind.__name__}: domain must be continuous: got 'discrete'"):
+        with pytest.raises(ConfigError, match=f"{name}: .*continuous: got 'discrete'"):
             kind(0, 1, domain="discrete")
 
 
@@ -230,8 +221,7 @@ def test_bounds_are_inclusive():
     dice = Bounded(1, 6, dtype=torch.int64)
     torch.manual_seed(0)
     assert set(dice.rand((500,)).tolist()) == {1, 2, 3, 4, 5, 6}
-    assert dice.is_in(torch.tensor(6))
-    assert not dice.is_in(torch.tensor(7))
+    assert [dice.is_in(torch.tensor(eyes)) for eyes in (6, 7)] == [True, False]
     assert dice.project(torch.tensor([0, 3, 9])).tolist() == [1, 3, 6]
     assert Bounded(0.0, 1.0).project(torch.tensor([math.nan, math.inf, -2.0])).tolist() == [0.0, 1.0, 0.0]
     assert Bounded(0, 4, domain="discrete", dtype=torch.float32).project(torch.tensor(2.6)).item() == 3.0
@@ -241,8 +231,7 @@ def test_a_masked_choice_is_never_drawn_and_each_other_one_is():
     spec = Categorical(4, shape=(2,), mask=MASK)
     torch.manual_seed(0)
     drawn = spec.rand((400,))
-    assert set(drawn[:, 0].tolist()) == {0, 2}
-    assert set(drawn[:, 1].tolist()) == {3}
+    assert (set(drawn[:, 0].tolist()), set(drawn[:, 1].tolist())) == ({0, 2}, {3})
     assert not spec.is_in(torch.tensor([1, 3]))
     assert spec.project(torch.tensor([3, 0])).tolist() == [2, 3]
     assert spec.project(torch.tensor([1, 0])).tolist() == [0, 3]  # 0 and 2 are as near: the lower
@@ -252,12 +241,9 @@ def test_is_in_checks_dtype_shape_and_domain():
     spec = Bounded(0, 1, shape=(2,))
     assert spec.is_in(torch.tensor([0.0, 1.0]))
     assert torch.tensor([[0.5, 0.5]]) in spec  # extra leading dims are a batch
-    assert not spec.is_in(torch.tensor([0, 1]))
-    assert not spec.is_in(torch.zeros(3))
-    assert not spec.is_in(torch.zeros(()))
-    assert not spec.is_in([0.0, 1.0])
-    assert not spec.is_in(torch.tensor([0.0, math.nan]))
-    with pytest.raises(AssertionError, match=r"declared within \[0.0, 1.0\], got 2.0 at \[1\]"):
+    wrong = (torch.tensor([0, 1]), torch.zeros(3), torch.zeros(()), [0.0, 1.0], torch.tensor([0.0, math.nan]))
+    assert not any(spec.is_in(value) for value in wrong)
+    with pytest.raises(AssertionError, match=r"\[0.0, 1.0\], got 2.0 at \[1\]"):
         spec.assert_is_in(torch.tensor([0.0, 2.0]))
     with pytest.raises(TypeError, match=r"declared torch.float32, got torch.int64"):
         spec.type_check(torch.tensor([0, 1]))
@@ -305,14 +291,14 @@ def test_finite_domains_can_be_counted_and_listed():
         (lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool)), ConfigError, "at least one choice"),
         (lambda: Categorical(2, mask=torch.ones(2)), ConfigError, "mask must be bool"),
         (lambda: Unbounded(shape=(-2,)), ConfigError, "a dim is a size"),
-        (lambda: Bounded(0, 255, dtype=torch.int8), ConfigError, "high must be a number that torch.int8 holds"),
-        (lambda: Bounded(0, math.inf, dtype=torch.int64), ConfigError, "high must be a number that torch.int64 holds"),
+        (lambda: Bounded(0, 255, dtype=torch.int8), ConfigError, "high .*torch.int8"),
+        (lambda: Bounded(0, math.inf, dtype=torch.int64), ConfigError, "high .*torch.int64"),
         (lambda: Bounded(0.5, 0.7, dtype=torch.int64), ConfigError, "low must not exceed high"),
         (lambda: Binary(), ConfigError, "needs n"),
         (lambda: Binary(3, shape=(2,)), ConfigError, "must end with n"),
-        (lambda: OneHot(3, shape=(2,)), ShapeError, "last dim must be the number of choices, 3"),
+        (lambda: OneHot(3, shape=(2,)), ShapeError, "last dim .*choices, 3"),
         (lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool)), ShapeError, "last dim of mask must be .* 3"),
-        (lambda: MultiOneHot([2, 3], shape=(6,)), ShapeError, "last dim must be the number of choices, 5"),
+        (lambda: MultiOneHot([2, 3], shape=(6,)), ShapeError, "last dim .*choices, 5"),
         (lambda: MultiOneHot([2, 0]), ConfigError, "at least 1"),
         (lambda: MultiCategorical([2, 3], shape=(3,)), ShapeError, "end with the number of groups"),
         (lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool)), ShapeError, "number of choices, 5"),
@@ -329,8 +315,7 @@ def test_impossible_domains_are_refused(make, error, match):
 def test_non_tensor_draws_a_batch_without_a_cost_per_row():
     spec = NonTensor(shape=(64,), example_data="hello")
     value = spec.rand((3,))
-    assert isinstance(value, NonTensorData)
-    assert value.batch_size == (3, 64)
+    assert (type(value), value.batch_size) == (NonTensorData, (3, 64))
     assert spec.is_in(value)
     rows = NonTensor(shape=(4,), example_data="hello", batched=True).rand((2,))
     assert rows.tolist() == [["hello"] * 4] * 2
@@ -347,11 +332,8 @@ def test_non_tensor_checks_shape_and_type_of_what_it_can_see():
     spec = NonTensor(shape=(2,), example_data="text")
     assert spec.is_in(NonTensorStack("a", "b"))
     assert spec.is_in(NonTensorStack("a", None))
-    assert not spec.is_in(NonTensorStack("a", 3))
-    assert not spec.is_in(NonTensorStack("a", "b", "c"))
-    assert not spec.is_in(torch.zeros(2))
-    assert not spec.is_in("a")
-    assert not spec.is_in(TensorDict(batch_size=[2]))
+    wrong = (NonTensorStack("a", 3), NonTensorStack("a", "b", "c"), torch.zeros(2), "a", TensorDict(batch_size=[2]))
+    assert not any(spec.is_in(value) for value in wrong)
     assert NonTensor(shape=(2,)).is_in(TensorDict(batch_size=[2]))  # a container of any kind
     assert not NonTensor(shape=(2,)).is_in(TensorDict(batch_size=[3]))
     assert NonTensor(shape=(), example_data="text").is_in("a")
