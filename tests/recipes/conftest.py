@@ -224,9 +224,9 @@ class Workplace:
             assert self.rollouts(one, step) == self.rollouts(other, step)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def session() -> Iterator[Session]:
-    """This process alone, for the tests of one file that compute steps."""
+    """This process alone, for a test that computes steps."""
     with Session(SFTConfig(model={}, data={"path": "sums"})) as session:
         yield session
 
