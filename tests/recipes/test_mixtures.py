@@ -137,9 +137,6 @@ def main():
                     batch = rows if name == "token" else rows[:1]  # which leaves one rank without a row
                     loss, auxiliary, gradients = expected(model, batch, 0.5, name)
                     mine, _ = deal_batch(session, batch, attention_share(model), everywhere=True)
->>>>
-====
-XX
                     model = session.shard(model) if session.sharded else model
                     metrics, found = step(settings, session, model, mine, name)
                     error = worst(found, gradients)

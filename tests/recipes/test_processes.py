@@ -183,7 +183,7 @@ def test_ranks_end_with_their_launcher(place):
     for rank in alive:
         rank.kill()
     assert not alive
-    place.finish(process)
+    place.finish(process, code=-signal.SIGKILL)
 
 
 def test_a_rank_that_was_stopped_is_named(place):
