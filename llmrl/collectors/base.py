@@ -120,6 +120,10 @@ class CollectorOptions:
             raise ConfigError(f"{who}: total_frames must be positive, or -1 for no end: got {self.total_frames}.")
         if not self.timeout_s > 0:
             raise ConfigError(f"{who}: timeout_s must be positive: got {self.timeout_s}.")
+        if not isinstance(self.exploration_type, InteractionType | None):
+            raise ConfigError(f"{who}: exploration_type must be an InteractionType: got {self.exploration_type!r}.")
+        if self.replay_buffer is not None and not hasattr(self.replay_buffer, "extend"):
+            raise ConfigError(f"{who}: replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}.")
         if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
             raise ConfigError(
                 f"{who}: extend_buffer=False writes every step to a replay_buffer as it is taken: it needs one, and "
@@ -182,7 +186,7 @@ class DataCollectorBase(abc.ABC):
         try:
             return next(self._iterator)
         except BaseException:
-            self._iterator = None  # it has ended, also where it failed: only a new one can say what is wrong now
+            self._iterator = None  # it has ended, or failed: only a new one can say what is wrong now
             raise
 
     def __len__(self) -> int:

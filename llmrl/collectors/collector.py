@@ -336,6 +336,8 @@ class SyncDataCollector(DataCollectorBase):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if missing := self.state_dict().keys() - state.keys():
+            raise ConfigError(f"{type(self).__name__}: not the state of a collector: missing keys {sorted(missing)}.")
         with self.pause():
             self.detach_steps()
             if isinstance(self.policy, nn.Module):

@@ -94,9 +94,12 @@ def test_unknown_and_contradicting_arguments_are_refused():
     for wrong in ({"total_frames": 0}, {"frames_per_batch": 0}, {"extend_buffer": False}, {"interruptor": 3}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             collector(**wrong)
-    for wrong in ({"frames_per_batch": 6.0}, {"postproc": 3}, {"weight_sync_schemes": {"policy": 3}}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            collector(**wrong)
+    of_another_kind = {"frames_per_batch": 6.0, "postproc": 3, "exploration_type": "mode", "replay_buffer": 3}
+    for name, value in {**of_another_kind, "weight_sync_schemes": {"policy": 3}}.items():
+        with pytest.raises(ConfigError, match=name):
+            collector(**{name: value})
+    with pytest.raises(ConfigError, match=r"missing keys \['env_state_dict', 'frames'"):
+        collector().load_state_dict({})
     with pytest.raises(ConfigError, match=r"the policy must be a function.*got 3"):
         collector(policy=3)
     with pytest.raises(ConfigError, match=r"must return the tensordict.*got None"):
