@@ -304,7 +304,7 @@ class Session:
 
 
 def check_gpus(processes: int, gpus: int) -> None:
-    """Raises ConfigError where processes of a machine would share a GPU."""
+    """Raises ConfigError if processes of a machine would share a GPU."""
     if gpus and processes > gpus:
         raise ConfigError(
             f"session: each process needs a GPU of its own: got {processes} processes on a machine of {gpus} GPUs; "

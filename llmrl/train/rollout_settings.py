@@ -103,8 +103,10 @@ class RolloutSettings(Settings):
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness needs sleep off: the engine samples during updates")
         places = [name for name in ("gpus", "servers", "ray") if getattr(self, name)]
-        if places and self.engine != "vllm":
-            raise ValueError(f"{places[0]} needs engine vllm")
+        names = ["own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options"]
+        set_here = places + [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if set_here and self.engine != "vllm":
+            raise ValueError(f"{set_here[0]} needs engine vllm")
         if self.ray and len(places) > 1:
             raise ValueError(f"ray places the engines: leave out {places[0]}")
         if (self.gpus or self.ray) and (self.sleep or self.own_process is False):

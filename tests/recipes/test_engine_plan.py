@@ -240,6 +240,8 @@ def test_engines_on_gpus_of_their_own_are_planned_as_servers():
         ({"max_staleness": -1}, "greater than or equal to 0"),
         ({"oversample": 0.5, "engine": "transformers"}, "oversample needs engine vllm"),
         ({"ray": "auto", "engine": "transformers"}, "ray needs engine vllm"),
+        ({"sleep": False, "engine": "transformers"}, "sleep needs engine vllm"),
+        ({"options": {"seed": 1}, "engine": "transformers"}, "options needs engine vllm"),
         ({"ray": "auto", "servers": ["http://a:1"]}, "leave out servers"),
         ({"ray": "auto", "gpus": 1}, "leave out gpus"),
         ({"ray": "auto", "sleep": True}, "ray needs sleep and own_process left out"),

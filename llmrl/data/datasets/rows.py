@@ -46,7 +46,7 @@ class RowWriter:
 
     def __init__(self, who: str, folder: Path) -> None:
         self.who, self.folder, self.rows = who, folder, 0
-        self._files = ExitStack()  # closes each of them, also where the disk is full
+        self._files = ExitStack()  # closes each of them, even if the disk is full
         self._columns: dict[Key, _Column] = {}
         self._inside: torch.Size | None = None  # what the batch size of a row is
         self._texts: dict[str, int] = {}
