@@ -36,10 +36,9 @@ Group = dict[int, Rollout]  # by their place in the file of their step
 def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
     """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
-    Steps are the first, the last and others evenly between; groups with tokens are the first of a step. Of each come
-    groups in turn: the first by the id of its
-    prompt, that of the best answer, that of the worst, then the others by that id. It is as good as random, and the
-    first of them have tokens.
+    Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
+    prompt, that of the best answer, that of the worst, then the others by that id, which is as good as random. In the
+    result the groups with tokens are the first of their step.
 
     Returns  "steps" that are shown, "num_steps" and "num_rollouts" there are in all of them, "unreadable" steps;
              "rollouts", a dict each; "vocabulary", the text of each token by its id; "control", the ids of special ones

@@ -260,10 +260,8 @@ class ReplayBuffer:
         if self._write_transform is None and not self._stages:
             return data
         for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
-            if write is not None:
-                data = write(data)
-                if data is None:
-                    return None
+            if write is not None and (data := write(data)) is None:
+                return None
         return data
 
     # --- reads ---
