@@ -27,6 +27,7 @@ GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
 _watched: dict[object, float] = {}  # each watched call's end, of `time.monotonic`
 _watched_lock = threading.Lock()
+_fires_at = 0.0  # when the timer ends this process, of `time.monotonic`; 0 if it is not running
 
 
 @dataclass
@@ -250,14 +251,29 @@ def watch_lock(key: object, deadline: float | None) -> None:
     Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
     `faulthandler`, of which a process has one. It writes the stack of each thread.
     """
+    global _fires_at
     with _watched_lock:
-        if deadline is not None:
-            _watched[key] = deadline + STUCK_S
-        elif _watched.pop(key, None) is None:
+        if deadline is None:
+            _watched.pop(key, None)
             return
+        _watched[key] = deadline + STUCK_S
+        end = max(_watched.values())
+        if end <= _fires_at <= end + STUCK_S:
+            return  # starting the timer costs a thread of C, more than most calls: it serves many of them
+        if not _fires_at:
+            threading.Thread(target=_stop_timer, name="llmrl-lock-watch", daemon=True).start()
+        _fires_at = end + STUCK_S / 2
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
-            if _watched:
-                left = max(_watched.values()) - time.monotonic()
-                faulthandler.dump_traceback_later(max(left, STUCK_S), exit=True, file=sys.__stderr__)
-            else:
+            left = max(_fires_at - time.monotonic(), STUCK_S)
+            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+
+
+def _stop_timer() -> None:
+    """Stops the timer soon after the last watched call has ended."""
+    global _fires_at
+    while _fires_at:
+        time.sleep(STUCK_S / 60)
+        with _watched_lock:
+            if not _watched:
                 faulthandler.cancel_dump_traceback_later()
+                _fires_at = 0.0
