@@ -391,7 +391,7 @@ class ControlTokens:
         strings: list[str] = []
         for row, chat in enumerate(chats):
             for index, message in enumerate(chat):
-                if not isinstance(message, Mapping):
+                if not isinstance(message, (dict, Mapping)):  # a dict is found sooner
                     raise TemplateError(
                         f"ControlTokens: a message must be a mapping with 'role' and 'content': got "
                         f"{type(message).__name__} for message {index} of conversation {row}."
@@ -409,7 +409,7 @@ def _strings(value: Any) -> Iterable[str]:
     """Every string inside a JSON-like value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):
         for key, item in value.items():
             yield from _strings(key)
             yield from _strings(item)

@@ -33,7 +33,7 @@ def take_images(chat: Chat) -> tuple[Chat, list[list[Any]]]:
     images: list[list[Any]] = [[] for _ in chat]
     plain: list[Any] = list(chat)
     for number, message in enumerate(chat):
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = message.get("content") if isinstance(message, (dict, Mapping)) else None  # a dict is found sooner
         if isinstance(content, (list, tuple)) and any(map(_is_image, content)):
             images[number] = [_source_of(part) for part in content if _is_image(part)]
             parts = [{"type": "image", "image": ""} if _is_image(part) else part for part in content]

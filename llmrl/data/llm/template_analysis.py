@@ -21,6 +21,7 @@ __all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
 
 _EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
+_KEPT = {*_EXACT, *_STRUCTURE}
 _TYPE_TESTS = ("string", "none", "defined", "undefined", "mapping", "iterable", "sequence", "boolean", "number")
 _TYPE_TESTS += ("true", "false", "integer", "float")
 _WRITING_FILTERS = ("trim", "string", "tojson", "safe", "default", "d")
@@ -34,11 +35,17 @@ _NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothin
 def shape_of(value: Any, key: str = "") -> Any:
     """The part of a value that a template reads without reading contents: types, keys, roles, names, empty texts."""
     if isinstance(value, str):
-        return value if key in (*_EXACT, *_STRUCTURE) or not value or value.isspace() else None
+        return value if key in _KEPT or not value or value.isspace() else None
     if key in _EXACT:
         return repr(value)
-    if isinstance(value, Mapping):
-        return tuple([(name, shape_of(item, name)) for name, item in value.items()])
+    if isinstance(value, (dict, Mapping)):  # a dict is found sooner
+        items: list[Any] = []
+        for name, item in value.items():
+            if type(item) is str and name not in _KEPT and item and not item.isspace():  # nearly all: without a call
+                items.append((name, None))
+            else:
+                items.append((name, shape_of(item, name)))
+        return tuple(items)
     if isinstance(value, (list, tuple)):
         return (list, *[shape_of(item, key) for item in value])
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()

@@ -5,7 +5,7 @@ Ids that an engine drew are never computed again from text: `Renderer.extend` re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
         self._anchors: dict[Any, _Anchor | None] = {}
+        self.compared: set[Any] = set()  # `shape`s of conversations of which a caller has compared renderings
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -228,6 +229,16 @@ class Renderer:
             result[number] = added
         return result
 
+    def shape(self, chat: Chat, *more: Any) -> Any:
+        """Equal for conversations, and what else is given, that the template writes alike but for their texts."""
+        return object() if self._reads_contents else (conversation_shape(chat), *more)
+
+    def note_compared(self, shapes: Iterable[Any]) -> None:
+        """Adds to ``compared``."""
+        if len(self.compared) >= _MAX_SHAPES or self._reads_contents:  # then no shape comes again
+            self.compared.clear()
+        self.compared.update(shapes)
+
     def check(self) -> TemplateReport:
         """Tries the template on short conversations; a recipe shows the result before it trains.
 
@@ -302,7 +313,7 @@ class Renderer:
         """
         if self._reads_contents:
             return None
-        shape = (conversation_shape(chat), covered, add_generation_prompt, repr(tools))
+        shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
         if shape not in self._anchors:
             probe, anchor = stand_ins(chat), _shortened(stand_ins(chat, first=len(chat)), covered)
             options = {"add_generation_prompt": add_generation_prompt, "tools": tools}

@@ -78,33 +78,36 @@ def _deltas(
     messages: Sequence[Sequence[Message]],
     turns: Sequence[int],
 ) -> list[Tensor]:
-    """The ids that messages add behind a stand-in for the conversation: the same behind each kind of past."""
-    rows = list(zip(answers, messages, turns, strict=True))
-    pasts = [
-        [[_QUESTION, answer] for answer, _, _ in rows],
-        [[_SYSTEM, _QUESTION, answer] for answer, _, _ in rows],
-        [[_QUESTION, *[answer, _QUESTION] * (num - 1), answer] for answer, _, num in rows],
-        [[_QUESTION, *[answer, *map(_closed, new)] * (num - 1), answer] for answer, new, num in rows],
-    ]
-    found: list[Tensor] | None = None
-    for past in pasts:
-        chats = [[*before, *new] for before, new in zip(past, messages, strict=True)]
+    """The ids that messages add behind a stand-in for the conversation: the same behind each kind of past.
+
+    Only the first row of a shape is tried behind all of them: the others would repeat what was found for it.
+    """
+    new = [len(added) for added in messages]
+    chats = [[_QUESTION, answer, *added] for answer, added in zip(answers, messages, strict=True)]
+    found = renderer.extend(ends, chats, new)
+    shapes = [renderer.shape(chat, num) for chat, num in zip(chats, turns, strict=True)]
+    first_rows = {shape: row for row, shape in enumerate(shapes) if shape not in renderer.compared}
+    rows = list(first_rows.values())
+    for past in (
+        lambda answer, added, num: [_SYSTEM, _QUESTION, answer],
+        lambda answer, added, num: [_QUESTION, *[answer, _QUESTION] * (num - 1), answer],
+        lambda answer, added, num: [_QUESTION, *[answer, *map(_closed, added)] * (num - 1), answer],
+    ):
+        tried = [[*past(answers[row], messages[row], turns[row]), *messages[row]] for row in rows]
         try:
-            deltas = renderer.extend(ends, chats, [len(new) for new in messages])
+            deltas = renderer.extend([ends[row] for row in rows], tried, [new[row] for row in rows])
         except RewriteError:
             raise
         except TemplateError:
-            if found is None:
-                raise
             continue  # a conversation that the template does not do
-        found = deltas if found is None else found
-        if not all(map(torch.equal, deltas, found)):
+        if not all(torch.equal(delta, found[row]) for row, delta in zip(rows, deltas, strict=True)):
             raise TemplateError(
                 "append_messages: in text and tokens mode a template must write new messages alike after any past: "
-                f"template {renderer.template.name!r} writes them in another way after {turns[0]} turns or a system "
-                "message; use input_mode='history'."
+                f"template {renderer.template.name!r} writes them in another way after {turns[rows[0]]} turns or a "
+                "system message; use input_mode='history'."
             )
-    return found or []
+    renderer.note_compared(first_rows)
+    return found
 
 
 def _closed(message: Message) -> Message:
