@@ -219,6 +219,25 @@ def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode,
     assert "<tool_response>\n7: " in expected
 
 
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_only_the_first_row_of_a_shape_is_tried_behind_other_pasts(mode, tokenizer, monkeypatch):
+    """Regression: each row was, in each turn: three renderings more."""
+    tried = []
+    extend = rendering.Renderer.extend
+    monkeypatch.setattr(
+        rendering.Renderer,
+        "extend",
+        lambda self, ids, *rest, **more: tried.append(len(ids)) or extend(self, ids, *rest, **more),
+    )
+    env = make_env(tokenizer, mode, num=4)
+    policy = policy_of(tokenizer, [CALL], mode)
+    for expected in ([4, 1, 1, 1], [4, 0, 0, 0]):
+        td = policy(env.reset(queries(*"abcd")))
+        tried.clear()
+        env.step(td)
+        assert tried == expected
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_work_of_a_turn_does_not_grow_with_the_conversation(mode, tokenizer, monkeypatch):
     """Counted: characters that are parsed, and characters of the texts that are rendered and tokenised."""
