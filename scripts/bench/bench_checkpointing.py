@@ -1,0 +1,72 @@
+"""Times a training step that recomputes activations, and one that a checkpoint follows, against one without.
+
+    python scripts/bench/bench_checkpointing.py [--steps 24] [--rounds 3]
+
+Real runs of `llmrl sft sums_sft`, in turn. The first steps of a run are left out, because things are built in them.
+Checkpoints follow every fourth step and are flushed to the disk by a thread: a mean over all steps has their whole cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from table import Row, add_json_option, print_table, write_rows
+
+SETTINGS = ("eval.rows=1", "samples=0", "stop=null")
+WAYS = {
+    "neither": (),
+    "activations recomputed": ("memory.checkpointing=on",),
+    "checkpoints written": ("checkpoint.every=4",),
+}
+WARM_UP = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    add_json_option(parser)
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way, own in WAYS.items():
+            seconds[way].append(_mean_step([*SETTINGS, *own, f"steps={options.steps}"]))
+    for way, means in seconds.items():
+        print(f"{way:22}  {', '.join(f'{mean:.3f}' for mean in means)} s a step")
+    without = min(seconds["neither"])
+    rows = [
+        Row(f"a step, {way} / neither", min(means) / without, 1.4) for way, means in seconds.items() if way != "neither"
+    ]
+    print_table(rows)
+    write_rows(rows, options.json)
+
+
+def _mean_step(settings: list[str]) -> float:
+    """Seconds a step of one run, without its first steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "llmrl.run.cli",
+            "sft",
+            "sums_sft",
+            "--runs",
+            folder,
+            "--name",
+            "run",
+            *settings,
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [metrics["time/step"] for metrics in map(json.loads, lines) if "time/step" in metrics]
+    return statistics.mean(steps[WARM_UP:])
+
+
+if __name__ == "__main__":
+    main()
