@@ -3,7 +3,8 @@
     python scripts/bench/bench_checkpointing.py [--steps 24] [--rounds 3]
 
 Real runs of `llmrl sft sums_sft`, in turn. The first steps of a run are left out, because things are built in them.
-Checkpoints follow every fourth step and are flushed to the disk by a thread: a mean over all steps has their whole cost.
+Checkpoints follow every fourth step and are flushed to the disk by a thread: the mean over all steps has their whole
+cost.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _mean_step(settings: list[str]) -> float:
             "run",
             *settings,
         ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, "--name", "run"], check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [metrics["time/step"] for metrics in map(json.loads, lines) if "time/step" in metrics]
     return statistics.mean(steps[WARM_UP:])
