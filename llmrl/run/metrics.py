@@ -100,7 +100,7 @@ METRICS: dict[str, str] = {
     "perf/train_tok_s_device": "the same for each device",
     "perf/sync_gb_s": "GB of weights per second on their way to the engine, made whole from shards included",
     "perf/padding_frac": "share of the positions that went through the model in training which were padding",
-    "perf/mfu": "share of the device's peak arithmetic that training used, if the peak is known",
+    "perf/mfu": "training in bfloat16: share of the device's peak arithmetic that it used, if the peak is known",
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 

@@ -308,7 +308,7 @@ def check_gpus(processes: int, gpus: int) -> None:
     if gpus and processes > gpus:
         raise ConfigError(
             f"session: each process needs a GPU of its own: got {processes} processes on a machine of {gpus} GPUs; "
-            "start fewer with --nproc-per-node."
+            "start fewer with --nproc-per-node, or let every process see all GPUs of its machine."
         )
 
 
@@ -371,8 +371,8 @@ def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s
         time.sleep(0.1)
 
 
-def _gpu_has_bfloat16() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+def _gpu_has_bfloat16() -> bool | None:
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else None
 
 
 def _abort_at_once(default_hook: Any) -> Any:

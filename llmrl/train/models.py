@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -126,7 +127,7 @@ def load_files(
     config: ModelSource, session: Session, *, runs: Path, checked: bool = False, **head: Any
 ) -> PreTrainedModel:
     """The model of the files that ``config.model`` names; with ``head``, options of a sequence classifier, its layers
-    with such an output, read whole. For the other arguments see `load_model`.
+    with such an output, random unless the files have it. For the other arguments see `load_model`.
     """
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
@@ -145,11 +146,9 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
     # What is not trained is held in the precision of arithmetic.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
     kind = AutoModelForSequenceClassification if head else _loaded(model_class, source)
-    in_parts = session.sharded and not head
-    load = partial(_load_sharded, session, kind) if in_parts else partial(_read_all, kind)
-    offloads = session.offloads and in_parts
-    # Without a copy on the CPU; but what is sharded later goes layer by layer onto a GPU that need not hold it whole.
-    goes_there = session.device.type != "cpu" and not offloads and in_parts == session.sharded
+    load = partial(_load_sharded, session, kind) if session.sharded else partial(_read_all, kind)
+    offloads = session.offloads and session.sharded
+    goes_there = session.device.type != "cpu" and not offloads  # without a copy on the CPU
     place = {"device_map": {"": session.device}} if goes_there else {}
     options = place | _attention(config) | quantization(config, dtype)
     model = _loaded(load, source, dtype=dtype, **options, **head).eval()
@@ -189,7 +188,8 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
     from transformers import AutoConfig
 
     built = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    head = {name: options[name] for name in ("num_labels", "pad_token_id") if name in options}
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **head)
     with torch.device("meta"):
         model = auto_class.from_config(config, trust_remote_code=False, **built)
     kind = type(model)
@@ -209,12 +209,42 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
 def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
     """``kind.from_pretrained``, which would only warn of weights that it made up for want of them in the files."""
-    model, found = kind.from_pretrained(source, output_loading_info=True, **options)
-    body = f"{model.base_model_prefix}." if "num_labels" in options else ""  # a new output of one number is drawn
-    missing = sorted(name for name in found["missing_keys"] if name.startswith(body))
+    from transformers.utils import logging
+
+    has_head, verbosity = "num_labels" in options, logging.get_verbosity()
+    with warnings.catch_warnings():
+        if has_head:  # a language model's files lack that output, and have another
+            warnings.filterwarnings("ignore", "DTensor random operators")  # of drawing it, which `_draw` does again
+            logging.set_verbosity_error()
+        try:
+            model, found = kind.from_pretrained(source, output_loading_info=True, **options)
+        finally:
+            logging.set_verbosity(verbosity)
+    missing = sorted(found["missing_keys"])
+    if has_head:
+        made_up = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
+        missing = [name for name in missing if name not in made_up]
+        _draw(model, made_up)
     if missing:
         raise ValueError(f"{len(missing)} of its weights are in none of its files, such as {', '.join(missing[:3])}")
     return model
+
+
+@torch.no_grad()
+def _draw(model: PreTrainedModel, names: list[str]) -> None:
+    """Draws these weights from the seed of torch's generator, alike on any number of ranks."""
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    for name in names:
+        own = model.get_parameter(name)
+        value = torch.empty(own.shape).normal_(std=model.config.initializer_range, generator=generator)
+        _fill(own, value.to(own.dtype))
+
+
+def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a whole ``value`` into a weight, or its part of it into one that is sharded: then a collective."""
+    if isinstance(own, DTensor):
+        value = distribute_tensor(value.to(own.device_mesh.device_type), own.device_mesh, own.placements)
+    own.copy_(value)
 
 
 def _can_slice(model: PreTrainedModel, session: Session) -> bool:
@@ -240,11 +270,9 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
         value = torch.empty(own.shape, dtype=own.dtype) if values is None else values[name]
         value = value.detach().to(session.device)
-        if isinstance(own, DTensor):
-            own.copy_(distribute_tensor(value, own.device_mesh, own.placements))
-        else:
+        if not isinstance(own, DTensor):
             dist.broadcast(value, 0)
-            own.copy_(value)
+        _fill(own, value)
     return model
 
 

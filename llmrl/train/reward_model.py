@@ -39,7 +39,7 @@ def load_reward_model(
     adapter: Path | None = None,
 ) -> PreTrainedModel:
     """The layers of ``config.model`` with an output of one number, random unless the files have one; float32, on the
-    session's device, in evaluation mode. If the session shards it, each rank reads all of it into host memory first.
+    session's device, in evaluation mode; sharded if that shards.
 
     With ``config.lora`` a ``peft.PeftModel`` around it, as by `load_model`; its output is trained in full.
 
@@ -54,11 +54,11 @@ def load_reward_model(
             body.config.num_labels, body.config.pad_token_id = 1, tokenizer.pad_token_id
             model = AutoModelForSequenceClassification.from_config(body.config)
             model.base_model.load_state_dict(body.base_model.state_dict())
-            model = model.to(session.device)
+            model = model.to(session.device).eval()
+            model = session.shard(model) if session.sharded else model
         else:
             head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
             model = load_files(config, session, runs=runs, checked=checked, **head)
-    model = session.shard(model.eval()) if session.sharded else model.eval()
     return add_adapters(config, model, session, adapter) if config.lora else model
 
 

@@ -262,9 +262,14 @@ class ModelSource(Settings):
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
-    def in_bfloat16(self, gpu_has_it: bool) -> bool:
-        """The arithmetic, of a GPU that has bfloat16 or not."""
-        return self.dtype == "bfloat16" or (self.dtype == "auto" and gpu_has_it)
+    def in_bfloat16(self, gpu_has_it: bool | None) -> bool:
+        """The arithmetic, of a GPU that has bfloat16 or not; None: of a CPU.
+
+        Raises  ConfigError for bfloat16 on a GPU that does not have it
+        """
+        if self.dtype == "bfloat16" and gpu_has_it is False:
+            raise ConfigError("dtype: bfloat16 needs a GPU that computes in it: got an older one; use dtype=float32.")
+        return self.dtype == "bfloat16" or (self.dtype == "auto" and bool(gpu_has_it))
 
     @model_validator(mode="before")
     @classmethod

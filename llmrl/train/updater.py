@@ -108,7 +108,8 @@ class Updater:
         self.optimizer = make_optimizer(self._trained, optim, place)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
-        self._shape = model_shape(self._model) if self._gpu and self._gpu.flops else None
+        is_known = self._gpu and self._gpu.flops and session.low_precision  # the table has the peak of bfloat16
+        self._shape = model_shape(self._model) if is_known else None
 
     def step(self, loss: Loss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.

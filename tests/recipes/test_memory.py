@@ -249,6 +249,14 @@ def test_an_engine_that_its_gpus_cannot_hold_is_refused():
     assert "4 GPUs for engines alone" in rows[2][1]
 
 
+def test_bfloat16_is_refused_by_the_plan_of_a_gpu_without_it():
+    with Session(sft()) as session:
+        assert memory_rows(sft(dtype="auto"), shape_of("0.5B"), session, parse_gpu("V100"))
+        with pytest.raises(ConfigError, match=r"dtype: bfloat16 needs a GPU .* use dtype=float32"):
+            memory_rows(sft(dtype="bfloat16"), shape_of("0.5B"), session, parse_gpu("V100"))
+    assert sft(dtype="bfloat16").in_bfloat16(None), "a CPU computes in it"
+
+
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2", "gpt2"])
 def test_with_adapters_the_plan_is_near_and_not_far_below_what_is_kept(family, low):
