@@ -38,8 +38,6 @@ from llmrl.data.ragged.layout import (
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
-__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
-
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
 

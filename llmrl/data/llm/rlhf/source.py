@@ -10,8 +10,6 @@ from typing import Any
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
 from llmrl.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["Source", "blocks_of"]
-
 Row = Mapping[str, Any]
 _DEFAULT_ROOT = Path("~/.cache/llmrl/data")
 _VALID_ROWS = 2000  # of a hub dataset's "valid" splits

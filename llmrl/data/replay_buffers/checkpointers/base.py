@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensordict import NestedKey
 
-from llmrl.data.replay_buffers.checkpointers.containers import Container, FileContainer, H5Container
+from llmrl.data.replay_buffers.checkpointers.containers import FileContainer, H5Container
 from llmrl.data.replay_buffers.directory import current_directory, read_manifest, replace_directory, write_manifest
 from llmrl.data.replay_buffers.serialization import decode, encode, encode_rows
 from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
@@ -27,15 +27,6 @@ from llmrl.errors import CheckpointError, DataError
 if TYPE_CHECKING:
     from llmrl.data.replay_buffers.storages import Storage
 
-
-__all__ = [
-    "FlatStorageCheckpointer",
-    "H5StorageCheckpointer",
-    "ListStorageCheckpointer",
-    "NestedStorageCheckpointer",
-    "StorageCheckpointerBase",
-    "TensorStorageCheckpointer",
-]
 
 FORMAT, FORMAT_VERSION = "llmrl.storage", 3
 
@@ -87,8 +78,7 @@ class StorageCheckpointerBase:
             is_full = counters["length"] >= counters["max_size"]
             where = {"shift": counters["cursor"] // prod(counters["trailing"]) if is_full else 0, "is_full": is_full}
             for hook in self._save_hooks:
-                content = hook(content, **where) if getattr(hook, "takes_counters", False) else hook(content)
-                self._check_hook(hook, content)
+                content = self._hooked(hook, content, **(where if getattr(hook, "takes_counters", False) else {}))
             content, layout = self._encode(content, where)
         with replace_directory(path) as folder:
             with self._open(folder) as (container, name):
@@ -101,16 +91,6 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError, with the storage unchanged, if the checkpoint is missing, damaged, or does not fit
         """
-        content, counters = self._read(path)
-        try:
-            storage.restore(content, counters)
-        except DataError as error:
-            raise CheckpointError(
-                f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
-                "them into one that was built and filled alike, or that is new."
-            ) from error
-
-    def _read(self, path: str | Path) -> tuple[Any, dict[str, Any]]:
         folder = current_directory(path)
         manifest = read_manifest(type(self).__name__, folder, FORMAT, FORMAT_VERSION)
         name, files = manifest["container"], manifest["files"]
@@ -124,23 +104,30 @@ class StorageCheckpointerBase:
         if content is not None:
             content = _DECODERS[manifest["layout"]["name"]](content)
             for hook in self._load_hooks:
-                content = hook(content)
-                self._check_hook(hook, content)
-        return content, manifest["ring"]
+                content = self._hooked(hook, content)
+        try:
+            storage.restore(content, manifest["ring"])
+        except DataError as error:
+            raise CheckpointError(
+                f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
+                "them into one that was built and filled alike, or that is new."
+            ) from error
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
         """The content to write and the manifest's note on its layout; ``where`` is ``shift`` and ``is_full``."""
         return content, {"name": "rows"}
 
     @contextmanager
-    def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
+    def _open(self, folder: Path) -> Iterator[tuple[FileContainer | H5Container, str | None]]:
         """The container to write to, and the name of its file if it is one."""
         with closing(FileContainer(folder)) as container:
             yield container, None
 
-    def _check_hook(self, hook: Hook, content: Any) -> None:
+    def _hooked(self, hook: Hook, content: Any, **where: Any) -> Any:
+        content = hook(content, **where)
         if content is None:
             raise CheckpointError(f"{type(self).__name__}: a hook must return the content: got None from {hook!r}.")
+        return content
 
 
 # --- the named checkpointers: another layout of the rows, or another container ---
@@ -248,6 +235,6 @@ class H5StorageCheckpointer(_StepsCheckpointer):
         return (H5Split()(encoded) if layout["name"] == "h5" else encoded), layout
 
     @contextmanager
-    def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
+    def _open(self, folder: Path) -> Iterator[tuple[FileContainer | H5Container, str | None]]:
         with H5Container.open(folder / self.checkpoint_file, "w", self._h5_kwargs) as container:
             yield container, self.checkpoint_file

@@ -19,10 +19,8 @@ from llmrl.data.replay_buffers.directory import (
     write_object,
 )
 from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble, TensorStorage
-from llmrl.data.replay_buffers.utils import load_transform, transform_state
+from llmrl.data.replay_buffers.utils import load_transforms, transform_states
 from llmrl.errors import UnsupportedError
-
-__all__ = ["StorageEnsembleCheckpointer", "default_for"]
 
 _FORMAT, _FORMAT_VERSION = "llmrl.storage_ensemble", 2
 _TRANSFORMS = "transforms.pt"
@@ -46,7 +44,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         with replace_directory(path) as folder:
             for number, member in enumerate(storage.storages):
                 _checkpointer_of(member).dumps(member, folder / str(number))
-            write_object([transform_state(transform) for transform in storage.transforms], folder / _TRANSFORMS)
+            write_object(transform_states(storage.transforms), folder / _TRANSFORMS)
             members = [type(member).__name__ for member in storage.storages]
             write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"members": members})
 
@@ -57,8 +55,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         states = read_object(folder / _TRANSFORMS)
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
         storage.restore_each(folders, lambda member, its: _checkpointer_of(member).loads(member, its))
-        for transform, state in zip(storage.transforms, states, strict=True):
-            load_transform(transform, state)
+        load_transforms(storage.transforms, states)
 
 
 def default_for(storage: Storage) -> StorageCheckpointerBase:

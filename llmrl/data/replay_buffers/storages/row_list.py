@@ -16,6 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from tensordict.base import is_tensor_collection
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.layout import (
     NUMBERS,
@@ -27,6 +28,7 @@ from llmrl.data.ragged.layout import (
     copy_columns,
     copy_like,
     is_leaf,
+    is_tree,
     put_rows_together,
     put_together,
     ragged_column,
@@ -38,7 +40,6 @@ from llmrl.data.ragged.layout import (
 from llmrl.data.ragged.stack import LazyRows
 from llmrl.data.ragged.tensordicts import LazyCopy, rows_form
 from llmrl.data.replay_buffers.storages.base import Index, Storage, row_limit
-from llmrl.data.replay_buffers.utils import split
 from llmrl.errors import DataError
 
 _SPARSE = 4  # a block is given up once less than a quarter of its rows is left: memory is bounded, and copies are rare
@@ -312,7 +313,7 @@ class ListStorage(RowList):
         elif _is_row(data) and data.batch_dims:
             self._put(positions(index, self.max_size), to_rows(data, self.device))
         else:
-            self._put(positions(index, self.max_size), [self._kept(row) for row in split(data)])
+            self._put(positions(index, self.max_size), [self._kept(row) for row in _split(data)])
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -445,6 +446,17 @@ def copy_object(value: Any, device: torch.device | None = None) -> Any:
     elif device is None or not hasattr(value, "to"):
         return value
     return value if device is None else value.to(device)
+
+
+def _split(data: Any) -> list[Any]:
+    """The single rows of a batch."""
+    if isinstance(data, Tensor) or is_tensor_collection(data):
+        return list(data.unbind(0))
+    if isinstance(data, list) or not is_tree(data):
+        return list(data)
+    leaves, spec = pytree.tree_flatten(data, is_leaf=is_leaf)
+    rows = zip(*[_split(leaf) for leaf in leaves], strict=True)
+    return [pytree.tree_unflatten(list(row), spec) for row in rows]
 
 
 def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Sequence[int]:

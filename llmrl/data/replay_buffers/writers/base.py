@@ -172,12 +172,10 @@ class ImmutableDatasetWriter(Writer):
 class WriterEnsemble(Members, Writer):
     """Several writers. ``ensemble[i].add(row)`` writes; the ensemble itself does not know where to: RuntimeError."""
 
+    _held_in = "writers"
+
     def __init__(self, *writers: Writer) -> None:
         self.writers = self._checked(writers, Writer)
-
-    @property
-    def _members(self) -> tuple[Writer, ...]:
-        return self.writers
 
     def register_storage(self, storage: StorageEnsemble) -> None:
         for writer, member in zip(self.writers, storage.storages, strict=True):
@@ -215,7 +213,8 @@ def _with_index(data: Any, index: int | Tensor, trailing: Sequence[int]) -> Any:
     if isinstance(data, list):
         return [_with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
     single = isinstance(index, int)
-    where = coordinates(torch.full((), index) if single else index, trailing)
+    where = torch.full((), index) if single else index
+    where = coordinates(where, trailing) if trailing else where
     inside = data.batch_size if single else data.batch_size[1:]
     if inside:
         rows, after = where.shape[: 0 if single else 1], where.shape[0 if single else 1 :]
