@@ -196,6 +196,5 @@ def _as_tensor(value: Any) -> Any:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype in (np.uint16, np.uint32, np.uint64):
         array = array.astype(np.int64)  # torch has hardly any operation for them
-    return torch.from_numpy(
-        np.ascontiguousarray(array).copy() if not array.flags.writeable else np.ascontiguousarray(array)
-    )
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

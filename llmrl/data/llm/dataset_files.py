@@ -301,8 +301,6 @@ def _pick(row: Row, names: Iterable[str], what: str, where: str, *, or_messages:
 
 
 def _resolve_images(row: dict[str, Any], folder: Path) -> None:
-    """Makes relative paths in the columns of images relative to ``folder``."""
-
     def resolved(image: Any) -> Any:
         is_path = isinstance(image, str) and not image.startswith(("data:", "http://", "https://"))
         return str(folder / Path(image).expanduser()) if is_path else image

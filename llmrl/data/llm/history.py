@@ -202,7 +202,6 @@ class History(TensorClass["nocast"]):
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
     def _repr_html_(self) -> str:
-        """The first conversations, for a notebook."""
         chats = {0: [[self._nested]], 1: [self._nested]}.get(self.ndim, self._nested)
         if self.ndim > 2:
             return f"<pre>{html.escape(visible(repr(self)))}</pre>"
@@ -290,7 +289,6 @@ def _init(
 
 
 def _repr(self: History) -> str:
-    """The shape and the first messages."""
     return f"History({list(self.shape)}, {_SHORT.repr(self._nested)})"
 
 
@@ -309,12 +307,10 @@ def _message_html(message: Message) -> str:
 
 
 def _column(self: History, name: str) -> Any:
-    """One field of every message: a value, a list, or nested lists."""
     return _pick_field(self._nested, self.ndim, name)
 
 
 def _parsed(row: ChatTemplate, text: str) -> Any:
-    """The messages that a template's parser reads in a text; it may be a user's, and raise anything."""
     if not isinstance(text, str):
         raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
     try:
@@ -355,7 +351,6 @@ def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
 
 
 def _pick_field(nested: Any, ndim: int, name: str) -> Any:
-    """One field of every message, as nested lists."""
     if ndim:
         return [_pick_field(row, ndim - 1, name) for row in nested]
     return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)

@@ -186,9 +186,7 @@ class _Walk:
                 return _NOTHING
             case nodes.Concat() | nodes.Add():
                 return _TEXT if level else _NOTHING
-            case (
-                nodes.Or() | nodes.And() | nodes.List() | nodes.Tuple() | nodes.Dict() | nodes.Pair() | nodes.Keyword()
-            ):
+            case _ if isinstance(node, _HOLDERS):
                 return level
         if level:
             raise _ReadsError

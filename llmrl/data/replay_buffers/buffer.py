@@ -104,13 +104,10 @@ class ReplayBuffer:
         if dim_extend is not None:
             self.dim_extend = dim_extend
         self._write_transform = write_transform
-        self._stages: list[Stage] = []
+        transform = transform if transform_factory is None else transform_factory()
+        self._stages: list[Stage] = [] if transform is None else [as_stage(transform)]
         self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
         self._iterator: Iterator[Any] | None = None
-        if transform_factory is not None:
-            transform = transform_factory()
-        if transform is not None:
-            self._stages.append(as_stage(transform))
         if not delayed_init:
             self._build_parts()
 

@@ -82,7 +82,10 @@ def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...
     """
     if ndim == 1 and time_dim == 0:
         return data, ()
-    shape = _leading_shape(data)
+    first = data if is_leaf(data) else tree_leaves(data)[0]
+    if not isinstance(first, Tensor) and not is_tensor_collection(first):
+        raise ShapeError(f"extend: a batch on a grid consists of tensors or tensordicts: got {type(first).__name__}.")
+    shape = first.shape
     if len(shape) < max(ndim, time_dim + 1):
         raise ShapeError(
             f"extend: a batch for a storage of {ndim} dimensions has time in dimension {time_dim}: got the shape "
@@ -112,11 +115,3 @@ def cells_in_row(where: Where, data: Any) -> tuple[Where, Any]:
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return function(data) if is_leaf(data) else tree_map(function, data)
-
-
-def _leading_shape(data: Any) -> torch.Size:
-    """The dimensions that all leaves share and that count rows: the batch size of a tensordict."""
-    first = data if is_leaf(data) else tree_leaves(data)[0]
-    if not isinstance(first, Tensor) and not is_tensor_collection(first):
-        raise ShapeError(f"extend: a batch on a grid consists of tensors or tensordicts: got {type(first).__name__}.")
-    return first.shape

@@ -56,11 +56,13 @@ class Members:
         return zip(self._members, states, strict=True)
 
 
-def refused(what: str) -> Callable[..., NoReturn]:
-    """A method that an ensemble does not have."""
+def refused(
+    what: str, rule: str = "rows are written to a member", advice: str = "use ensemble[i]"
+) -> Callable[..., NoReturn]:
+    """A method that a class does not have; by default an ensemble."""
 
     def refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: rows are written to a member: got {what}; use ensemble[i].")
+        raise RuntimeError(f"{type(self).__name__}: {rule}: got {what}; {advice}.")
 
     return refuse
 

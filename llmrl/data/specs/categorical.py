@@ -104,7 +104,6 @@ class _Numbers(Discrete, _Choices):
         return torch.cat(parts, -1)
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """One entry per group as a value of the spec."""
         return torch.stack(list(parts), -1) if self._grouped else parts[0]
 
 

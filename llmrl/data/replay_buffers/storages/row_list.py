@@ -78,7 +78,6 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 
 @torch.no_grad()
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
-    """Copies of columns, as rows."""
     forms = ragged_forms(layout, columns)
     copies = copy_columns(layout, columns, device, forms)
     if device is not None:
@@ -88,7 +87,6 @@ def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.d
 
 
 def _cells(kind: Any, column: Any) -> Sequence[Any]:
-    """The share of every row of a column."""
     if type(kind) is not TensorLeaf:
         return column
     if kind.shape.numel() == 1 and kind.dtype in NUMBERS and column.is_cpu:
@@ -140,7 +138,6 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
 
 
 def _batch_size(row: Row) -> torch.Size | None:
-    """The batch size of a single row; None if only the row itself can tell."""
     root = row.layout.root
     if type(root) is LazyBranch:
         return row.leaves[0]
@@ -231,7 +228,15 @@ class RowList(Storage):
     def _put(self, where: Sequence[int], rows: list[Any]) -> None:
         self.counters.check_writable(type(self).__name__)
         self._check_run(where, len(rows))
-        _place(self._rows, where, self._with_known_layouts(rows))
+        held, rows = self._rows, self._with_known_layouts(rows)
+        if isinstance(where, range):
+            held[where.start : where.stop] = rows
+        else:
+            for position, row in zip(where, rows, strict=True):
+                if position < len(held):
+                    held[position] = row
+                else:
+                    held.append(row)
         for position in self._note_block(where):
             row = self._rows[position]
             self._rows[position] = copy_row(row) if type(row) is Row else copy_object(row)
@@ -338,7 +343,6 @@ class ListStorage(RowList):
         return LazyStackedTensorDict.maybe_dense_stack(single_rows(rows))
 
     def _kept(self, value: Any) -> Any:
-        """A copy of one object in the form in which it is stored."""
         return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
 
     def _known(self, layout: Layout) -> Layout:
@@ -467,18 +471,6 @@ def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Seque
     if isinstance(index, Tensor):
         return index.tolist()
     return [index] if isinstance(index, int) else list(index)
-
-
-def _place(held: list[Any], where: Sequence[int], rows: Sequence[Any]) -> None:
-    """Puts rows at positions of a list that leave no gap."""
-    if isinstance(where, range):
-        held[where.start : where.stop] = rows
-        return
-    for position, row in zip(where, rows, strict=True):
-        if position < len(held):
-            held[position] = row
-        else:
-            held.append(row)
 
 
 def _is_row(value: Any) -> bool:

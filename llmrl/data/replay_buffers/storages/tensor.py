@@ -424,7 +424,6 @@ def _dimensions(who: str, ndim: int) -> int:
 
 
 def _stack(rows: list[Any]) -> Any:
-    """A list of single rows as one batch."""
     if isinstance(rows[0], Tensor):
         return torch.stack(rows)
     if is_tree(rows[0]):

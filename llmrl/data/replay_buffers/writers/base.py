@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,6 +139,9 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
         return with_index(data, index, self.storage)
 
 
+_read_only = partial(refused, rule="a data set is not written to", advice="copy its rows into another buffer")
+
+
 class ImmutableDatasetWriter(Writer):
     """Refuses every write: RuntimeError.
 
@@ -151,22 +155,8 @@ class ImmutableDatasetWriter(Writer):
     RuntimeError: ImmutableDatasetWriter: a data set is not written to: got add; copy its rows into another buffer.
     """
 
-    def add(self, data: Any) -> NoReturn:
-        self._refuse("add")
-
-    def extend(self, data: Any) -> NoReturn:
-        self._refuse("extend")
-
-    def as_stored(self, data: Any, index: Any) -> NoReturn:
-        self._refuse("rows to replace others")
-
-    def empty(self, empty_write_count: bool = True) -> NoReturn:
-        self._refuse("empty")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__}: a data set is not written to: got {what}; copy its rows into another buffer."
-        )
+    add, extend, empty = map(_read_only, ("add", "extend", "empty"))
+    as_stored = _read_only("rows to replace others")
 
 
 class WriterEnsemble(Members, Writer):
