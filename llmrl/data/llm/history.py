@@ -315,7 +315,7 @@ def _parsed(row: ChatTemplate, text: str) -> Any:
         raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
     try:
         messages = row.parse(text)
-    except Exception as error:
+    except Exception as error:  # a parser may be a user's
         raise TemplateError(
             f"History.from_text: the parser of template {row.name!r} must read the text: got {type(error).__name__} "
             f"({error}) for {text[:80]!r}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -207,23 +207,20 @@ class SpanFinder:
         return render([chat], tools, chat_template=self._template.jinja, **options)[0][0]
 
 
-class _Skeleton:
+class _Skeleton(NamedTuple):
     """The text that a template writes around the contents of one sequence of roles."""
 
-    __slots__ = ("_margins", "_pieces")
-
-    def __init__(self, pieces: list[str], margins: list[tuple[int, int, int]]) -> None:
-        self._pieces = pieces  # one more than messages
-        self._margins = margins  # per assistant message: its index, characters of the span before and after the content
+    pieces: list[str]  # one more than messages
+    margins: list[tuple[int, int, int]]  # per answer: its index, characters of the span before and after the content
 
     def spans(self, contents: list[str], text: str) -> list[Span] | None:
         """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
         parts = [""] * (2 * len(contents) + 1)
-        parts[::2], parts[1::2] = self._pieces, contents
+        parts[::2], parts[1::2] = self.pieces, contents
         if "".join(parts) != text:
             return None
         places = [0, *accumulate(map(len, parts))]
-        return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self._margins]
+        return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self.margins]
 
 
 def only_contents(chats: Sequence[Chat]) -> bool:

@@ -191,7 +191,6 @@ class MCTSForest:
                 continue
             parent, first, depth = task
             size = len(on_path)
-            node, branches = start, []
             following = [start] if first is None else [self._ends[first]]
             branches = [] if first is None else [first]
             is_repeated = False

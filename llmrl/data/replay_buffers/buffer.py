@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.layout import tree_map
 from llmrl.data.ragged.stack import set_entry
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.grid_index import (
     cells_in_row,
     coordinates,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
 from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from llmrl.data.replay_buffers.storages import StorageEnsemble
