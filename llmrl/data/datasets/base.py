@@ -169,10 +169,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         self._write(self.data_path, lambda _: [(rows, "split_trajs")], {**kept, "split_of": storage.notes["id"]})
 
     def _write(
-        self,
-        path: Path,
-        parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]],
-        notes: dict[str, Any],
+        self, path: Path, parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]], notes: dict[str, Any]
     ) -> None:
         notes = {**notes, "id": uuid.uuid4().hex, "dataset": f"{self._who} {self.dataset_id}", "options": self._options}
         with replace_directory(path) as draft, RowWriter(self._who, draft) as writer:

@@ -44,10 +44,7 @@ class LazyRows(LazyStackedTensorDict):
 
     @classmethod
     def over(
-        cls,
-        source: Any,
-        batch_size: torch.Size,
-        ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None,
+        cls, source: Any, batch_size: torch.Size, ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None
     ) -> Self:
         """A stack of rows of this source, which is kept, not copied."""
         self = cls.__new__(cls)

@@ -26,15 +26,7 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.layout import (
-    Layout,
-    Leaf,
-    is_leaf,
-    put_rows_together,
-    put_together,
-    take_apart,
-    take_rows_apart,
-)
+from llmrl.data.ragged.layout import Layout, Leaf, is_leaf, put_rows_together, put_together, take_apart, take_rows_apart
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
