@@ -208,8 +208,7 @@ class ReplayBuffer:
             if self._stages or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
-                data = self._invert(data)
-                if data is None:
+                if (data := self._invert(data)) is None:
                     return torch.empty(0, dtype=torch.int64)
             return self._extend(data)
 
@@ -217,8 +216,7 @@ class ReplayBuffer:
         """Replaces rows in place; length and cursor stay as they are."""
         with self._storage.lock:
             where = self._select(index)
-            data = self._invert(data)
-            if data is None:
+            if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
