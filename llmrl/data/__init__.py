@@ -47,7 +47,6 @@ __all__ = [
     "create_infinite_iterator",
     "get_dataloader",
 ]
-_OF_CONVERSATIONS = tuple(__all__)
 __all__ += maps.__all__
 __all__ += postprocs.__all__
 __all__ += replay_buffers.__all__
@@ -56,7 +55,7 @@ __all__ += ted.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_CONVERSATIONS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from llmrl.data import llm  # loads transformers, which buffers and specs do without
 

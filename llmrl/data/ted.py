@@ -86,7 +86,9 @@ class _Encoder(ABC):
                 moved.append(list(key))
             elif key not in shifted:
                 entries[("next", *key)] = value
-        self._check_overlap(entries)
+        for key in entries:
+            if any(key[:length] in entries for length in range(1, len(key))):
+                raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
         unmarked = int((ends & ~marked).sum())
         has_ends = done is not None and not unmarked and list(self.done_key[1:]) in moved
         notes = {
@@ -140,11 +142,6 @@ class _Encoder(ABC):
         own = {INFO, ROOT, ENDS, self.shift_key, self.is_full_key} & {*td.keys(), *td.get("next").keys()}
         if own:
             raise DataError(f"{who}: the codec uses these names itself: got rows with entries {sorted(own)}; rename.")
-
-    def _check_overlap(self, entries: dict[Key, Tensor]) -> None:
-        for key in entries:
-            if any(key[:length] in entries for length in range(1, len(key))):
-                raise DataError(f"{type(self).__name__}: {key} of 'next' and of the root would overlap; rename one.")
 
     def _notes_into(self, out: TensorDict, notes: dict[str, Any], shift: int, is_full: bool) -> TensorDict:
         for name, value in ((self.shift_key, int(shift)), (self.is_full_key, bool(is_full)), (INFO, notes)):

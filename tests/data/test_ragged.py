@@ -1,4 +1,4 @@
-"""Ragged rows: padding and its inverse, and stacks that build their rows when one is read."""
+"""Ragged rows: padding, and stacks that build their rows when one is read."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmrl.data.ragged.padding import lengths_mask, pad_rows, unpad_rows
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.stack import MessageStack, RaggedStack
 from llmrl.data.replay_buffers.serialization import decode
 from llmrl.errors import ShapeError
@@ -30,29 +30,20 @@ def test_masks_by_hand():
     assert lengths_mask([2, 0, 3], 3, "left").int().tolist() == [[0, 1, 1], [0, 0, 0], [1, 1, 1]]
 
 
-def test_unpadding_by_lengths_or_mask():
-    x = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert [row.tolist() for row in unpad_rows(x, [1, 0])] == [[1], []]
-    assert [row.tolist() for row in unpad_rows(x, torch.tensor([2, 1]), side="left")] == [[2, 3], [6]]
-    holes = torch.tensor([[True, False, True], [False, True, False]])
-    assert [row.tolist() for row in unpad_rows(x, holes)] == [[1, 3], [5]]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
     side=st.sampled_from(["left", "right"]),
     more=st.integers(0, 2),
 )
-def test_unpadding_inverts_padding(lengths, side, more):
+def test_the_mask_of_padded_rows_finds_them(lengths, side, more):
     rows = [torch.rand(n, 2) for n in lengths]
     width = max(lengths) + more
     padded = pad_rows(rows, value=-1, side=side, length=width)
     assert padded.shape == (len(rows), width, 2)
     mask = lengths_mask(lengths, width, side)
     assert torch.equal(mask, padded[..., 0] >= 0)
-    for again in (unpad_rows(padded, mask), unpad_rows(padded, lengths, side=side)):
-        assert all(torch.equal(row, other) for row, other in zip(rows, again, strict=True))
+    assert all(torch.equal(row, other) for row, other in zip(rows, padded[mask].split(lengths), strict=True))
 
 
 def test_gradients_reach_the_rows():
@@ -72,8 +63,6 @@ def test_gradients_reach_the_rows():
         (lambda: pad_rows([torch.zeros(1), torch.zeros(1).double()]), ShapeError, "float64"),
         (lambda: pad_rows(ROWS, side="middle"), ValueError, "'middle'"),
         (lambda: lengths_mask([4], 3), ShapeError, "T=3"),
-        (lambda: unpad_rows(torch.zeros(2, 3), [1]), ShapeError, r"\[1\] for x \[2, 3\]"),
-        (lambda: unpad_rows(torch.zeros(2, 3), torch.ones(2, 2, dtype=torch.bool)), ShapeError, r"\[2, 2\]"),
     ],
 )
 def test_rows_that_do_not_fit_and_unknown_sides_are_refused(call, error, message):

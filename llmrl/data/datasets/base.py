@@ -22,10 +22,10 @@ import cloudpickle
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.data.datasets.downloads import RemoteFile, fetch, read_ledger, remove_downloads, sha256
+from llmrl.data.datasets.downloads import RemoteFile, fetch, hub_files, read_ledger, remove_downloads
 from llmrl.data.datasets.rows import MARKER, DatasetStorage, RowWriter, read_marker
 from llmrl.data.replay_buffers import ImmutableDatasetWriter, TensorDictReplayBuffer, TensorStorage, Writer
-from llmrl.data.replay_buffers.directory import current_directory, replace_directory
+from llmrl.data.replay_buffers.directory import current_directory, file_digest, replace_directory
 from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.trajectories import split_trajectories
 from llmrl.errors import CheckpointError, ConfigError, DataError, did_you_mean
@@ -52,6 +52,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     kind: ClassVar[str]  # the name of the folder below ~/.cache/llmrl
     suffixes: ClassVar[tuple[str, ...]]  # how the names of the files end
     available_datasets: Sequence[str] = ()
+    repository: ClassVar[str | None] = None  # of the dataset, on the Hugging Face hub
     lock_timeout_s: float = 6 * 3600.0
 
     def __init__(
@@ -108,8 +109,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         """
 
     def _remote_files(self) -> list[RemoteFile]:
-        """The addresses of the files of the dataset."""
-        return []
+        """The addresses of the files of the dataset; by default those in its folder of ``repository``."""
+        return hub_files(self._who, self.repository, self.dataset_id, self.suffixes) if self.repository else []
 
     def _download(self, folder: Path) -> list[Path]:
         """The files of the dataset, downloaded to the folder."""
@@ -168,10 +169,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         self._write(self.data_path, lambda _: [(rows, "split_trajs")], {**kept, "split_of": storage.notes["id"]})
 
     def _write(
-        self,
-        path: Path,
-        parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]],
-        notes: dict[str, Any],
+        self, path: Path, parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]], notes: dict[str, Any]
     ) -> None:
         notes = {**notes, "id": uuid.uuid4().hex, "dataset": f"{self._who} {self.dataset_id}", "options": self._options}
         with replace_directory(path) as draft, RowWriter(self._who, draft) as writer:
@@ -202,13 +200,13 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         known = read_ledger(self.data_path_root / "downloads").get(file.name, {}).get("sha256")
         about = file.stat()
         entry = {"name": file.name, "bytes": about.st_size, "changed": about.st_mtime_ns}
-        return {**entry, "sha256": known or sha256(file)}
+        return {**entry, "sha256": known or file_digest(file)}
 
     def _is_source(self, file: Path, entry: dict[str, Any]) -> bool:
         about = file.stat()
         if (file.name, about.st_size) != (entry["name"], entry["bytes"]):
             return False
-        return about.st_mtime_ns == entry["changed"] or sha256(file) == entry["sha256"]
+        return about.st_mtime_ns == entry["changed"] or file_digest(file) == entry["sha256"]
 
     def _check_notes(self, notes: dict[str, Any]) -> None:
         again = "give download='force' to build it again, or another root"
@@ -292,8 +290,6 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
 
 
 class _Task:
-    """Applies the function of ``preprocess`` to a part of the rows, in this process or another."""
-
     def __init__(self, who: str, folder: Path, fn: Callable[[TensorDictBase], TensorDictBase]) -> None:
         self.who, self.folder, self.fn = who, folder, fn
         self._storage: DatasetStorage | None = None
@@ -319,7 +315,6 @@ class _Task:
 
 
 def _is_complete(path: Path) -> bool:
-    """True if the folder has rows that were written to their end."""
     try:
         return (current_directory(path) / MARKER).exists()
     except CheckpointError:

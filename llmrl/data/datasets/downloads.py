@@ -6,7 +6,6 @@ published checksum must have, if it is downloaded again from the same address, t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import ssl
 import sys
@@ -21,6 +20,7 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from llmrl.data.replay_buffers.directory import file_digest
 from llmrl.errors import DataError
 
 LEDGER = "downloads.json"
@@ -86,11 +86,6 @@ def remove_downloads(folder: Path, *, forget: bool = False) -> None:
         (folder / LEDGER).unlink(missing_ok=True)
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def open_url(who: str, url: str) -> bytes:
     """The content of a small page."""
     try:
@@ -148,7 +143,7 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
                 ) from error
             time.sleep(PAUSE_S * failures)
     _check(who, file, part, known)
-    _note(folder, file.name, {"url": file.url, "bytes": part.stat().st_size, "sha256": sha256(part)})
+    _note(folder, file.name, {"url": file.url, "bytes": part.stat().st_size, "sha256": file_digest(part)})
     part.replace(path)
     return path
 
@@ -184,9 +179,10 @@ def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], 
 
 def _check(who: str, file: RemoteFile, part: Path, known: dict[str, Any]) -> None:
     expected = file.checksum or (f"sha256:{known['sha256']}" if known.get("sha256") else None)
+    algorithm = (expected or "").partition(":")[0]
     if file.size is not None and part.stat().st_size != file.size:
         what = f"{part.stat().st_size:,} bytes, expected {file.size:,}"
-    elif expected is not None and (got := _digest(part, expected.partition(":")[0])) != expected:
+    elif expected is not None and (got := f"{algorithm}:{file_digest(part, algorithm)}") != expected:
         what = f"{got}, expected {expected}"
     else:
         return
@@ -196,11 +192,6 @@ def _check(who: str, file: RemoteFile, part: Path, known: dict[str, Any]) -> Non
         f"{who}: {file.url} must be what {since}: got {what}; try again, or call delete() if the file has been "
         "replaced on purpose."
     )
-
-
-def _digest(path: Path, algorithm: str) -> str:
-    with path.open("rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
 
 
 def _note(folder: Path, name: str, entry: dict[str, Any]) -> None:

@@ -22,18 +22,6 @@ from llmrl.data.ragged.tensordicts import column as text_column
 from llmrl.errors import DataError, LLMRLError, did_you_mean
 from llmrl.optional import require
 
-__all__ = [
-    "column",
-    "following",
-    "h5_columns",
-    "load_pickle",
-    "load_pickled_array",
-    "open_h5",
-    "reading",
-    "tar_members",
-    "ted_rows",
-]
-
 Key = tuple[str, ...]
 
 
@@ -208,6 +196,5 @@ def _as_tensor(value: Any) -> Any:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype in (np.uint16, np.uint32, np.uint64):
         array = array.astype(np.int64)  # torch has hardly any operation for them
-    return torch.from_numpy(
-        np.ascontiguousarray(array).copy() if not array.flags.writeable else np.ascontiguousarray(array)
-    )
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

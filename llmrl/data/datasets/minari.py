@@ -23,8 +23,6 @@ Key = tuple[str, ...]
 
 
 class _RemoteNames:
-    """``available_datasets`` of Minari, which its server lists."""
-
     def __get__(self, instance: Any, owner: type) -> list[str]:
         with _asking_the_server(owner.__name__):
             return sorted(_minari(owner.__name__).list_remote_datasets())

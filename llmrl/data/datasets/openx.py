@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.datasets.base import BaseDatasetExperienceReplay
-from llmrl.data.datasets.downloads import RemoteFile, fetch, hub_files
+from llmrl.data.datasets.downloads import fetch
 from llmrl.data.datasets.formats import column, following, load_pickle, reading, tar_members, ted_rows
 from llmrl.data.datasets.streaming import StreamSampler, TrajectoryStream, cut
 from llmrl.data.replay_buffers import Sampler, SliceSampler, SliceSamplerWithoutReplacement
@@ -133,9 +133,6 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             for number in torch.randperm(len(ends)).tolist() if self.shuffle else range(len(ends)):
                 rows = self._storage.get(slice(starts[number], int(ends[number]) + 1))
                 yield self._transform(rows if self.slice_len is None else cut(self._who, rows, self.slice_len, None))
-
-    def _remote_files(self) -> list[RemoteFile]:
-        return hub_files(self._who, self.repository, self.dataset_id, self.suffixes)
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         number = 0

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.datasets.base import BaseDatasetExperienceReplay
-from llmrl.data.datasets.downloads import RemoteFile, hub_files
 from llmrl.data.datasets.formats import column, following, h5_columns, open_h5, reading, ted_rows
 from llmrl.errors import DataError
 
@@ -41,9 +40,6 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         *(f"FK1-v4(human)/human_demos_by_task/FK1_{task}_v2d-v4" for task in _TASKS),
     ]
     repository = "jdvakil/RoboSet_Sim"
-
-    def _remote_files(self) -> list[RemoteFile]:
-        return hub_files(self._who, self.repository, self.dataset_id, self.suffixes)
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         for seed, path in enumerate(files):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AddedToken
 
-from llmrl.data.llm.spans import Span, SpanFinder, end_span, only_contents, token_span
+from llmrl.data.llm.spans import STAND_IN, Span, SpanFinder, end_span, only_contents, token_span
 from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Message, Tools, check_variables, render
 from llmrl.errors import TemplateError
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatCodec", "codec_for"]
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
-_STAND_IN = 0x100000  # private-use plane B: marks the place of the content in a probe
 
 
 # ids, the encoding of the text that was tokenised, a function from positions of the escaped text to those of that one,
@@ -209,7 +206,7 @@ class ChatCodec:
 
     def _find_surroundings(self) -> tuple[str, str, str]:
         """White space before and after the assistant's content, and what follows it up to the first control token."""
-        stand_in = chr(_STAND_IN)
+        stand_in = chr(STAND_IN)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
         [text], _ = self._render([probe], None, add_generation_prompt=False)
         [prompt], _ = self._render([probe[:1]], None, add_generation_prompt=True)
@@ -406,7 +403,6 @@ class ControlTokens:
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """Every string inside a JSON-like value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, Mapping)):

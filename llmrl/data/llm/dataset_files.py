@@ -31,8 +31,6 @@ from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
 
-__all__ = ["declared_tools", "load_rows", "to_messages", "to_pair", "to_prompt"]
-
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 
@@ -303,8 +301,6 @@ def _pick(row: Row, names: Iterable[str], what: str, where: str, *, or_messages:
 
 
 def _resolve_images(row: dict[str, Any], folder: Path) -> None:
-    """Makes relative paths in the columns of images relative to ``folder``."""
-
     def resolved(image: Any) -> Any:
         is_path = isinstance(image, str) and not image.startswith(("data:", "http://", "https://"))
         return str(folder / Path(image).expanduser()) if is_path else image

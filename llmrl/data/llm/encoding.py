@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, ShapeError, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Encoding"]
-
 _WHO = "History.apply_chat_template"
 
 
@@ -132,11 +130,7 @@ class Encoding:
             texts = codec.render(chats, continue_final_message=self.continue_final_message, **options)
         ids, token_spans = codec.encode_with_spans(texts, spans)
         cut = slice(self.tokenizer.model_max_length if self.truncation else None)
-        masks = (
-            spans_to_masks(token_spans, [len(row) for row in ids])
-            if self.return_assistant_tokens_mask
-            else [None] * len(ids)
-        )
+        masks = [None] * len(ids) if spans is None else spans_to_masks(token_spans, list(map(len, ids)))
         rows = []
         for row, mask in zip(rows_to_tensors(ids), masks, strict=True):
             columns = {"input_ids": row[cut], "attention_mask": torch.ones(len(row[cut]), dtype=torch.bool)}
@@ -173,7 +167,6 @@ class Encoding:
         return rows
 
     def _as_batch(self, rows: Sequence[dict[str, Tensor]]) -> Any:
-        """A lazy stack of rows, or with ``padding`` a dense batch."""
         if not rows:
             raise ShapeError(f"{_WHO}: a dict must hold at least one conversation: got an empty batch.")
         if not self.padding:

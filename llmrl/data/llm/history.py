@@ -28,8 +28,6 @@ from llmrl.notebook_html import conversation_html, message_html, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["History"]
-
 
 _SHOWN = 20  # conversations, in a notebook
 _PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
@@ -204,7 +202,6 @@ class History(TensorClass["nocast"]):
         return Composite({name: NonTensor(shape=tuple(shape)) for name in FIELDS}, shape=tuple(shape), data_cls=cls)
 
     def _repr_html_(self) -> str:
-        """The first conversations, for a notebook."""
         chats = {0: [[self._nested]], 1: [self._nested]}.get(self.ndim, self._nested)
         if self.ndim > 2:
             return f"<pre>{html.escape(visible(repr(self)))}</pre>"
@@ -292,7 +289,6 @@ def _init(
 
 
 def _repr(self: History) -> str:
-    """The shape and the first messages."""
     return f"History({list(self.shape)}, {_SHORT.repr(self._nested)})"
 
 
@@ -311,17 +307,15 @@ def _message_html(message: Message) -> str:
 
 
 def _column(self: History, name: str) -> Any:
-    """One field of every message: a value, a list, or nested lists."""
     return _pick_field(self._nested, self.ndim, name)
 
 
 def _parsed(row: ChatTemplate, text: str) -> Any:
-    """The messages that a template's parser reads in a text; it may be a user's, and raise anything."""
     if not isinstance(text, str):
         raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
     try:
         messages = row.parse(text)
-    except Exception as error:
+    except Exception as error:  # a parser may be a user's
         raise TemplateError(
             f"History.from_text: the parser of template {row.name!r} must read the text: got {type(error).__name__} "
             f"({error}) for {text[:80]!r}."
@@ -357,7 +351,6 @@ def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
 
 
 def _pick_field(nested: Any, ndim: int, name: str) -> Any:
-    """One field of every message, as nested lists."""
     if ndim:
         return [_pick_field(row, ndim - 1, name) for row in nested]
     return split_message(nested)[name] if name in ("is_complete", "extra") else nested.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from torch import Tensor
 
-__all__ = ["Span", "SpanFinder", "common_prefix_length", "end_span", "rows_to_tensors", "spans_to_masks", "token_span"]
-
 Span = tuple[int, int]
 
-_STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton
+STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton, or in a probe
 _MAX_SKELETONS = 512
 
 
@@ -104,7 +102,7 @@ class SpanFinder:
     def _skeleton(self, roles: tuple[str, ...], tools: Tools | None) -> _Skeleton | None:
         """The text around contents; None if the template does more than write them in their order."""
         *roles, prompt = roles
-        stand_ins = [chr(_STAND_IN + index) for index in range(len(roles))]
+        stand_ins = [chr(STAND_IN + index) for index in range(len(roles))]
         chat = [{"role": role, "content": stand_in} for role, stand_in in zip(roles, stand_ins, strict=True)]
         try:
             text = self._render(chat, bool(prompt), tools)
@@ -184,7 +182,7 @@ class SpanFinder:
                 return len(prompt)
             # A prompt may go on (with an opened thought) where the text does not: then the turn starts where any answer
             # does. The answer itself may begin as the prompt goes on, "<think>" and "<tool_call>" do.
-            probe = {"role": "assistant", "content": chr(_STAND_IN)}
+            probe = {"role": "assistant", "content": chr(STAND_IN)}
             other = self._render([*chat[:turn], probe], False, tools)
             before = self._render(chat[:turn], False, tools)
         except REFUSALS as error:
@@ -209,23 +207,20 @@ class SpanFinder:
         return render([chat], tools, chat_template=self._template.jinja, **options)[0][0]
 
 
-class _Skeleton:
+class _Skeleton(NamedTuple):
     """The text that a template writes around the contents of one sequence of roles."""
 
-    __slots__ = ("_margins", "_pieces")
-
-    def __init__(self, pieces: list[str], margins: list[tuple[int, int, int]]) -> None:
-        self._pieces = pieces  # one more than messages
-        self._margins = margins  # per assistant message: its index, characters of the span before and after the content
+    pieces: list[str]  # one more than messages
+    margins: list[tuple[int, int, int]]  # per answer: its index, characters of the span before and after the content
 
     def spans(self, contents: list[str], text: str) -> list[Span] | None:
         """The assistant's spans if ``text`` is exactly the contents in the skeleton, else None."""
         parts = [""] * (2 * len(contents) + 1)
-        parts[::2], parts[1::2] = self._pieces, contents
+        parts[::2], parts[1::2] = self.pieces, contents
         if "".join(parts) != text:
             return None
         places = [0, *accumulate(map(len, parts))]
-        return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self._margins]
+        return [(places[2 * turn + 1] - lead, places[2 * turn + 2] + trail) for turn, lead, trail in self.margins]
 
 
 def only_contents(chats: Sequence[Chat]) -> bool:
@@ -259,7 +254,6 @@ def token_span(encoding: Encoding, span: Span, text_length: int) -> Span:
 
 
 def _first_token_from(encoding: Encoding, position: int, text_length: int) -> int:
-    """Index of the first token that begins at ``position`` or later."""
     for char in range(position, text_length):  # one step, but for characters that belong to no token
         token = encoding.char_to_token(char)
         if token is None:
@@ -283,19 +277,14 @@ def common_prefix_length(first: str, second: str) -> int:
 
 def rows_to_tensors(rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Lists of ids -> int64[T_i]. One buffer is filled and then cut, which is faster than one tensor per list."""
-    if not rows:
-        return []
     lengths = [len(row) for row in rows]
     flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=sum(lengths))
-    return [
-        row.clone() for row in torch.from_numpy(flat).split(lengths)
-    ]  # a view would be pickled with its whole buffer
+    # copies: a view would be pickled with its whole buffer
+    return [row.clone() for row in torch.from_numpy(flat).split(lengths)]
 
 
 def spans_to_masks(spans: Sequence[Sequence[Span]], lengths: Sequence[int]) -> list[Tensor]:
     """Token spans per row -> bool[T_i], True inside the spans."""
-    if not lengths:
-        return []
     flat = np.zeros(sum(lengths), dtype=np.bool_)
     offset = 0
     for row, length in zip(spans, lengths, strict=True):

@@ -17,8 +17,6 @@ from jinja2 import TemplateError as JinjaError
 
 from llmrl.data.llm.templates import Message
 
-__all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
-
 _EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
 _KEPT = {*_EXACT, *_STRUCTURE}
@@ -195,9 +193,7 @@ class _Walk:
                 return _NOTHING
             case nodes.Concat() | nodes.Add():
                 return _TEXT if level else _NOTHING
-            case (
-                nodes.Or() | nodes.And() | nodes.List() | nodes.Tuple() | nodes.Dict() | nodes.Pair() | nodes.Keyword()
-            ):
+            case _ if isinstance(node, _HOLDERS):
                 return level
         if level:
             raise _ReadsError

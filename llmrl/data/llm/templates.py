@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from llmrl.data.llm import parsers
+from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
 from llmrl.errors import ConfigError, TemplateError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Chat", "ChatTemplate", "Message", "Tools", "add_chat_template", "find_template", "render_text"]
 
 Message = dict[str, Any]  # {"role": str, "content": str, ...} as in the chat format of the Transformers library
 Chat = Sequence[Message]
@@ -55,8 +53,8 @@ class ChatTemplate:
 
 
 # One object each: templates are compared, and kept, by what they hold.
-_PARSE_THINKING = partial(parsers.parse_gpt_oss, thought="thinking")
-_ANSWER_THINKING = partial(parsers.read_gpt_oss_answer, thought="thinking")
+_PARSE_THINKING = partial(gpt_oss.parse_gpt_oss, thought="thinking")
+_ANSWER_THINKING = partial(gpt_oss.read_gpt_oss_answer, thought="thinking")
 _OTHER_CHATML = re.compile(r"<\|im_(?!start|end)")  # dialects with a marker between role and content
 
 _TEMPLATES: dict[str, ChatTemplate] = {}
@@ -178,7 +176,7 @@ def _unregistered(name: str, jinja: str) -> ChatTemplate:
         tokens = row.recognised_by
         if tokens and all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):
             parse, answer = row.parse, row.answer
-            if row.name == "gpt_oss" and parsers.thought_key(jinja) == "thinking":
+            if row.name == "gpt_oss" and gpt_oss.thought_key(jinja) == "thinking":
                 parse, answer = _PARSE_THINKING, _ANSWER_THINKING
             return ChatTemplate(name, jinja, parse, answer, special_tokens=row.special_tokens)
     return ChatTemplate(name, jinja)
@@ -256,32 +254,32 @@ _GPT_OSS = "<|start|> <|channel|> <|constrain|> <|message|> <|call|> <|end|> <|r
 _DROPS_THINKING = "only the answers after the last question keep their thinking, or an empty block in its place"
 _DROPS_ANALYSIS = "an answer that is not the last ends with another marker, and what was thought up to it is dropped"
 
-_family("chatml_format", parsers.parse_chatml, _CHATML, known_by=_CHATML)
-_family("qwen", parsers.parse_chatml, _CHATML, keywords="qwen")
-_family("qwen3", parsers.parse_qwen3, _CHATML, keywords="qwen3 qwen-3", rewrites=_DROPS_THINKING)
-_family("llama", parsers.parse_llama, "<s> </s>", keywords="llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
+_family("chatml_format", chatml.parse_chatml, _CHATML, known_by=_CHATML)
+_family("qwen", chatml.parse_chatml, _CHATML, keywords="qwen")
+_family("qwen3", chatml.parse_qwen3, _CHATML, keywords="qwen3 qwen-3", rewrites=_DROPS_THINKING)
+_family("llama", turns.parse_llama, "<s> </s>", keywords="llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
 _family(
-    *("llama3", parsers.parse_llama3, f"<|begin_of_text|> {_LLAMA3}"),
+    *("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}"),
     keywords="llama-3 llama3",
     known_by="<|start_header_id|> <|eot_id|>",
 )
 _family(
-    *("mistral", parsers.parse_mistral, "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"),
+    *("mistral", turns.parse_mistral, "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"),
     keywords="mistral mixtral ministral",
 )
-_family("gemma", parsers.parse_gemma, f"<bos> {_GEMMA}", keywords="gemma", known_by=_GEMMA)
-_family("phi", parsers.parse_phi, f"{_ROLES} <|end|>", keywords="phi-3 phi3")
+_family("gemma", turns.parse_gemma, f"<bos> {_GEMMA}", keywords="gemma", known_by=_GEMMA)
+_family("phi", turns.parse_phi, f"{_ROLES} <|end|>", keywords="phi-3 phi3")
 _family(
-    *("deepseek", parsers.parse_deepseek, " ".join(parsers.DEEPSEEK_TOKENS)),
+    *("deepseek", deepseek.parse_deepseek, " ".join(deepseek.DEEPSEEK_TOKENS)),
     keywords="deepseek",
-    known_by=" ".join(parsers.DEEPSEEK_TOKENS[1:3]),
+    known_by=" ".join(deepseek.DEEPSEEK_TOKENS[1:3]),
 )
-_family("falcon", parsers.parse_falcon, "<|endoftext|>", keywords="falcon", markers=_ROLES)
-_family("dialogpt", parsers.parse_dialogpt, "<|endoftext|>", keywords="dialogpt")
+_family("falcon", turns.parse_falcon, "<|endoftext|>", keywords="falcon", markers=_ROLES)
+_family("dialogpt", turns.parse_dialogpt, "<|endoftext|>", keywords="dialogpt")
 _family(
-    *("gpt_oss", parsers.parse_gpt_oss, _GPT_OSS),
+    *("gpt_oss", gpt_oss.parse_gpt_oss, _GPT_OSS),
     keywords="gpt-oss gpt_oss",
     known_by="<|channel|> <|message|> <|return|>",
-    answer=parsers.read_gpt_oss_answer,
+    answer=gpt_oss.read_gpt_oss_answer,
     rewrites=_DROPS_ANALYSIS,
 )

@@ -15,8 +15,6 @@ from llmrl.data.replay_buffers.storages import LazyStackStorage
 from llmrl.data.ted_utils import reduce_right, steps_left, sum_ahead, trajectory_ends
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
-__all__ = ["MCTSForest"]
-
 
 class NodeMap(TensorMap):
     """The branches of each observation: a forest writes it.
@@ -193,7 +191,6 @@ class MCTSForest:
                 continue
             parent, first, depth = task
             size = len(on_path)
-            node, branches = start, []
             following = [start] if first is None else [self._ends[first]]
             branches = [] if first is None else [first]
             is_repeated = False

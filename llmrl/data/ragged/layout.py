@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, is_non_tensor, is_tensorclass
 from tensordict.base import is_tensor_collection
 from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
@@ -220,7 +220,8 @@ class _Visitor:
         if entries is not None:
             names = tuple(sorted(entries))
             return Columns(kind, names, tuple([self._visit_entry(entries[name]) for name in names]))
-        return self.visit_rows(_unstack(value))
+        plain = kind in (LazyStackedTensorDict, NonTensorStack, LazyRows) and value.hook_out is None
+        return self.visit_rows(value.tensordicts if plain and value.stack_dim == 0 else value.unbind(0))
 
     def visit_rows(self, rows: Sequence[Any]) -> Any:
         first = rows[0]
@@ -262,16 +263,6 @@ class _Visitor:
         self.columns.append(column)
         self.kinds.append(kind)
         return kind
-
-
-def _unstack(value: TensorDictBase) -> Sequence[Any]:
-    if (
-        type(value) in (LazyStackedTensorDict, NonTensorStack, LazyRows)
-        and value.stack_dim == 0
-        and value.hook_out is None
-    ):
-        return value.tensordicts
-    return value.unbind(0)
 
 
 def _data_of(value: NonTensorData) -> Any:

@@ -1,4 +1,4 @@
-"""Ragged rows to padded tensors, and back. Callers choose the side and the value of the padding."""
+"""Ragged rows to padded tensors. Callers choose the side and the value of the padding."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.errors import ShapeError
-
-__all__ = ["as_nested_tensor", "as_padded_tensor", "lengths_mask", "pad_rows", "unpad_rows"]
 
 Side = Literal["left", "right"]
 
@@ -64,29 +62,6 @@ def lengths_mask(lengths: Tensor | Sequence[int], T: int, side: Side = "right") 
     if side == "left":
         place_T = place_T.flip(0)
     return place_T < lengths_B.unsqueeze(-1)
-
-
-def unpad_rows(x: Tensor, mask_or_lengths: Tensor | Sequence[int], *, side: Side = "right") -> list[Tensor]:
-    """The rows of x[B, T, ...] without padding: where bool[B, T] is True, or the given number of entries per row.
-
-    ``side`` says where the padding is when lengths are given. With a mask, entries need not be contiguous. Rows are
-    parts of one new tensor; gradients flow back into ``x``.
-
-    >>> [row.tolist() for row in unpad_rows(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])]
-    [[1, 2, 3], [4]]
-    """
-    given = mask_or_lengths if isinstance(mask_or_lengths, Tensor) else torch.tensor(mask_or_lengths, dtype=torch.int64)
-    if given.dtype is torch.bool:
-        mask_BT = given
-        lengths = mask_BT.sum(-1).tolist() if mask_BT.ndim == 2 else []
-    else:
-        lengths = given.tolist()
-        mask_BT = lengths_mask(given.to(x.device), x.shape[1], side)
-    if mask_BT.shape != x.shape[:2]:
-        raise ShapeError(
-            f"unpad_rows: mask or lengths must describe x[B, T]: got {list(given.shape)} for x {list(x.shape)}."
-        )
-    return list(x[mask_BT.to(x.device)].split(lengths))
 
 
 def as_nested_tensor(rows: Sequence[Tensor] | Sequence[TensorDictBase]) -> Tensor | TensorDictBase:

@@ -26,21 +26,6 @@ from llmrl.data.ragged.tensordicts import (
     plain_value,
 )
 
-__all__ = [
-    "FIELDS",
-    "LazyRows",
-    "MessageRow",
-    "MessageStack",
-    "RaggedStack",
-    "join_message",
-    "set_entry",
-    "split_message",
-    "stack_columns",
-    "stack_messages",
-    "unstack_messages",
-    "with_entry",
-]
-
 FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses", "extra")
 Message = dict[str, Any]
 
@@ -59,10 +44,7 @@ class LazyRows(LazyStackedTensorDict):
 
     @classmethod
     def over(
-        cls,
-        source: Any,
-        batch_size: torch.Size,
-        ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None,
+        cls, source: Any, batch_size: torch.Size, ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None
     ) -> Self:
         """A stack of rows of this source, which is kept, not copied."""
         self = cls.__new__(cls)

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from llmrl.data.ragged.layout import tree_map
 from llmrl.data.ragged.stack import set_entry
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
-from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells, select_cells, shape_cells, time_first
+from llmrl.data.replay_buffers.checkpointers.base import default_for
+from llmrl.data.replay_buffers.grid_index import (
+    cells_in_row,
+    coordinates,
+    flat_cells,
+    select_cells,
+    shape_cells,
+    time_first,
+)
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
@@ -97,13 +104,10 @@ class ReplayBuffer:
         if dim_extend is not None:
             self.dim_extend = dim_extend
         self._write_transform = write_transform
-        self._stages: list[Stage] = []
+        transform = transform if transform_factory is None else transform_factory()
+        self._stages: list[Stage] = [] if transform is None else [as_stage(transform)]
         self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
         self._iterator: Iterator[Any] | None = None
-        if transform_factory is not None:
-            transform = transform_factory()
-        if transform is not None:
-            self._stages.append(as_stage(transform))
         if not delayed_init:
             self._build_parts()
 
@@ -204,8 +208,7 @@ class ReplayBuffer:
             if self._stages or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
-                data = self._invert(data)
-                if data is None:
+                if (data := self._invert(data)) is None:
                     return torch.empty(0, dtype=torch.int64)
             return self._extend(data)
 
@@ -213,12 +216,9 @@ class ReplayBuffer:
         """Replaces rows in place; length and cursor stay as they are."""
         with self._storage.lock:
             where = self._select(index)
-            data = self._invert(data)
-            if data is None:
+            if (data := self._invert(data)) is None:
                 return
-            if isinstance(where, Tensor) and where.ndim > 1:
-                dims = where.ndim - 1
-                data, where = tree_map(lambda leaf: leaf.flatten(0, dims), data), where.reshape(-1)
+            where, data = cells_in_row(where, data)
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -336,8 +336,7 @@ class ReplayBuffer:
                 raw, info, ran_out = self._draw(size)
             return self._finish(raw, info), info, ran_out
         with self._storage.lock:
-            self._prefetcher.fill(lambda: self._draw(size), self._sampler.bookmark, self._finish)
-            waiting = self._prefetcher.take()
+            waiting = self._prefetcher.take(lambda: self._draw(size), self._sampler.bookmark, self._finish)
         return self._prefetcher.wait(waiting)
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
@@ -455,19 +454,19 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what the buffer does next, as copies."""
-        return self._at_rest(parts_state, self._parts(), self._stages)
+        return self._at_rest(parts_state, self._parts(), self.transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
-        self._at_rest(load_parts_state, state, self._parts(), self._stages)
+        self._at_rest(load_parts_state, state, self._parts(), self.transforms)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
-        self._at_rest(dump_parts, Path(path), self._parts(), self._stages)
+        self._at_rest(dump_parts, Path(path), self._parts(), self.transforms)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
-        self._at_rest(load_parts, Path(path), self._parts(), self._stages)
+        self._at_rest(load_parts, Path(path), self._parts(), self.transforms)
 
     save = dump = dumps
     load = loads

@@ -26,18 +26,8 @@ from typing import Any
 from llmrl.data.replay_buffers.serialization import object_bytes, object_from
 from llmrl.errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "StateFile",
-    "current_directory",
-    "read_manifest",
-    "read_object",
-    "replace_directory",
-    "write_manifest",
-    "write_object",
-]
-
 MANIFEST = "manifest.json"
+_version = cache(version)
 _POINTER = "checkpoint.current"
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
 
@@ -130,9 +120,9 @@ def write_manifest(folder: Path, kind: str, number: int, content: dict[str, Any]
 
     ``kind`` and ``number`` name the format and its version.
     """
-    manifest = {"format": kind, "format_version": number, "llmrl": _llmrl_version(), **content}
+    manifest = {"format": kind, "format_version": number, "llmrl": _version("llmrl"), **content}
     manifest["files"] = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": file_digest(file)}
         for file in _files(folder)
     }
     manifest["checksum"] = _own_digest(manifest)
@@ -175,14 +165,9 @@ def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, A
         size = part.stat().st_size
         if size != expected["bytes"]:
             raise _damaged(who, part, f"it has {size} bytes, expected {expected['bytes']}")
-        if _digest(part) != expected["sha256"]:
+        if file_digest(part) != expected["sha256"]:
             raise _damaged(who, part, "its checksum differs")
     return manifest
-
-
-@cache
-def _llmrl_version() -> str:
-    return version("llmrl")
 
 
 def _damaged(who: str, file: Path, what: str) -> CheckpointError:
@@ -199,9 +184,9 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def file_digest(path: Path, algorithm: str = "sha256") -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def _own_digest(manifest: dict[str, Any]) -> str:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
 from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
-from llmrl.data.replay_buffers.saving import load_transforms, transform_states
 from llmrl.data.replay_buffers.storages import StorageEnsemble
 from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
-from llmrl.data.replay_buffers.utils import near_names
+from llmrl.data.replay_buffers.utils import load_transforms, near_names, transform_states
 from llmrl.data.replay_buffers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
@@ -254,10 +253,10 @@ class _Transforms:
         return self._member._transform(data)
 
     def state_dict(self) -> list[Any]:
-        return transform_states(self._member._stages)
+        return transform_states(self._member.transforms)
 
     def load_state_dict(self, state: list[Any]) -> None:
-        load_transforms(self._member._stages, state)
+        load_transforms(self._member.transforms, state)
 
 
 def _build_members(

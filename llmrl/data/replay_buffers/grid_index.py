@@ -59,9 +59,7 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
 
 
 def coordinates(cells: Tensor, trailing: Sequence[int]) -> Tensor:
-    """Positions int64[N] as coordinates int64[N, ndim], time first; unchanged on a grid of one dimension."""
-    if not trailing:
-        return cells
+    """Positions int64[N] of a grid of several dimensions as coordinates int64[N, ndim], time first."""
     parts = []
     for size in reversed(trailing):
         parts.append(cells % size)
@@ -84,7 +82,10 @@ def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...
     """
     if ndim == 1 and time_dim == 0:
         return data, ()
-    shape = _leading_shape(data)
+    first = data if is_leaf(data) else tree_leaves(data)[0]
+    if not isinstance(first, Tensor) and not is_tensor_collection(first):
+        raise ShapeError(f"extend: a batch on a grid consists of tensors or tensordicts: got {type(first).__name__}.")
+    shape = first.shape
     if len(shape) < max(ndim, time_dim + 1):
         raise ShapeError(
             f"extend: a batch for a storage of {ndim} dimensions has time in dimension {time_dim}: got the shape "
@@ -94,7 +95,7 @@ def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...
     order = [time_dim, *rest]
 
     def cells(leaf: Any) -> Any:
-        leaf = _permute(leaf, order)
+        leaf = leaf if time_dim == 0 else leaf.permute(*order, *range(len(order), leaf.ndim))
         return leaf.reshape(-1, *leaf.shape[ndim:]) if ndim > 1 else leaf
 
     return _map(cells, data), tuple(shape[dim] for dim in rest[: ndim - 1])
@@ -105,19 +106,12 @@ def shape_cells(batch: Any, shape: Sequence[int]) -> Any:
     return batch if len(shape) == 1 else _map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
 
 
-def _permute(leaf: Any, order: list[int]) -> Any:
-    if order == sorted(order):
-        return leaf
-    return leaf.permute(*order, *range(len(order), leaf.ndim))
+def cells_in_row(where: Where, data: Any) -> tuple[Where, Any]:
+    """Places of several dimensions, and the rows for them, as a list of both."""
+    if not isinstance(where, Tensor) or where.ndim < 2:
+        return where, data
+    return where.reshape(-1), tree_map(lambda leaf: leaf.flatten(0, where.ndim - 1), data)
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
     return function(data) if is_leaf(data) else tree_map(function, data)
-
-
-def _leading_shape(data: Any) -> torch.Size:
-    """The dimensions that all leaves share and that count rows: the batch size of a tensordict."""
-    first = data if is_leaf(data) else tree_leaves(data)[0]
-    if not isinstance(first, Tensor) and not is_tensor_collection(first):
-        raise ShapeError(f"extend: a batch on a grid consists of tensors or tensordicts: got {type(first).__name__}.")
-    return first.shape

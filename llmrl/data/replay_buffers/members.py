@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ from llmrl.errors import CheckpointError
 class Members:
     """A part of an ensemble: one storage, sampler or writer per member. ``len`` counts members."""
 
-    _members: tuple[Any, ...]
+    _held_in: ClassVar[str]  # the name of the attribute that has them
+
+    @property
+    def _members(self) -> tuple[Any, ...]:
+        return getattr(self, self._held_in)
 
     def of(self, where: Sequence[int]) -> Self:
         """The ensemble of some of the members."""
@@ -52,11 +56,13 @@ class Members:
         return zip(self._members, states, strict=True)
 
 
-def refused(what: str) -> Callable[..., NoReturn]:
-    """A method that an ensemble does not have."""
+def refused(
+    what: str, rule: str = "rows are written to a member", advice: str = "use ensemble[i]"
+) -> Callable[..., NoReturn]:
+    """A method that a class does not have; by default an ensemble."""
 
     def refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
-        raise RuntimeError(f"{type(self).__name__}: rows are written to a member: got {what}; use ensemble[i].")
+        raise RuntimeError(f"{type(self).__name__}: {rule}: got {what}; {advice}.")
 
     return refuse
 
@@ -93,20 +99,12 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
     return found.tolist()
 
 
-class MemberRows(NamedTuple):
-    """Some rows of one member."""
-
-    number: int
-    positions: Tensor
-    values: Any
-
-
-def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[MemberRows]:
-    """The rows that an index of an ensemble names, member by member."""
+def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[tuple[int, Tensor, Any]]:
+    """The rows that an index of an ensemble names, member by member: its number, their positions and ``values``."""
     ids, positions = index["buffer_ids"], index["index"]
     for number in ids.unique().tolist():
         where = ids == number
-        yield MemberRows(number, positions[where], None if values is None else values[where])
+        yield number, positions[where], None if values is None else values[where]
 
 
 def index_of(number: int, trailing: Sequence[int], positions: Tensor, device: torch.device | None = None) -> TensorDict:

@@ -39,19 +39,18 @@ class Prefetcher:
     def __reduce__(self) -> Any:
         return Prefetcher, (self.depth, self.timeout_s)  # a copy has threads of its own, and nothing waits there
 
-    def fill(
+    def take(
         self,
         draw: Callable[[], tuple[Any, dict[str, Any], bool]],
         bookmark: Callable[[], Any],
         finish: Callable[[Any, dict[str, Any]], Any],
-    ) -> None:
-        """Draws batches until ``depth`` wait besides the one to be taken now; threads ``finish`` them."""
+    ) -> _Waiting:
+        """The next batch, after drawing until ``depth`` more of them wait; threads ``finish`` them."""
         while len(self._queue) <= self.depth:
             before = bookmark()
             raw, info, ran_out = draw()
             self._queue.append(_Waiting(before, self._pool.submit(finish, raw, info), info, ran_out))
 
-    def take(self) -> _Waiting:
         return self._queue.popleft()
 
     def wait(self, waiting: _Waiting) -> tuple[Any, dict[str, Any], bool]:

@@ -88,8 +88,6 @@ def _ray(module: str = "ray") -> Any:
 
 
 class _Host:
-    """The actor's side."""
-
     def where(self) -> str:
         ray = _ray()
         name = ray.get_runtime_context().get_actor_id()[:8]

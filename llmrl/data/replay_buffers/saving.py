@@ -22,23 +22,23 @@ from llmrl.data.replay_buffers.directory import (
     write_manifest,
     write_object,
 )
-from llmrl.data.replay_buffers.utils import Stage, load_transform, transform_state
+from llmrl.data.replay_buffers.utils import load_transforms, transform_states
 from llmrl.errors import CheckpointError
 
 _FORMAT, _FORMAT_VERSION = "llmrl.buffer", 4
 _TRANSFORMS = "transform.t"
 
 
-def dump_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> None:
+def dump_parts(path: Path, parts: dict[str, Any], transforms: Sequence[Any]) -> None:
     """Writes storage, sampler, writer and the states of the transforms; replaces an older dump once this is whole."""
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
-        write_object(transform_states(stages), folder / _TRANSFORMS)
-        write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(stages)})
+        write_object(transform_states(transforms), folder / _TRANSFORMS)
+        write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(transforms)})
 
 
-def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> None:
+def load_parts(path: Path, parts: dict[str, Any], transforms: Sequence[Any]) -> None:
     """Reads what ``dump_parts`` wrote into parts of the same kinds.
 
     Raises: CheckpointError, with nothing changed, if the directory is missing, damaged or of other parts, or does not
@@ -49,67 +49,53 @@ def load_parts(path: Path, parts: dict[str, Any], stages: Sequence[Stage]) -> No
     absent = [name for name in parts if not any(file.startswith(f"{name}/") for file in manifest["files"])]
     if absent:
         raise CheckpointError(f"ReplayBuffer: {folder} must list the files of every part: got none of {absent}.")
-    _check_kinds(manifest["parts"], parts, manifest["transforms"], stages)
+    _check_kinds(manifest["parts"], parts, manifest["transforms"], transforms)
     states = read_object(folder / _TRANSFORMS)
-    _load(parts, stages, lambda name, part: part.loads(folder / name), states)
+    _load(parts, transforms, lambda name, part: part.loads(folder / name), states)
 
 
-def parts_state(parts: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
+def parts_state(parts: dict[str, Any], transforms: Sequence[Any]) -> dict[str, Any]:
     """The states of parts and transforms, as copies."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    return {**states, "parts": part_names(parts), "transforms": transform_states(stages)}
+    return {**states, "parts": part_names(parts), "transforms": transform_states(transforms)}
 
 
-def load_parts_state(state: dict[str, Any], parts: dict[str, Any], stages: Sequence[Stage]) -> None:
+def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: Sequence[Any]) -> None:
     """Takes over what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
     missing = {*parts, "parts", "transforms"} - state.keys()
     if missing:
         raise CheckpointError(f"ReplayBuffer: not a buffer state: missing keys {sorted(missing)}, got {sorted(state)}.")
-    _check_kinds(state["parts"], parts, len(state["transforms"]), stages)
-    _load(parts, stages, lambda name, part: part.load_state_dict(state[name]), state["transforms"])
+    _check_kinds(state["parts"], parts, len(state["transforms"]), transforms)
+    _load(parts, transforms, lambda name, part: part.load_state_dict(state[name]), state["transforms"])
 
 
 def _load(
-    parts: dict[str, Any], stages: Sequence[Stage], load: Callable[[str, Any], None], transforms: Sequence[Any]
+    parts: dict[str, Any], transforms: Sequence[Any], load: Callable[[str, Any], None], states: Sequence[Any]
 ) -> None:
     """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    transforms_before = copy.deepcopy(transform_states(stages))
+    transforms_before = copy.deepcopy(transform_states(transforms))
     try:
         for name, part in small.items():
             load(name, part)
-        load_transforms(stages, transforms)
+        load_transforms(transforms, states)
         load("storage", parts["storage"])
     except BaseException as error:
         for name, part in small.items():
             part.load_state_dict(before[name])
-        load_transforms(stages, transforms_before)
+        load_transforms(transforms, transforms_before)
         if type(error) is KeyError:
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
-
-
-def transform_states(stages: Sequence[Stage]) -> list[Any]:
-    return [transform_state(stage.transform) for stage in stages]
-
-
-def load_transforms(stages: Sequence[Stage], states: Sequence[Any]) -> None:
-    if len(states) != len(stages):
-        raise CheckpointError(
-            f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {len(states)}, expected "
-            f"{len(stages)}."
-        )
-    for stage, state in zip(stages, states, strict=True):
-        load_transform(stage.transform, state)
 
 
 def part_names(parts: dict[str, Any]) -> dict[str, str]:
     return {name: type(part).__name__ for name, part in parts.items()}
 
 
-def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, stages: Sequence[Stage]) -> None:
-    expected = {**part_names(parts), "transforms": len(stages)}
+def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, transforms: Sequence[Any]) -> None:
+    expected = {**part_names(parts), "transforms": len(transforms)}
     got = {**names, "transforms": num_transforms}
     if got != expected:
         raise CheckpointError(

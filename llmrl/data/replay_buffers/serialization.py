@@ -26,19 +26,9 @@ from tensordict.base import is_tensor_collection
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.layout import (
-    Layout,
-    Leaf,
-    is_leaf,
-    put_rows_together,
-    put_together,
-    take_apart,
-    take_rows_apart,
-)
+from llmrl.data.ragged.layout import Layout, Leaf, is_leaf, put_rows_together, put_together, take_apart, take_rows_apart
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
-
-__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
 
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]

@@ -11,7 +11,7 @@ stream from 0, the oldest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ class TrajectoryIndex:
         self._who = who
         self._traj_key = traj_key
         self._end_key = end_key
-        self._given = None if trajectories is None and ends is None else _flat(trajectories, ends)
+        given = trajectories if ends is None else torch.as_tensor(ends).to(torch.bool)
+        self._given = None if given is None else torch.as_tensor(given).cpu().numpy().reshape(-1)
         self._given_ends = ends is not None
         self.journal = WriteJournal()
         self.streams = 1
@@ -276,14 +277,7 @@ def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells
     return values[before.size :] != values[: before.size]
 
 
-def _flat(trajectories: Tensor | Sequence[int] | None, ends: Tensor | Sequence[bool] | None) -> np.ndarray:
-    if ends is not None:
-        return torch.as_tensor(ends).cpu().numpy().astype(bool).reshape(-1)
-    return torch.as_tensor(trajectories).cpu().numpy().reshape(-1)
-
-
 def _room(ages: np.ndarray, cells: int) -> np.ndarray:
-    """``ages``, grown if it is too short for that many cells."""
     if cells <= ages.size:
         return ages
     grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)

@@ -1,20 +1,17 @@
-"""Small parts that every module of the buffers may use: keywords, transforms, batches, reductions, processes."""
+"""Small parts that every module of the buffers may use: keywords, transforms, reductions, processes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, TypeVar
 
-from tensordict.base import is_tensor_collection
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from llmrl.data.ragged.layout import is_leaf, is_tree, tree_leaves, tree_map
-from llmrl.errors import did_you_mean
+from llmrl.errors import CheckpointError, did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -81,56 +78,20 @@ def as_stage(transform: Any, *, invert: bool = False) -> Stage:
     return Stage(transform, write, read) if invert else Stage(transform, read, write)
 
 
-def transform_state(transform: Any) -> Any:
-    """The transform's ``state_dict()``, or ``None`` if it has none."""
-    return transform.state_dict() if hasattr(transform, "state_dict") else None
+def transform_states(transforms: Sequence[Any]) -> list[Any]:
+    """The ``state_dict()`` of each transform, ``None`` for one that has none."""
+    return [transform.state_dict() if hasattr(transform, "state_dict") else None for transform in transforms]
 
 
-def load_transform(transform: Any, state: Any) -> None:
-    if state is not None:
-        transform.load_state_dict(state)
-
-
-# --- batches ---
-
-
-def num_rows(data: Any) -> int:
-    """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
-    if isinstance(data, list):
-        return len(data)
-    if isinstance(data, Tensor) or is_tensor_collection(data):
-        shape = data.shape
-        if not shape:
-            raise RuntimeError("extend: a batch has a leading dimension that counts rows: got a scalar; use add.")
-        return shape[0]
-    if is_tree(data):
-        sizes = {num_rows(leaf) for leaf in tree_leaves(data)}
-        if len(sizes) != 1:
-            raise RuntimeError(
-                f"extend: all entries of a {type(data).__name__} must have one leading size: got {sorted(sizes)}."
-            )
-        return sizes.pop()
-    if isinstance(data, Iterable) and hasattr(data, "__len__"):
-        return len(data)
-    raise RuntimeError(f"extend: a batch is a tensor, tensordict, list, dict or tuple: got {type(data).__name__}.")
-
-
-def part(data: Any, start: int, end: int) -> Any:
-    """The rows ``start .. end - 1`` of a batch."""
-    if isinstance(data, list) or is_leaf(data):
-        return data[start:end]
-    return tree_map(lambda leaf: leaf[start:end], data)
-
-
-def split(data: Any) -> list[Any]:
-    """The single rows of a batch."""
-    if isinstance(data, Tensor) or is_tensor_collection(data):
-        return list(data.unbind(0))
-    if isinstance(data, list) or not is_tree(data):
-        return list(data)
-    leaves, spec = pytree.tree_flatten(data, is_leaf=is_leaf)
-    rows = zip(*[split(leaf) for leaf in leaves], strict=True)
-    return [pytree.tree_unflatten(list(row), spec) for row in rows]
+def load_transforms(transforms: Sequence[Any], states: Sequence[Any]) -> None:
+    if len(states) != len(transforms):
+        raise CheckpointError(
+            f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {len(states)}, expected "
+            f"{len(transforms)}."
+        )
+    for transform, state in zip(transforms, states, strict=True):
+        if state is not None:
+            transform.load_state_dict(state)
 
 
 # --- several numbers of a row as one ---

@@ -20,8 +20,6 @@ from llmrl.data.specs.leaf import LeafSpec
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
-
 
 class _Choices(LeafSpec):
     # What both ways of writing have: a spec and its values in either of them, its own by default.
@@ -106,7 +104,6 @@ class _Numbers(Discrete, _Choices):
         return torch.cat(parts, -1)
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """One entry per group as a value of the spec."""
         return torch.stack(list(parts), -1) if self._grouped else parts[0]
 
 

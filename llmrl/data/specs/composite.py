@@ -23,8 +23,6 @@ from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 
-__all__ = ["Composite"]
-
 _FORBIDDEN = ("shape", "device", "dtype", "space")
 _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
 
@@ -309,7 +307,7 @@ class Composite(NamedSpec):
             return
         held = inner(value)
         if isinstance(held, LazyStackedTensorDict):
-            row_spec = self._row(held, data_cls=None)
+            row_spec = self._row(held)
             for row in held.tensordicts:
                 found = list(row_spec.mismatches(row, key))
                 yield from found
@@ -330,9 +328,8 @@ class Composite(NamedSpec):
             return rewrap(value, self.project(inner(value)))
         if isinstance(value, LazyStackedTensorDict):
             row_spec = self._row(value)
-            return LazyStackedTensorDict.lazy_stack(
-                [row_spec.project(row) for row in value.tensordicts], value.stack_dim
-            )
+            rows = [row_spec.project(row) for row in value.tensordicts]
+            return LazyStackedTensorDict.lazy_stack(rows, value.stack_dim)
         out = value.exclude()
         keys = value.keys()
         for name, spec in self._specified():
@@ -412,11 +409,11 @@ class Composite(NamedSpec):
         td = TensorDict(entries, batch_size=batch_size, device=device, names=names or None)
         return td if self.data_cls is None else self.data_cls.from_tensordict(td)
 
-    def _row(self, stack: LazyStackedTensorDict, data_cls: type | None = None) -> Composite:
+    def _row(self, stack: LazyStackedTensorDict) -> Composite:
         # The spec of one member of a stack; a stack over extra leading dims has members of this very spec.
         dim = stack.stack_dim - (stack.ndim - len(self.shape))
         row = self.clone() if dim < 0 else self._shaped(select(dim, 0), len(self.shape))
-        row.data_cls = data_cls
+        row.data_cls = None
         return row
 
 

@@ -15,8 +15,6 @@ from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
-__all__ = ["Binary", "Discrete"]
-
 
 class Discrete(LeafSpec):
     """Whole numbers from 0 to a count: ``_width`` for all entries, or at most that in ``_counts`` (int64, a field).
@@ -40,7 +38,10 @@ class Discrete(LeafSpec):
         counts = self._bound(device) if self._mask is None else self._mask.to(device).sum(-1)
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
         number = drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % counts
-        return number if self._mask is None else _take(_allowed_first(self._mask.to(device)), number)
+        if self._mask is None:
+            return number
+        # The numbers that the mask allows, in order, then the others: the k-th allowed one is entry k.
+        return _take((~self._mask.to(device)).to(torch.uint8).argsort(dim=-1, stable=True), number)
 
     def _outside(self, value: Tensor) -> Tensor:
         number = value if value.is_floating_point() else value.long()
@@ -102,11 +103,6 @@ class Binary(Discrete):
 def _take(table: Tensor, number: Tensor) -> Tensor:
     """``table[..., number]``, entry by entry, for a table that broadcasts to ``number`` but for its last dim."""
     return table.expand((*number.shape, table.shape[-1])).gather(-1, number.unsqueeze(-1)).squeeze(-1)
-
-
-def _allowed_first(mask: Tensor) -> Tensor:
-    # The numbers that the mask allows, in order, then the others: the k-th allowed one is entry k.
-    return (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
 
 
 def _nearest_allowed(mask: Tensor) -> Tensor:

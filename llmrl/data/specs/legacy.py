@@ -38,11 +38,6 @@ class _OldName(type(TensorSpec)):
         return super().__subclasscheck__(subclass) if successor is None else successor in subclass.__mro__
 
 
-def _old_name(name: str, successor: type[TensorSpec]) -> _OldName:
-    doc = f"Deprecated: `{successor.__name__}`."
-    return _OldName(name, (successor,), {"__doc__": doc, "__module__": __name__, "_successor": successor})
-
-
 _SUCCESSORS: dict[str, type[TensorSpec]] = {
     "BinaryDiscreteTensorSpec": Binary,
     "BoundedTensorSpec": Bounded,
@@ -58,4 +53,6 @@ _SUCCESSORS: dict[str, type[TensorSpec]] = {
     "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
 }
 __all__ = list(_SUCCESSORS)  # the names are in the table once
-globals().update({name: _old_name(name, successor) for name, successor in _SUCCESSORS.items()})
+for _name, _class in _SUCCESSORS.items():
+    _doc = f"Deprecated: `{_class.__name__}`."
+    globals()[_name] = _OldName(_name, (_class,), {"__doc__": _doc, "__module__": __name__, "_successor": _class})

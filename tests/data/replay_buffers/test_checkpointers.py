@@ -25,8 +25,8 @@ from llmrl.data.replay_buffers.checkpointers import (
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.checkpointers.containers import H5Container
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
 from llmrl.data.replay_buffers.directory import _own_digest, current_directory, replace_directory
 from llmrl.data.replay_buffers.storages import LazyMemmapStorage
 from llmrl.data.ted import Flat2TED, TED2Flat

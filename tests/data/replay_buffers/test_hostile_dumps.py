@@ -24,7 +24,7 @@ from llmrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     StorageEnsemble,
 )
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_directory, write_manifest
 from llmrl.errors import CheckpointError
 from tests.support.buffers import Counting

@@ -25,7 +25,7 @@ from llmrl.data.replay_buffers import (
     TensorDictMaxValueWriter,
 )
 from llmrl.data.replay_buffers.checkpointers import ListStorageCheckpointer
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError
 from tests.support.buffers import Counting, damage, restore

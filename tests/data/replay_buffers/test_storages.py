@@ -16,7 +16,7 @@ from llmrl.data.replay_buffers import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from llmrl.data.replay_buffers.checkpointers.ensemble import default_for
+from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.errors import CheckpointError, DataError
 from tests.support.conversation_rows import Tokens
 

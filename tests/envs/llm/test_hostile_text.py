@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from llmrl.data.llm import parsers
 from llmrl.data.llm.codec import codec_for
+from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
 from llmrl.data.llm.templates import find_template
 from llmrl.envs.llm.answers import code_block, extract_tags, last_boxed, normalize_answer
 from llmrl.envs.llm.completions import trim_markers
@@ -140,25 +140,25 @@ def after(before: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 READERS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
-    "chatml": (parsers.parse_chatml, CHATML),
-    "chatml_answer": (after(CHATML[1], parsers.parse_chatml), HERMES),
-    "chatml_responses": (after(f"{CHATML[0]}{RESPONSES[0]}", parsers.parse_chatml), RESPONSES),
-    "qwen3": (parsers.parse_qwen3, [*CHATML[1:3], "<think>\n", "\n</think>\n\n"]),
-    "qwen3_thought": (after(f"{CHATML[1]}<think>\n", parsers.parse_qwen3), ["<think>\n", "\n</think>\n", *HERMES]),
-    "deepseek": (parsers.parse_deepseek, [*DEEPSEEK, *OUTPUTS]),
-    "deepseek_answer": (after("<｜Assistant｜>", parsers.parse_deepseek), DEEPSEEK[2:]),
-    "deepseek_outputs": (after("<｜tool▁outputs▁begin｜>", parsers.parse_deepseek), OUTPUTS),
-    "dialogpt": (parsers.parse_dialogpt, ["<|endoftext|>"]),
-    "falcon": (parsers.parse_falcon, ["<|user|>\n", "<|assistant|>\n", "<|endoftext|>"]),
-    "gemma": (parsers.parse_gemma, ["<start_of_turn>", "<start_of_turn>user\n", "<end_of_turn>"]),
-    "gpt_oss": (parsers.parse_gpt_oss, HARMONY),
-    "gpt_oss_call": (after("<|start|>assistant<|channel|>commentary to=functions.f", parsers.parse_gpt_oss), HARMONY),
-    "gpt_oss_answer": (after("<|channel|>", parsers.read_gpt_oss_answer), HARMONY),
-    "llama": (parsers.parse_llama, ["[INST]", "<<SYS>>\n", "\n<</SYS>>\n\n", "[/INST]", "</s>"]),
-    "llama3": (parsers.parse_llama3, ["<|start_header_id|>", "assistant<|end_header_id|>\n\n", "<|eot_id|>"]),
-    "llama3_answer": (after("<|start_header_id|>assistant<|end_header_id|>\n\n{", parsers.parse_llama3), LLAMA),
-    "mistral": (parsers.parse_mistral, ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"]),
-    "phi": (parsers.parse_phi, ["<|user|>\n", "<|assistant|>\n", "<|end|>"]),
+    "chatml": (chatml.parse_chatml, CHATML),
+    "chatml_answer": (after(CHATML[1], chatml.parse_chatml), HERMES),
+    "chatml_responses": (after(f"{CHATML[0]}{RESPONSES[0]}", chatml.parse_chatml), RESPONSES),
+    "qwen3": (chatml.parse_qwen3, [*CHATML[1:3], "<think>\n", "\n</think>\n\n"]),
+    "qwen3_thought": (after(f"{CHATML[1]}<think>\n", chatml.parse_qwen3), ["<think>\n", "\n</think>\n", *HERMES]),
+    "deepseek": (deepseek.parse_deepseek, [*DEEPSEEK, *OUTPUTS]),
+    "deepseek_answer": (after("<｜Assistant｜>", deepseek.parse_deepseek), DEEPSEEK[2:]),
+    "deepseek_outputs": (after("<｜tool▁outputs▁begin｜>", deepseek.parse_deepseek), OUTPUTS),
+    "dialogpt": (turns.parse_dialogpt, ["<|endoftext|>"]),
+    "falcon": (turns.parse_falcon, ["<|user|>\n", "<|assistant|>\n", "<|endoftext|>"]),
+    "gemma": (turns.parse_gemma, ["<start_of_turn>", "<start_of_turn>user\n", "<end_of_turn>"]),
+    "gpt_oss": (gpt_oss.parse_gpt_oss, HARMONY),
+    "gpt_oss_call": (after("<|start|>assistant<|channel|>commentary to=functions.f", gpt_oss.parse_gpt_oss), HARMONY),
+    "gpt_oss_answer": (after("<|channel|>", gpt_oss.read_gpt_oss_answer), HARMONY),
+    "llama": (turns.parse_llama, ["[INST]", "<<SYS>>\n", "\n<</SYS>>\n\n", "[/INST]", "</s>"]),
+    "llama3": (turns.parse_llama3, ["<|start_header_id|>", "assistant<|end_header_id|>\n\n", "<|eot_id|>"]),
+    "llama3_answer": (after("<|start_header_id|>assistant<|end_header_id|>\n\n{", turns.parse_llama3), LLAMA),
+    "mistral": (turns.parse_mistral, ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "</s>"]),
+    "phi": (turns.parse_phi, ["<|user|>\n", "<|assistant|>\n", "<|end|>"]),
     **{f"calls_{form.name}": (read_calls(form), own) for form, own in FORMATS},
     **{f"arguments_{FORMATS[n][0].name}": (after(JSON[n], read_calls(FORMATS[n][0])), FORMATS[n][1]) for n in JSON},
     "blocks": (extract_tags, ANSWERS),

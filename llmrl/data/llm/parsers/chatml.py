@@ -87,7 +87,6 @@ def _assistant_message(content: str) -> Message:
 
 
 def _last_call(text: str, end: int) -> re.Match[str] | None:
-    """The tool call that ends the text up to ``end``, if one does."""
     start = text.rfind("<tool_call>", 0, end)
     if start < 0:
         return None

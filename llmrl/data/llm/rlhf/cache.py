@@ -29,8 +29,6 @@ from llmrl.errors import CheckpointError, DataError, DeadlineError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Block", "callable_fingerprint", "code_fingerprint", "digest", "open_or_build", "tokenizer_fingerprint"]
-
 BUILD_TIMEOUT_S = 3600.0  # for another process that builds the same columns
 _CONTENT = "dataset.json"
 Block = tuple[int, Mapping[str, Any]]  # rows that were read, and the columns of those that are kept
@@ -71,7 +69,7 @@ def open_or_build(
     columns, content = found
     if left_out := content["read"] - content["rows"]:
         warnings.warn(
-            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not to be compared.", stacklevel=4
+            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not to be compared.", stacklevel=5
         )
     return columns
 
@@ -100,7 +98,8 @@ def _build(folder: Path, recipe: Recipe, blocks: Iterable[Block]) -> None:
     with replace_directory(folder) as draft, ExitStack() as files:
         opened: dict[str, Any] = {}
         for number, (count, columns) in enumerate(blocks):
-            flat = _flat(columns)
+            columns = columns.flatten_keys(".") if isinstance(columns, TensorDictBase) else columns
+            flat = {key: torch.as_tensor(value) for key, value in columns.items()}
             own = {key: (str(v.dtype).removeprefix("torch."), list(v.shape[1:])) for key, v in flat.items()}
             if not number:
                 kinds, opened = own, {key: files.enter_context((draft / f"{key}.memmap").open("wb")) for key in own}
@@ -117,12 +116,6 @@ def _build(folder: Path, recipe: Recipe, blocks: Iterable[Block]) -> None:
             raise DataError("tokenised rows: there must be at least one: none is left.")
         files.close()
         (draft / _CONTENT).write_text(json.dumps({"recipe": recipe, "read": read, "rows": rows, "columns": kinds}))
-
-
-def _flat(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    if isinstance(columns, TensorDictBase):
-        columns = columns.flatten_keys(".")
-    return {key: torch.as_tensor(value) for key, value in columns.items()}
 
 
 # --- fingerprints ---

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, to_messages, to_pair
 from llmrl.data.llm.images import take_images
-from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
+from llmrl.data.llm.rlhf.cache import Block
 from llmrl.data.llm.rlhf.source import Source, blocks_of
 from llmrl.data.llm.rlhf.tokenizing import check_workers, encode_answers, load_tokenizer, padding_id, same_width
 from llmrl.data.llm.templates import find_template
@@ -27,8 +27,6 @@ from llmrl.errors import ConfigError, DataError, TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["PairwiseDataset", "PromptData", "RewardData"]
 
 IGNORED = -100  # a label that no loss counts
 Chat = list[dict[str, Any]]
@@ -167,7 +165,6 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
 
 
 def _answered(row: Row, number: int, columns: Mapping[str, str | None]) -> Chat:
-    """The conversation of a row, which ends in an answer."""
     known = ("messages", "completion", *REFERENCE_COLUMNS)
     if "completion_column" not in columns and not any(row.get(name) is not None for name in known):
         if "chosen" in row and "rejected" in row:
@@ -207,16 +204,9 @@ class _Rows:
         columns_of: Callable[[_Rows, list[list[_Ids]]], Mapping[str, Any]],
     ) -> TensorDict:
         """``chats_of`` gives the conversations of a row, ``columns_of`` the columns of rows of their ids."""
-        recipe = {
-            "source": source.recipe(),
-            "kind": kind,
-            "columns": columns,
-            "max_length": self.max_length,
-            "unusable": self.unusable,
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "code": code_fingerprint(),
-        }
-        return open_or_build(source.root, source.label, recipe, lambda: self._blocks(source, chats_of, columns_of))
+        recipe = {"kind": kind, "columns": columns, "unusable": self.unusable}
+        build = partial(self._blocks, source, chats_of, columns_of)
+        return source.tokenised(self.tokenizer, self.max_length, build, recipe)
 
     def _blocks(self, source: Source, chats_of: Callable, columns_of: Callable) -> Iterator[Block]:
         refused: list[DataError] = []
@@ -243,7 +233,6 @@ class _Rows:
             raise DataError(f"{source.name}: no row is left. The first that was left out: {refused[0]}")
 
     def _encode(self, rows: list[tuple[int, list[Chat]]], name: str) -> list[_Ids]:
-        """Of all conversations of these rows, in one call of the tokenizer."""
         numbered = [(number, chat) for number, chats in rows for chat in chats]
         for number, chat in numbered:
             if [0 for message in chat if isinstance(message["content"], (list, tuple))] and any(take_images(chat)[1]):
@@ -264,7 +253,6 @@ class _Rows:
         return _Ids(ids, start, len(ids))
 
     def _checked(self, group: list[_Ids], number: int) -> list[_Ids]:
-        """Raises DataError for conversations that cannot be rows."""
         for ids, start, end in group:
             if start >= end - (self.end is not None):
                 raise DataError(f"dataset: an answer must have a token: one of row {number} has none.")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
 
 from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
+from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
 from llmrl.errors import ConfigError, DataError, did_you_mean
 
-__all__ = ["Source", "blocks_of"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
 _DEFAULT_ROOT = Path("~/.cache/llmrl/data")
@@ -52,6 +56,23 @@ class Source:
         elif self.from_disk:
             stamp = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(path.resolve().rglob("*.arrow"))]
         return {"name": self.name, "split": self.split, "valid_size": self.valid_size, "stamp": stamp}
+
+    def tokenised(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        build: Callable[[], Iterable[Block]],
+        recipe: Mapping[str, Any],
+    ) -> TensorDict:
+        """The rows that ``build`` makes of these, kept for as long as whatever decides about them stays the same."""
+        recipe = {
+            **recipe,
+            "source": self.recipe(),
+            "max_length": max_length,
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "code": code_fingerprint(),
+        }
+        return open_or_build(self.root, self.label, recipe, build)
 
     def rows(self) -> tuple[Sequence[Row], int]:
         """The rows, and the number of those that stand before them in the file.

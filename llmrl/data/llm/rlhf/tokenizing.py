@@ -12,29 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.rlhf.cache import (
-    Block,
-    callable_fingerprint,
-    code_fingerprint,
-    open_or_build,
-    tokenizer_fingerprint,
-)
+from llmrl.data.llm.rlhf.cache import Block, callable_fingerprint
 from llmrl.data.llm.rlhf.source import Source, blocks_of
 from llmrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "PromptTensorDictTokenizer",
-    "TensorDictTokenizer",
-    "TokenizedDatasetLoader",
-    "check_workers",
-    "encode_answers",
-    "load_tokenizer",
-    "padding_id",
-    "same_width",
-]
 
 DEFAULT_TOKENIZER = "gpt2"
 _NO_PADDING = (False, "do_not_pad")
@@ -260,15 +243,9 @@ class TokenizedDatasetLoader:
 
     def load(self) -> TensorDict:
         """The rows [N] with the entries that ``tokenizer_fn`` makes."""
-        recipe = {
-            "source": self.source.recipe(),
-            "max_length": self.max_length,
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "tokenizer_fn": callable_fingerprint(self.tokenizer_fn),
-            "hook": callable_fingerprint(self.pre_tokenization_hook),
-            "code": code_fingerprint(),
-        }
-        return open_or_build(self.source.root, self.source.label, recipe, self._blocks)
+        functions = {"tokenizer_fn": self.tokenizer_fn, "hook": self.pre_tokenization_hook}
+        recipe = {name: callable_fingerprint(function) for name, function in functions.items()}
+        return self.source.tokenised(self.tokenizer, self.max_length, self._blocks, recipe)
 
     def _blocks(self) -> Iterator[Block]:
         process = self.tokenizer_fn(tokenizer=self.tokenizer, max_length=self.max_length)

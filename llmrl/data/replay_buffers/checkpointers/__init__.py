@@ -6,9 +6,9 @@ from llmrl.data.replay_buffers.checkpointers.base import (
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
     StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
-from llmrl.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
 
 __all__ = [
     "FlatStorageCheckpointer",

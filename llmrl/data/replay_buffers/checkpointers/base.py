@@ -14,30 +14,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tensordict import NestedKey
 
-from llmrl.data.replay_buffers.checkpointers.containers import Container, FileContainer, H5Container
-from llmrl.data.replay_buffers.directory import current_directory, read_manifest, replace_directory, write_manifest
+from llmrl.data.replay_buffers.checkpointers.containers import FileContainer, H5Container
+from llmrl.data.replay_buffers.directory import (
+    current_directory,
+    read_manifest,
+    read_object,
+    replace_directory,
+    write_manifest,
+    write_object,
+)
 from llmrl.data.replay_buffers.serialization import decode, encode, encode_rows
+from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble, TensorStorage
+from llmrl.data.replay_buffers.utils import load_transforms, transform_states
 from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
-from llmrl.errors import CheckpointError, DataError
-
-if TYPE_CHECKING:
-    from llmrl.data.replay_buffers.storages import Storage
-
-
-__all__ = [
-    "FlatStorageCheckpointer",
-    "H5StorageCheckpointer",
-    "ListStorageCheckpointer",
-    "NestedStorageCheckpointer",
-    "StorageCheckpointerBase",
-    "TensorStorageCheckpointer",
-]
+from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 FORMAT, FORMAT_VERSION = "llmrl.storage", 3
+_ENSEMBLE_FORMAT, _ENSEMBLE_VERSION = "llmrl.storage_ensemble", 2
+_TRANSFORMS = "transforms.pt"
 
 Hook = Callable[[Any], Any]
 Encoded = tuple[Any, dict[str, Any]]
@@ -87,8 +85,7 @@ class StorageCheckpointerBase:
             is_full = counters["length"] >= counters["max_size"]
             where = {"shift": counters["cursor"] // prod(counters["trailing"]) if is_full else 0, "is_full": is_full}
             for hook in self._save_hooks:
-                content = hook(content, **where) if getattr(hook, "takes_counters", False) else hook(content)
-                self._check_hook(hook, content)
+                content = self._hooked(hook, content, **(where if getattr(hook, "takes_counters", False) else {}))
             content, layout = self._encode(content, where)
         with replace_directory(path) as folder:
             with self._open(folder) as (container, name):
@@ -101,16 +98,6 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError, with the storage unchanged, if the checkpoint is missing, damaged, or does not fit
         """
-        content, counters = self._read(path)
-        try:
-            storage.restore(content, counters)
-        except DataError as error:
-            raise CheckpointError(
-                f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
-                "them into one that was built and filled alike, or that is new."
-            ) from error
-
-    def _read(self, path: str | Path) -> tuple[Any, dict[str, Any]]:
         folder = current_directory(path)
         manifest = read_manifest(type(self).__name__, folder, FORMAT, FORMAT_VERSION)
         name, files = manifest["container"], manifest["files"]
@@ -124,23 +111,30 @@ class StorageCheckpointerBase:
         if content is not None:
             content = _DECODERS[manifest["layout"]["name"]](content)
             for hook in self._load_hooks:
-                content = hook(content)
-                self._check_hook(hook, content)
-        return content, manifest["ring"]
+                content = self._hooked(hook, content)
+        try:
+            storage.restore(content, manifest["ring"])
+        except DataError as error:
+            raise CheckpointError(
+                f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
+                "them into one that was built and filled alike, or that is new."
+            ) from error
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
         """The content to write and the manifest's note on its layout; ``where`` is ``shift`` and ``is_full``."""
         return content, {"name": "rows"}
 
     @contextmanager
-    def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
+    def _open(self, folder: Path) -> Iterator[tuple[FileContainer | H5Container, str | None]]:
         """The container to write to, and the name of its file if it is one."""
         with closing(FileContainer(folder)) as container:
             yield container, None
 
-    def _check_hook(self, hook: Hook, content: Any) -> None:
+    def _hooked(self, hook: Hook, content: Any, **where: Any) -> Any:
+        content = hook(content, **where)
         if content is None:
             raise CheckpointError(f"{type(self).__name__}: a hook must return the content: got None from {hook!r}.")
+        return content
 
 
 # --- the named checkpointers: another layout of the rows, or another container ---
@@ -248,6 +242,54 @@ class H5StorageCheckpointer(_StepsCheckpointer):
         return (H5Split()(encoded) if layout["name"] == "h5" else encoded), layout
 
     @contextmanager
-    def _open(self, folder: Path) -> Iterator[tuple[Container, str | None]]:
+    def _open(self, folder: Path) -> Iterator[tuple[FileContainer | H5Container, str | None]]:
         with H5Container.open(folder / self.checkpoint_file, "w", self._h5_kwargs) as container:
             yield container, self.checkpoint_file
+
+
+class StorageEnsembleCheckpointer(StorageCheckpointerBase):
+    """Writes each member of a `StorageEnsemble` with the member's own checkpointer, to a numbered folder, all or none.
+
+    Transforms that have a ``state_dict`` are saved with them.
+    """
+
+    def register_save_hook(self, hook: Hook) -> None:
+        raise UnsupportedError(
+            "StorageEnsembleCheckpointer: members are written by their own checkpointers: register the hook there, for "
+            "instance by ensemble.storages[0].register_save_hook(hook)."
+        )
+
+    register_load_hook = register_save_hook
+
+    def dumps(self, storage: StorageEnsemble, path: str | Path) -> None:
+        with replace_directory(path) as folder:
+            for number, member in enumerate(storage.storages):
+                _checkpointer_of(member).dumps(member, folder / str(number))
+            write_object(transform_states(storage.transforms), folder / _TRANSFORMS)
+            members = [type(member).__name__ for member in storage.storages]
+            write_manifest(folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION, {"members": members})
+
+    def loads(self, storage: StorageEnsemble, path: str | Path) -> None:
+        """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
+        folder = current_directory(path)
+        manifest = read_manifest(type(self).__name__, folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION)
+        states = read_object(folder / _TRANSFORMS)
+        folders = [folder / str(number) for number in range(len(manifest["members"]))]
+        storage.restore_each(folders, lambda member, its: _checkpointer_of(member).loads(member, its))
+        load_transforms(storage.transforms, states)
+
+
+def default_for(storage: Storage) -> StorageCheckpointerBase:
+    """A new checkpointer of the kind that suits the storage best.
+
+    >>> from llmrl.data.replay_buffers import LazyTensorStorage
+    >>> type(default_for(LazyTensorStorage(10))).__name__
+    'TensorStorageCheckpointer'
+    """
+    if isinstance(storage, StorageEnsemble):
+        return StorageEnsembleCheckpointer()
+    return TensorStorageCheckpointer() if isinstance(storage, TensorStorage) else ListStorageCheckpointer()
+
+
+def _checkpointer_of(member: Storage) -> StorageCheckpointerBase:
+    return default_for(member) if member.checkpointer is None else member.checkpointer

@@ -1,4 +1,4 @@
-"""Containers for the tensors of a checkpoint: raw files, or one HDF5 file.
+"""Containers, which ``put`` and ``get`` the tensors of a checkpoint: raw files, or one HDF5 file.
 
 Names are made of the keys, joined by dots (or slashes); a dot or slash in a key is percent-encoded as in a URL, so that
 different keys never share a name. A *reference* is JSON: ``[name, dtype, shape]``, and the offset in a raw file.
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -23,18 +23,8 @@ from llmrl.data.replay_buffers.serialization import ITEM, find_dtype
 from llmrl.errors import CheckpointError
 from llmrl.optional import require
 
-__all__ = ["Container", "FileContainer", "H5Container"]
-
 _ALIGNMENT = 16  # of tensors that follow others in a file: any dtype can be mapped there
 _MOST_OPEN_FILES = 128
-
-
-class Container(Protocol):
-    """Takes tensors under the keys that lead to them, and gives them back."""
-
-    def put(self, path: Sequence[str], tensor: Tensor) -> Any: ...
-
-    def get(self, reference: Any) -> Tensor: ...
 
 
 class FileContainer:

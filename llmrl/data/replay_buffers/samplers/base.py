@@ -471,7 +471,6 @@ class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
         return torch.from_numpy(index), {}
 
     def _rows(self, length: int, allowed: np.ndarray | None, batch_size: int) -> np.ndarray:
-        """The rows of a new pass."""
         rows = np.arange(length) if allowed is None else np.flatnonzero(allowed)
         if self._drop_last and rows.size < batch_size:
             which = "" if allowed is None else f" that may be drawn, of {length}"

@@ -52,7 +52,12 @@ class Eligibility:
 
     def mask(self, storage: Storage) -> np.ndarray:
         """True for rows that may be drawn, bool[len(storage)]."""
-        self._refresh(storage)
+        try:
+            self._take_note(storage)
+        except BaseException:
+            self.journal.forget()
+            self._loaded = True  # the uses are right, the versions are to be read again
+            raise
         return ~(self._too_old(len(storage)) | self._used_up(len(storage)))
 
     def uses_left(self, positions: np.ndarray) -> np.ndarray:
@@ -95,14 +100,6 @@ class Eligibility:
 
     def go_back(self, bookmark: np.ndarray) -> None:
         self._uses = bookmark
-
-    def _refresh(self, storage: Storage) -> None:
-        try:
-            self._take_note(storage)
-        except BaseException:
-            self.journal.forget()
-            self._loaded = True  # the uses are right, the versions are to be read again
-            raise
 
     def _take_note(self, storage: Storage) -> None:
         length, changes = len(storage), self.journal.take(storage)

@@ -35,6 +35,8 @@ class SamplerEnsemble(Members, Sampler):
     ([[0, 0, 0, 0], [1, 1, 1, 1]], torch.Size([2, 4]))
     """
 
+    _held_in = "samplers"
+
     def __init__(
         self,
         *samplers: Sampler,
@@ -57,10 +59,6 @@ class SamplerEnsemble(Members, Sampler):
         self.num_buffer_sampled = count if num_buffer_sampled is None else num_buffer_sampled
         self.p = _probabilities(p, count)
         self._ran_out = False
-
-    @property
-    def _members(self) -> tuple[Sampler, ...]:
-        return self.samplers
 
     def of(self, where: Sequence[int]) -> SamplerEnsemble:
         """The ensemble of some of the samplers, whose probabilities keep their proportions."""

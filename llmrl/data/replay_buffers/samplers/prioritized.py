@@ -192,7 +192,12 @@ class PrioritizedSampler(ProcessLocal, Sampler):
         masses = self._masses(values, where, self._alpha)
         if not self._is_all_written(where):
             self._flush()
-            self._check_there(where)
+            if not 0 <= _highest(where) < self._num_rows:
+                absent = (where < 0) | (where >= self._num_rows)
+                raise IndexError(
+                    f"{self._who}: a priority is for a row that is there: got position {where[absent][0]} of "
+                    f"{self._num_rows} rows."
+                )
         self._set(where, values, masses)
 
     def _is_all_written(self, where: np.ndarray) -> bool:
@@ -201,14 +206,6 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             return False
         self._written, self._num_written = [], 0
         return True
-
-    def _check_there(self, where: np.ndarray) -> None:
-        if not 0 <= _highest(where) < self._num_rows:
-            absent = (where < 0) | (where >= self._num_rows)
-            raise IndexError(
-                f"{self._who}: a priority is for a row that is there: got position {where[absent][0]} of "
-                f"{self._num_rows} rows."
-            )
 
     def check_priority(self, priority: Tensor) -> None:
         where = np.arange(len(priority))

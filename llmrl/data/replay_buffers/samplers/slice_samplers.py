@@ -241,7 +241,6 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         return self._batch(storage, cut, index.ahead(last, end - rows), lengths)
 
     def _lasts(self, number: int, cut: Cut) -> np.ndarray:
-        """The last cells of the trajectories of a new pass."""
         lasts = self._index.lasts()
         lasts = lasts[cut.count(self._index.rows_up_to(lasts)) > 0]
         if not lasts.size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -16,9 +16,8 @@ import torch
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
-from llmrl.data.ragged.layout import tree_map
-from llmrl.data.replay_buffers.grid_index import select_cells, shape_cells, time_first
-from llmrl.data.replay_buffers.utils import num_rows, part
+from llmrl.data.ragged.layout import is_leaf, is_tree, tree_leaves, tree_map
+from llmrl.data.replay_buffers.grid_index import cells_in_row, select_cells, shape_cells, time_first
 from llmrl.errors import CheckpointError, MissingKeyError, UnsupportedError, did_you_mean
 
 Key = str | tuple[str, ...]
@@ -161,8 +160,24 @@ class Storage(ABC):
         """A copy of one row (int) or of a batch of rows. Raises: IndexError if there is none."""
 
     def count(self, data: Any) -> int:
-        """The number of rows that ``extend`` would write."""
-        return num_rows(data)
+        """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
+        if isinstance(data, list):
+            return len(data)
+        if isinstance(data, Tensor) or is_tensor_collection(data):
+            shape = data.shape
+            if not shape:
+                raise RuntimeError("extend: a batch has a leading dimension that counts rows: got a scalar; use add.")
+            return shape[0]
+        if is_tree(data):
+            sizes = {self.count(leaf) for leaf in tree_leaves(data)}
+            if len(sizes) != 1:
+                raise RuntimeError(
+                    f"extend: all entries of a {type(data).__name__} must have one leading size: got {sorted(sizes)}."
+                )
+            return sizes.pop()
+        if isinstance(data, Iterable) and hasattr(data, "__len__"):
+            return len(data)
+        raise RuntimeError(f"extend: a batch is a tensor, tensordict, list, dict or tuple: got {type(data).__name__}.")
 
     def batch(self, index: slice | Tensor) -> Any:
         """``get`` of positions (a plain slice or int64[N]) that are there, stacked if that can be done."""
@@ -201,7 +216,9 @@ class Storage(ABC):
 
     def part(self, data: Any, start: int, end: int) -> Any:
         """The rows ``start .. end - 1`` of a batch."""
-        return part(data, start, end)
+        if isinstance(data, list) or is_leaf(data):
+            return data[start:end]
+        return tree_map(lambda leaf: leaf[start:end], data)
 
     # --- the grid ---
 
@@ -230,10 +247,7 @@ class Storage(ABC):
         if self.ndim == 1:
             return self.set(index, data)
         cells = select_cells(index, self.shape, type(self).__name__)
-        if isinstance(cells, Tensor) and cells.ndim > 1:
-            dims = cells.ndim - 1
-            data, cells = tree_map(lambda leaf: leaf.flatten(0, dims), data), cells.reshape(-1)
-        self.set(cells, data)
+        self.set(*cells_in_row(cells, data))
 
     def __contains__(self, index: int | Tensor) -> bool:
         """True if there is a row at the position, or at all of them."""

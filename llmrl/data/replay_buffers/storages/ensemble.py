@@ -14,7 +14,7 @@ from llmrl.data.ragged.layout import TensorLeaf, put_together, take_apart
 from llmrl.data.replay_buffers.members import Members, members_at, refused, split_index
 from llmrl.data.replay_buffers.storages.base import Storage
 from llmrl.data.replay_buffers.storages.tensor import TensorStorage
-from llmrl.data.replay_buffers.utils import load_transform, transform_state
+from llmrl.data.replay_buffers.utils import load_transforms, transform_states
 
 
 class StorageEnsemble(Members, Storage):
@@ -31,6 +31,8 @@ class StorageEnsemble(Members, Storage):
     [[1, 2], [11, 12]]
     """
 
+    _held_in = "storages"
+
     def __init__(self, *storages: Storage, transforms: Sequence[Any] | None = None) -> None:
         self.storages = self._checked(storages, Storage)
         self.transforms = (None,) * len(storages) if transforms is None else tuple(transforms)
@@ -40,10 +42,6 @@ class StorageEnsemble(Members, Storage):
                 f"{len(storages)} storages."
             )
         self.checkpointer = None  # the members have the counters and the locks
-
-    @property
-    def _members(self) -> tuple[Storage, ...]:
-        return self.storages
 
     def of(self, where: Sequence[int]) -> StorageEnsemble:
         transforms = [self.transforms[number] for number in where]
@@ -89,13 +87,12 @@ class StorageEnsemble(Members, Storage):
     def state_dict(self) -> dict[str, Any]:
         return {
             "storages": [storage.state_dict() for storage in self.storages],
-            "transforms": [transform_state(transform) for transform in self.transforms],
+            "transforms": transform_states(self.transforms),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restore_each(state["storages"], lambda storage, part: storage.load_state_dict(part))
-        for transform, part in zip(self.transforms, state["transforms"], strict=True):
-            load_transform(transform, part)
+        load_transforms(self.transforms, state["transforms"])
 
     def restore_each(self, states: Sequence[Any], restore: Callable[[Storage, Any], None]) -> None:
         """``restore(storage, state)`` for every member; if one raises, all of them are what they were."""

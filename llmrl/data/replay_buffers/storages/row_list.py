@@ -16,6 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from tensordict.base import is_tensor_collection
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from llmrl.data.ragged.layout import (
     NUMBERS,
@@ -27,6 +28,7 @@ from llmrl.data.ragged.layout import (
     copy_columns,
     copy_like,
     is_leaf,
+    is_tree,
     put_rows_together,
     put_together,
     ragged_column,
@@ -38,7 +40,6 @@ from llmrl.data.ragged.layout import (
 from llmrl.data.ragged.stack import LazyRows
 from llmrl.data.ragged.tensordicts import LazyCopy, rows_form
 from llmrl.data.replay_buffers.storages.base import Index, Storage, row_limit
-from llmrl.data.replay_buffers.utils import split
 from llmrl.errors import DataError
 
 _SPARSE = 4  # a block is given up once less than a quarter of its rows is left: memory is bounded, and copies are rare
@@ -77,7 +78,6 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 
 @torch.no_grad()
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
-    """Copies of columns, as rows."""
     forms = ragged_forms(layout, columns)
     copies = copy_columns(layout, columns, device, forms)
     if device is not None:
@@ -87,7 +87,6 @@ def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.d
 
 
 def _cells(kind: Any, column: Any) -> Sequence[Any]:
-    """The share of every row of a column."""
     if type(kind) is not TensorLeaf:
         return column
     if kind.shape.numel() == 1 and kind.dtype in NUMBERS and column.is_cpu:
@@ -139,7 +138,6 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
 
 
 def _batch_size(row: Row) -> torch.Size | None:
-    """The batch size of a single row; None if only the row itself can tell."""
     root = row.layout.root
     if type(root) is LazyBranch:
         return row.leaves[0]
@@ -230,7 +228,15 @@ class RowList(Storage):
     def _put(self, where: Sequence[int], rows: list[Any]) -> None:
         self.counters.check_writable(type(self).__name__)
         self._check_run(where, len(rows))
-        _place(self._rows, where, self._with_known_layouts(rows))
+        held, rows = self._rows, self._with_known_layouts(rows)
+        if isinstance(where, range):
+            held[where.start : where.stop] = rows
+        else:
+            for position, row in zip(where, rows, strict=True):
+                if position < len(held):
+                    held[position] = row
+                else:
+                    held.append(row)
         for position in self._note_block(where):
             row = self._rows[position]
             self._rows[position] = copy_row(row) if type(row) is Row else copy_object(row)
@@ -312,7 +318,7 @@ class ListStorage(RowList):
         elif _is_row(data) and data.batch_dims:
             self._put(positions(index, self.max_size), to_rows(data, self.device))
         else:
-            self._put(positions(index, self.max_size), [self._kept(row) for row in split(data)])
+            self._put(positions(index, self.max_size), [self._kept(row) for row in _split(data)])
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -337,7 +343,6 @@ class ListStorage(RowList):
         return LazyStackedTensorDict.maybe_dense_stack(single_rows(rows))
 
     def _kept(self, value: Any) -> Any:
-        """A copy of one object in the form in which it is stored."""
         return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
 
     def _known(self, layout: Layout) -> Layout:
@@ -447,6 +452,17 @@ def copy_object(value: Any, device: torch.device | None = None) -> Any:
     return value if device is None else value.to(device)
 
 
+def _split(data: Any) -> list[Any]:
+    """The single rows of a batch."""
+    if isinstance(data, Tensor) or is_tensor_collection(data):
+        return list(data.unbind(0))
+    if isinstance(data, list) or not is_tree(data):
+        return list(data)
+    leaves, spec = pytree.tree_flatten(data, is_leaf=is_leaf)
+    rows = zip(*[_split(leaf) for leaf in leaves], strict=True)
+    return [pytree.tree_unflatten(list(row), spec) for row in rows]
+
+
 def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Sequence[int]:
     """An index as non-negative positions: a run as a range, anything else as a list."""
     if isinstance(index, slice):
@@ -455,18 +471,6 @@ def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Seque
     if isinstance(index, Tensor):
         return index.tolist()
     return [index] if isinstance(index, int) else list(index)
-
-
-def _place(held: list[Any], where: Sequence[int], rows: Sequence[Any]) -> None:
-    """Puts rows at positions of a list that leave no gap."""
-    if isinstance(where, range):
-        held[where.start : where.stop] = rows
-        return
-    for position, row in zip(where, rows, strict=True):
-        if position < len(held):
-            held[position] = row
-        else:
-            held.append(row)
 
 
 def _is_row(value: Any) -> bool:

@@ -31,7 +31,6 @@ from llmrl.data.replay_buffers.serialization import decode, encode
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema, difference
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
-from llmrl.data.replay_buffers.utils import num_rows
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.json"
@@ -65,7 +64,7 @@ class TensorStorage(Storage):
         if storage is None:
             raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
         rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
-        size = num_rows(rows)
+        size = self.count(rows)
         if max_size is not None and max_size != size:
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
         self._begin("TensorStorage", size, device, ndim)
@@ -253,9 +252,9 @@ class TensorStorage(Storage):
             leaves = schema.match(data, count)
             if leaves is not None:
                 return leaves
-        if count is not None and num_rows(data) != count:
+        if count is not None and self.count(data) != count:
             raise DataError(
-                f"{type(self).__name__}: one row per position is needed: got {num_rows(data)} rows for {count} "
+                f"{type(self).__name__}: one row per position is needed: got {self.count(data)} rows for {count} "
                 "positions."
             )
         layout, leaves = self._take_apart(data, single=count is None)
@@ -425,7 +424,6 @@ def _dimensions(who: str, ndim: int) -> int:
 
 
 def _stack(rows: list[Any]) -> Any:
-    """A list of single rows as one batch."""
     if isinstance(rows[0], Tensor):
         return torch.stack(rows)
     if is_tree(rows[0]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,6 +139,9 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
         return with_index(data, index, self.storage)
 
 
+_read_only = partial(refused, rule="a data set is not written to", advice="copy its rows into another buffer")
+
+
 class ImmutableDatasetWriter(Writer):
     """Refuses every write: RuntimeError.
 
@@ -151,33 +155,17 @@ class ImmutableDatasetWriter(Writer):
     RuntimeError: ImmutableDatasetWriter: a data set is not written to: got add; copy its rows into another buffer.
     """
 
-    def add(self, data: Any) -> NoReturn:
-        self._refuse("add")
-
-    def extend(self, data: Any) -> NoReturn:
-        self._refuse("extend")
-
-    def as_stored(self, data: Any, index: Any) -> NoReturn:
-        self._refuse("rows to replace others")
-
-    def empty(self, empty_write_count: bool = True) -> NoReturn:
-        self._refuse("empty")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__}: a data set is not written to: got {what}; copy its rows into another buffer."
-        )
+    add, extend, empty = map(_read_only, ("add", "extend", "empty"))
+    as_stored = _read_only("rows to replace others")
 
 
 class WriterEnsemble(Members, Writer):
     """Several writers. ``ensemble[i].add(row)`` writes; the ensemble itself does not know where to: RuntimeError."""
 
+    _held_in = "writers"
+
     def __init__(self, *writers: Writer) -> None:
         self.writers = self._checked(writers, Writer)
-
-    @property
-    def _members(self) -> tuple[Writer, ...]:
-        return self.writers
 
     def register_storage(self, storage: StorageEnsemble) -> None:
         for writer, member in zip(self.writers, storage.storages, strict=True):
@@ -215,7 +203,8 @@ def _with_index(data: Any, index: int | Tensor, trailing: Sequence[int]) -> Any:
     if isinstance(data, list):
         return [_with_index(row, position, trailing) for row, position in zip(data, index.tolist(), strict=True)]
     single = isinstance(index, int)
-    where = coordinates(torch.full((), index) if single else index, trailing)
+    where = torch.full((), index) if single else index
+    where = coordinates(where, trailing) if trailing else where
     inside = data.batch_size if single else data.batch_size[1:]
     if inside:
         rows, after = where.shape[: 0 if single else 1], where.shape[0 if single else 1 :]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmrl.data.llm.parsers import thought_key
+from llmrl.data.llm.parsers.gpt_oss import thought_key
 from llmrl.envs.llm.tool_calls import formats
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
 from llmrl.errors import ConfigError, did_you_mean
