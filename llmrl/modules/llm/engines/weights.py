@@ -17,8 +17,6 @@ from llmrl.modules.llm.vision import model_class
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "exhausted", "unsaved_buffers"]
-
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 

@@ -22,20 +22,6 @@ from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
 from llmrl.modules.llm.engines.weights import WeightSet
 
-__all__ = [
-    "BACKEND",
-    "NCCL",
-    "CallWorkers",
-    "CudaIPC",
-    "SharedMemory",
-    "Transfer",
-    "TransferCache",
-    "TransferSettings",
-    "nearest_transfer",
-    "place_of_process",
-    "transfer_settings",
-]
-
 BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 
 

@@ -31,8 +31,6 @@ from llmrl.modules.llm.engines.vllm.compat import (
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 from llmrl.modules.llm.engines.vllm.transfer import BACKEND, place_of_process
 
-__all__ = ["WorkerExtension"]
-
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
