@@ -220,7 +220,7 @@ class WeightReceiver:
         self._context: Context = lambda: None
         self._path: str | None = None
         self._target: ModelTarget | None = None
-        self._transport: TransportBackend | None = None
+        self._transport: TransportBackend = DirectTransport()
 
     @property
     def version(self) -> int:
@@ -258,7 +258,7 @@ class WeightReceiver:
 
         Raises  WorkerError if the sender has ended
         """
-        if self._transport is None or (received := self._transport.receive(timeout)) is None:
+        if (received := self._transport.receive(timeout)) is None:
             return None
         model_id, payload = received
         try:
@@ -273,16 +273,14 @@ class WeightReceiver:
         """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
         without a model, WeightSyncError if they do not fit it.
         """
-        pending = None if self._transport is None else self._transport.pending
+        pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
         try:
             self.update_weights(named_tensors(weights), version=version)
         except Exception as error:
-            if self._transport is not None:
-                self._transport.answer(f"{type(error).__name__}: {error}")
+            self._transport.answer(f"{type(error).__name__}: {error}")
             raise
-        if self._transport is not None:
-            self._transport.answer()
+        self._transport.answer()
 
     def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
         """Writes weights under a version that must grow, all or nothing."""
@@ -305,11 +303,11 @@ def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
     receiver = receivers.get(model_id)
     if receiver is not None and isinstance(receiver._transport, CallTransport):
         return receiver._transport.take(model_id, payload)
-    if receiver is None:
-        receiver = WeightReceiver(NoWeightSyncScheme())
-        receiver.register_model(resolve(context, path))
-        receivers[model_id] = receiver
     try:
+        if receiver is None:
+            receiver = WeightReceiver(NoWeightSyncScheme())
+            receiver.register_model(resolve(context, path))
+            receivers[model_id] = receiver
         receiver.update_weights(payload.weights, version=payload.version)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -34,9 +34,9 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     TransferCache,
     TransferSettings,
     nearest_transfer,
-    place_of_process,
     transfer_settings,
 )
+from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec, exhausted
 from llmrl.modules.llm.vision import Media, has_images
 
@@ -303,8 +303,12 @@ class VLLMEngine:
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
         with exhausted(weights) as weights:
-            given = self.weight_backend if backend is None else backend
-            settings = transfer_settings(given, self.core.info.place)
+            settings = self.weight_backend if backend is None else transfer_settings(backend)
+            if settings is not None and self.core.info.place == "process":
+                raise ConfigError(
+                    f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave "
+                    "weight_backend out."
+                )
             checked = self._weight_spec().weight_set(weights)
             end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
