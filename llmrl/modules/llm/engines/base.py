@@ -172,6 +172,35 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class SeededEngine:
+    """The part of an engine that hands out the seeds of rows."""
+
+    version = 0
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def _seeds(self, given: Sequence[int] | None, num_rows: int) -> Sequence[int]:
+        """The seeds that a call brings, or fresh ones. Raises ShapeError unless there is one per prompt."""
+        if given is None:
+            return torch.randint(1 << 62, (num_rows,), generator=self._generator).tolist()
+        if len(given) != num_rows:
+            raise ShapeError(f"{type(self).__name__}: one seed per prompt: got {len(given)} for {num_rows} prompts.")
+        return given
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator and the version, so that a resumed run draws the same seeds."""
+        return {"generator": self._generator.get_state(), "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+        self.version = state["version"]
+
+
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
     """Raises ShapeError for rows that no model can look up; on a GPU such ids end the process.
 

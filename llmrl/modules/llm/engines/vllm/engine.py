@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason
 from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
 from llmrl.modules.llm.engines.vllm.core import (
     SCORING,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT_S = 600.0  # without timeout_s; plus one second for every token that a row may have
 
 
-class VLLMEngine:
+class VLLMEngine(SeededEngine):
     """An ``Engine`` over vLLM.
 
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
@@ -99,13 +99,9 @@ class VLLMEngine:
         for name, seconds in waits.items():
             if not seconds > 0:
                 raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
+        super().__init__(seed)
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         place = {"own_process": own_process, "devices": devices}
         self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
@@ -117,7 +113,6 @@ class VLLMEngine:
         self._was_updated = self._has_adapter = False
         self._interruptions = 0  # of calls under way, by updates
         self.load_speed = 0.0  # bytes a second, of the last set of weights
-        self.version = 0
         self.core: Core = self._make_core(model)
         try:
             self._config: PretrainedConfig | None = config_of(model, self.core.info.model)
@@ -180,10 +175,7 @@ class VLLMEngine:
                  vLLM fails, DeadlineError
         """
         self.check(params)
-        if seeds is None:
-            seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
-        if len(seeds) != len(prompts):
-            raise ShapeError(f"VLLMEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
+        seeds = self._seeds(seeds, len(prompts))
         images = list(media) if has_images(media) else [None] * len(prompts)
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
@@ -440,14 +432,6 @@ class VLLMEngine:
             self._incomplete = self._has_adapter  # the adapter is gone, and must be given again
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The generator and the version, so that a resumed run draws the same seeds."""
-        return {"generator": self._generator.get_state(), "version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-        self.version = state["version"]
 
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
