@@ -89,13 +89,7 @@ class TransformersEngine(SeededEngine):
         seeds: Sequence[int] | None = None,
         media: Sequence[Media] | None = None,
     ) -> Generation:
-        """Samples one response per prompt.
-
-        prompts  int64[P_i] each, not empty
-        seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, if some have images
-        Raises   ShapeError, ConfigError
-        """
+        """Samples one response per prompt: see `Engine`. Raises ShapeError, ConfigError."""
         seeds = self._seeds(seeds, len(prompts))
         self._check_ids(prompts, "prompt")
         if params.extra:
@@ -148,9 +142,7 @@ class TransformersEngine(SeededEngine):
         masks: Sequence[Tensor] | None = None,
         media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
-        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
-        False.
-        """
+        """Log-probs of the tokens of each sequence: see `Engine`."""
         self._check_ids(sequences, "sequence")
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]

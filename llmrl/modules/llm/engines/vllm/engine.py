@@ -37,7 +37,7 @@ from llmrl.modules.llm.engines.vllm.transfer import (
     transfer_settings,
 )
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
-from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec, exhausted
+from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
 
 if TYPE_CHECKING:
@@ -166,11 +166,8 @@ class VLLMEngine(SeededEngine):
         seeds: Sequence[int] | None = None,
         media: Sequence[Media] | None = None,
     ) -> Generation:
-        """Samples one response per prompt.
+        """Samples one response per prompt: see `Engine`. A server takes no images.
 
-        prompts  int64[P_i] each, not empty
-        seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, if some have images; a server takes none
         Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError if
                  vLLM fails, DeadlineError
         """
@@ -230,9 +227,7 @@ class VLLMEngine(SeededEngine):
         masks: Sequence[Tensor] | None = None,
         media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
-        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
-        False. A server scores at temperature 1 only.
-        """
+        """Log-probs of the tokens of each sequence: see `Engine`. A server scores at temperature 1 only."""
         if temperature != 1.0 and self.core.info.place == "server":
             raise ConfigError(
                 f"VLLMEngine: a server scores at temperature 1 only: got {temperature}; score with the trainer's model."
@@ -294,17 +289,21 @@ class VLLMEngine(SeededEngine):
         """
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
-        with exhausted(weights) as weights:
+        groups = iter(() if isinstance(weights, Mapping) else weights)
+        try:
             settings = self.weight_backend if backend is None else transfer_settings(backend)
             if settings is not None and self.core.info.place == "process":
                 raise ConfigError(
                     f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave "
                     "weight_backend out."
                 )
-            checked = self._weight_spec().weight_set(weights)
+            checked = self._weight_spec().weight_set(weights, groups)
             end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
+        finally:
+            for _ in groups:  # a collective, maybe: the other ranks make them too
+                pass
 
     def update_adapter(self, folder: str | Path, *, version: int) -> None:
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
