@@ -353,21 +353,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
         return SharedMemTransport(
-            self.policy_weights,
-            self.auto_register,
-            pipe=pipe_or_context,
-            timeout=self.timeout,
-            strategy=self.strategy,
+            self.policy_weights, self.auto_register, pipe=pipe_or_context, timeout=self.timeout, strategy=self.strategy
         )
 
     def create_packer(self) -> Packer:
         slots = Slots(self.policy_weights, self.auto_register)
-
-        def write(model_id: str, weights: Any, version: int, transports: Collection[Any]) -> Payload:
-            busy = set().union(*(transport.busy for transport in transports))
-            return slots.write(model_id, weights, version, busy)
-
-        return write
+        return lambda model_id, weights, version, transports: slots.write(
+            model_id, weights, version, set().union(*(transport.busy for transport in transports))
+        )
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -15,11 +15,7 @@ from llmrl.optional import require
 
 
 def stateless_init_process_group(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    device: torch.device | str | int | None = None,
+    master_address: str, master_port: int, rank: int, world_size: int, device: torch.device | str | int | None = None
 ) -> Any:
     """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
     ``torch.distributed``; waits until all have joined.

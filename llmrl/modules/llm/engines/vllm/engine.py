@@ -20,22 +20,10 @@ from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason
 from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
-from llmrl.modules.llm.engines.vllm.core import (
-    SCORING,
-    ClosedCore,
-    Core,
-    NothingLoadedError,
-    Requests,
-    request_options,
-)
+from llmrl.modules.llm.engines.vllm.core import SCORING, ClosedCore, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
-from llmrl.modules.llm.engines.vllm.transfer import (
-    TransferCache,
-    TransferSettings,
-    nearest_transfer,
-    transfer_settings,
-)
+from llmrl.modules.llm.engines.vllm.transfer import TransferCache, TransferSettings, nearest_transfer, transfer_settings
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
