@@ -14,15 +14,6 @@ from llmrl.weight_update.schemes import Strategy, WeightReceiver, WeightSender, 
 from llmrl.weight_update.target import resolve
 from llmrl.weight_update.transports import CallTransport
 
-__all__ = [
-    "RayActorTransport",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayTransport",
-    "RayWeightSyncScheme",
-]
-
 
 class RayTransport(CallTransport):
     """Weights for one Ray actor, any class of which will do.
@@ -41,9 +32,8 @@ class RayTransport(CallTransport):
         return self._actor is not None
 
     def call(self, model_id: str, payload: Payload) -> Any:
-        ray = require("ray", extra="ray", used_by="RayTransport")
         if payload.stored is None:
-            payload.stored = ray.put(payload.memory.numpy())
+            payload.stored = require("ray", extra="ray", used_by="RayTransport").put(payload.memory.numpy())
         path = model_id if self._path is None else self._path
         arguments = (model_id, path, payload.version, payload.layout, payload.stored)
         return self._actor.__ray_call__.remote(_deliver, *arguments)
@@ -119,7 +109,4 @@ def _deliver(actor: Any, model_id: str, path: str, version: int, layout: Layout,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the store's memory cannot be written, and nothing here writes it
         weights = torch.from_numpy(memory)
-    try:
-        return deliver(actor, model_id, path, Payload(version, layout, weights))
-    except ConfigError as error:
-        return f"{type(error).__name__}: {error}"
+    return deliver(actor, model_id, path, Payload(version, layout, weights))

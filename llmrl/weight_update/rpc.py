@@ -8,12 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import rpc
 
-from llmrl.errors import ConfigError
 from llmrl.weight_update.payload import Layout, Payload
 from llmrl.weight_update.schemes import WeightSyncScheme, deliver
 from llmrl.weight_update.transports import CallTransport
-
-__all__ = ["RPCTransport", "RPCWeightSyncScheme"]
 
 
 class RPCTransport(CallTransport):
@@ -57,7 +54,4 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
 
 def _deliver(rref: Any, model_id: str, version: int, layout: Layout, memory: Tensor) -> str:
-    try:
-        return deliver(rref.local_value(), model_id, model_id, Payload(version, layout, memory))
-    except ConfigError as error:
-        return f"{type(error).__name__}: {error}"
+    return deliver(rref.local_value(), model_id, model_id, Payload(version, layout, memory))

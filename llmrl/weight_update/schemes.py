@@ -28,15 +28,6 @@ from llmrl.weight_update.transports import (
     TransportBackend,
 )
 
-__all__ = [
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightSyncScheme",
-]
-
 _RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its receivers, {model id: receiver}
 Strategy = Literal["state_dict", "tensordict"]
 # (model id, weights, version, transports) -> the one payload of all workers
@@ -229,7 +220,7 @@ class WeightReceiver:
         self._context: Context = lambda: None
         self._path: str | None = None
         self._target: ModelTarget | None = None
-        self._transport: TransportBackend | None = None
+        self._transport: TransportBackend = DirectTransport()
 
     @property
     def version(self) -> int:
@@ -267,7 +258,7 @@ class WeightReceiver:
 
         Raises  WorkerError if the sender has ended
         """
-        if self._transport is None or (received := self._transport.receive(timeout)) is None:
+        if (received := self._transport.receive(timeout)) is None:
             return None
         model_id, payload = received
         try:
@@ -282,16 +273,14 @@ class WeightReceiver:
         """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
         without a model, WeightSyncError if they do not fit it.
         """
-        pending = None if self._transport is None else self._transport.pending
+        pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
         try:
             self.update_weights(named_tensors(weights), version=version)
         except Exception as error:
-            if self._transport is not None:
-                self._transport.answer(f"{type(error).__name__}: {error}")
+            self._transport.answer(f"{type(error).__name__}: {error}")
             raise
-        if self._transport is not None:
-            self._transport.answer()
+        self._transport.answer()
 
     def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
         """Writes weights under a version that must grow, all or nothing."""
@@ -314,11 +303,11 @@ def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
     receiver = receivers.get(model_id)
     if receiver is not None and isinstance(receiver._transport, CallTransport):
         return receiver._transport.take(model_id, payload)
-    if receiver is None:
-        receiver = WeightReceiver(NoWeightSyncScheme())
-        receiver.register_model(resolve(context, path))
-        receivers[model_id] = receiver
     try:
+        if receiver is None:
+            receiver = WeightReceiver(NoWeightSyncScheme())
+            receiver.register_model(resolve(context, path))
+            receivers[model_id] = receiver
         receiver.update_weights(payload.weights, version=payload.version)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -364,21 +353,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
         return SharedMemTransport(
-            self.policy_weights,
-            self.auto_register,
-            pipe=pipe_or_context,
-            timeout=self.timeout,
-            strategy=self.strategy,
+            self.policy_weights, self.auto_register, pipe=pipe_or_context, timeout=self.timeout, strategy=self.strategy
         )
 
     def create_packer(self) -> Packer:
         slots = Slots(self.policy_weights, self.auto_register)
-
-        def write(model_id: str, weights: Any, version: int, transports: Collection[Any]) -> Payload:
-            busy = set().union(*(transport.busy for transport in transports))
-            return slots.write(model_id, weights, version, busy)
-
-        return write
+        return lambda model_id, weights, version, transports: slots.write(
+            model_id, weights, version, set().union(*(transport.busy for transport in transports))
+        )
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
-
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20
 _ANSWER_S = 3600.0  # a call waits in the worker so long; the sender gives up before
@@ -99,17 +97,10 @@ class TransportBackend(ABC):
 class DirectTransport(TransportBackend):
     """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
+    def _nothing(self, *arguments: Any) -> None:
         pass
 
-    def wait(self, deadline: float) -> None:
-        pass
-
-    def receive(self, timeout: float) -> None:
-        return None
-
-    def answer(self, problem: str = "") -> None:
-        pass
+    send_weights = wait = receive = answer = _nothing
 
 
 class PipeTransport(TransportBackend):

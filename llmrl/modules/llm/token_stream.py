@@ -20,8 +20,6 @@ from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
-__all__ = ["TokenStream", "turn_columns"]
-
 # attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
 _FIELDS = {
     "ids": ("tokens", "prompt", "full"),
@@ -32,6 +30,7 @@ _FIELDS = {
     "versions": ("log_probs", "versions", "versions"),
     "routes": ("log_probs", "routes", "routes"),
 }
+_PER_SAMPLED_ID = ("assistant_mask", "log_probs", "plain", "versions")
 _PADDING_MASKS = ("prompt_attention_mask", "all_attention_mask")
 _DEFAULT_KEYS = {name: name for name in ("tokens", "masks", "log_probs")}
 
@@ -102,14 +101,9 @@ class TokenStream:
         """The streams with ids behind some rows that were not sampled: False in the mask, 0 in the log-probs."""
         ids = [torch.cat([row, added[n].to(row.device)]) if n in added else row for n, row in enumerate(self.ids)]
         lengths = [len(row) for row in ids]
+        columns = {name: _zeros_behind(self, name, lengths) for name in _PER_SAMPLED_ID}
         return replace(
-            self,
-            ids=ids,
-            covered=self.covered if covered is None or self.covered is None else covered,
-            assistant_mask=_zeros_behind(self.assistant_mask, lengths, "assistant_mask"),
-            log_probs=_zeros_behind(self.log_probs, lengths, "log_probs"),
-            plain=_zeros_behind(self.plain, lengths, "plain"),
-            versions=_zeros_behind(self.versions, lengths, "versions"),
+            self, ids=ids, covered=self.covered if covered is None or self.covered is None else covered, **columns
         )
 
     def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
@@ -180,17 +174,17 @@ def turn_columns(
         masks["prompt_assistant_mask"] = [mask[:at] for mask, at in pairs]
     columns = {"masks": masks, "tokens": tokens}
     if log_probs is not None:
-        before = None if stream is None else _zeros_behind(stream.log_probs, prompt_lengths, "log_probs")
+        before = _zeros_behind(stream, "log_probs", prompt_lengths)
         if before is None:
             before = _split(torch.zeros(sum(prompt_lengths)), prompt_lengths)
         columns["log_probs"] = {"prompt": before, "response": log_probs, "full": _joined(before, log_probs)}
-        earlier = None if stream is None else _zeros_behind(stream.plain, prompt_lengths, "plain")
+        earlier = _zeros_behind(stream, "plain", prompt_lengths)
         if plain is not None or earlier is not None:  # a turn that was not truncated has the same plain log-probs
             columns["log_probs"]["plain"] = _joined(
                 before if earlier is None else earlier, log_probs if plain is None else plain
             )
         if versions is not None:
-            earlier = None if stream is None else _zeros_behind(stream.versions, prompt_lengths, "versions")
+            earlier = _zeros_behind(stream, "versions", prompt_lengths)
             columns["log_probs"]["versions"] = _joined(earlier or [row.long() for row in before], versions)
         if routes is not None:
             earlier = [row[:0] for row in routes] if stream is None or stream.routes is None else stream.routes
@@ -222,9 +216,9 @@ def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(first, second, strict=True)]
 
 
-def _zeros_behind(rows: list[Tensor] | None, lengths: list[int], name: str) -> list[Tensor] | None:
-    """The rows with False or 0 behind them, up to these lengths."""
-    if rows is None:
+def _zeros_behind(stream: TokenStream | None, name: str, lengths: list[int]) -> list[Tensor] | None:
+    """The stream's rows of that name with False or 0 behind them, up to these lengths."""
+    if (rows := getattr(stream, name, None)) is None:
         return None
     _check_aligned(rows, lengths, name)
     pairs = zip(rows, lengths, strict=True)

@@ -31,8 +31,6 @@ from llmrl.objectives.llm.groups import (
     whitened,
 )
 
-__all__ = ["MCAdvantage"]
-
 _log = logging.getLogger(__name__)
 
 _COUNTED = ("completed", "written", "dropped", "rescued", "zero_variance", "failed", "evicted", "late")
@@ -194,9 +192,8 @@ class MCAdvantage(Transform):
             rows_of.setdefault(group, []).append(row)
         if any(len(members) % size for members in rows_of.values()) or (self._queue and self._queue.knows(rows_of)):
             return None
-        return rewards.reshape(rows, -1), torch.tensor([r for members in rows_of.values() for r in members]).view(
-            -1, size
-        )
+        order_NG = torch.tensor([row for members in rows_of.values() for row in members]).view(-1, size)
+        return rewards.reshape(rows, -1), order_NG
 
     def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
         order_B = order_NG.flatten().to(rewards_BK.device)
@@ -389,10 +386,8 @@ class MCAdvantage(Transform):
         gone_NG = rewards_NGK.isnan().all(-1)  # failed ones were made so, entry by entry
         if self.trajectory_return == "max":
             returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
-        elif self.trajectory_return == "mean":
-            returns_NG = rewards_NGK.nanmean(-1)
         else:
-            returns_NG = rewards_NGK.nansum(-1)
+            returns_NG = rewards_NGK.nanmean(-1) if self.trajectory_return == "mean" else rewards_NGK.nansum(-1)
         return returns_NG.masked_fill(gone_NG, torch.nan)
 
     def _return(self, trajectory: Trajectory) -> float:

@@ -26,8 +26,6 @@ from llmrl.objectives.llm.functional import StepCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SFTLoss", "SFTLossOutput"]
-
 Reduction = Literal["token", "mean", "sum", "none"]
 LossFunction = Literal["sft", "minor_sft"]
 _RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn")
@@ -168,12 +166,7 @@ class SFTLoss(LossModule):
         return SFTLossOutput(**terms, **metrics, batch_size=[])
 
     def _reduce(
-        self,
-        log_prob_BT: Tensor,
-        reference_BT: Tensor | None,
-        mask_BT: Tensor,
-        length_B: Tensor,
-        counts: StepCounts,
+        self, log_prob_BT: Tensor, reference_BT: Tensor | None, mask_BT: Tensor, length_B: Tensor, counts: StepCounts
     ) -> Tensor:
         log_prob_B = fn.sequence_sum(log_prob_BT, mask_BT)
         if self.reduction == "token":
@@ -185,13 +178,9 @@ class SFTLoss(LossModule):
             reference_B = fn.sequence_sum(reference_BT, mask_BT)
             loss_B = fn.minor_sft(log_prob_B / divisor_B, reference_B / divisor_B, beta=self.beta)
         loss_B = loss_B.masked_fill(length_B == 0, 0.0)
-        match self.reduction:
-            case "mean":
-                return loss_B.sum() / counts.sequences
-            case "sum":
-                return loss_B.sum()
-            case _:
-                return loss_B
+        if self.reduction == "none":
+            return loss_B
+        return loss_B.sum() / counts.sequences if self.reduction == "mean" else loss_B.sum()
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
         keys = self.tensor_keys

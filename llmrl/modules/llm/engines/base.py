@@ -16,8 +16,6 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
-
 
 class StopReason(IntEnum):
     """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
@@ -172,6 +170,35 @@ class Engine(Protocol):
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+class SeededEngine:
+    """The part of an engine that hands out the seeds of rows."""
+
+    version = 0
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def _seeds(self, given: Sequence[int] | None, num_rows: int) -> Sequence[int]:
+        """The seeds that a call brings, or fresh ones. Raises ShapeError unless there is one per prompt."""
+        if given is None:
+            return torch.randint(1 << 62, (num_rows,), generator=self._generator).tolist()
+        if len(given) != num_rows:
+            raise ShapeError(f"{type(self).__name__}: one seed per prompt: got {len(given)} for {num_rows} prompts.")
+        return given
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator and the version, so that a resumed run draws the same seeds."""
+        return {"generator": self._generator.get_state(), "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+        self.version = state["version"]
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import ConfigError, ShapeError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason, check_ids
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason, check_ids
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
@@ -29,12 +29,11 @@ from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TransformersEngine"]
-
 _Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs; routes
+_Step = tuple[Tensor, Tensor, Tensor]  # [N]: the tokens, their log-probs as drawn, and under the temperature alone
 
 
-class TransformersEngine:
+class TransformersEngine(SeededEngine):
     """An ``Engine`` over a Hugging Face causal language model.
 
     The model may be the trainer's own module: it is put in evaluation mode for the length of a call and put back as it
@@ -67,20 +66,15 @@ class TransformersEngine:
     ) -> None:
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise ConfigError(f"TransformersEngine: max_batch_tokens must be positive: got {max_batch_tokens}.")
+        super().__init__(seed)
         self.model = model
         self.eos_token_ids = (eos_token_ids,) if isinstance(eos_token_ids, int) else tuple(eos_token_ids)
         self.pad_token_id = pad_token_id
         self.max_batch_tokens = max_batch_tokens
         self.pad_inputs = pad_inputs
         self.tokenizer = tokenizer
-        self.version = 0
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
         self.reports_routes = False
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # an adapter hides the signature
         self._accepts = frozenset(inspect.signature(base.forward).parameters)
 
@@ -95,17 +89,8 @@ class TransformersEngine:
         seeds: Sequence[int] | None = None,
         media: Sequence[Media] | None = None,
     ) -> Generation:
-        """Samples one response per prompt.
-
-        prompts  int64[P_i] each, not empty
-        seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, if some have images
-        Raises   ShapeError, ConfigError
-        """
-        if seeds is None:
-            seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
-        if len(seeds) != len(prompts):
-            raise ShapeError(f"TransformersEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
+        """Samples one response per prompt: see `Engine`. Raises ShapeError, ConfigError."""
+        seeds = self._seeds(seeds, len(prompts))
         self._check_ids(prompts, "prompt")
         if params.extra:
             raise ConfigError(f"TransformersEngine: {params.extra[0][0]} is an option of another engine: leave it out.")
@@ -157,9 +142,7 @@ class TransformersEngine:
         masks: Sequence[Tensor] | None = None,
         media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
-        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
-        False.
-        """
+        """Log-probs of the tokens of each sequence: see `Engine`."""
         self._check_ids(sequences, "sequence")
         scores: list[Tensor] = [None] * len(sequences)  # type: ignore[list-item]
         lengths = [len(sequence) for sequence in sequences]
@@ -206,14 +189,6 @@ class TransformersEngine:
                 own[name].copy_(value)
         self.version = version
 
-    def state_dict(self) -> dict[str, Any]:
-        """The generator and the version, so that a resumed run draws the same seeds."""
-        return {"generator": self._generator.get_state(), "version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-        self.version = state["version"]
-
     def close(self) -> None:
         """Does nothing: the model was built elsewhere."""
 
@@ -252,19 +227,13 @@ class _Decoding:
         ended_N = torch.zeros(len(self.prompts), dtype=torch.bool, device=self.device)
         seen_NV = self._seen(logits_NV.shape[-1]) if params.repetition_penalty != 1.0 else None
         string_end_B: list[int | None] = [None] * len(self.prompts)  # length when a stop string was complete
-        segments: list[tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]] = []
-        tokens: list[Tensor] = []
-        drawn_lp: list[Tensor] = []
-        plain_lp: list[Tensor] = []
+        segments: list[tuple[Tensor, list[_Step]]] = []  # the rows that ran, and their steps
+        steps: list[_Step] = []
         tails: list[list[int]] = [[] for _ in self.prompts]
         uniforms_NR = self.uniforms_BR
         for step in range(params.max_new_tokens):
-            token_N, drawn_N, plain_N = self._draw(
-                logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]
-            )
-            tokens.append(token_N)
-            drawn_lp.append(drawn_N)
-            plain_lp.append(plain_N)
+            steps.append(self._draw(logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]))
+            token_N, drawn_N, _ = steps[-1]
             if self.on_tokens is not None:
                 self.on_tokens(token_N, drawn_N)
             ended_N = ended_N | torch.isin(token_N, stop_ids) if len(stop_ids) != 1 else ended_N | (token_N == stop_ids)
@@ -277,8 +246,8 @@ class _Decoding:
                 if num_left == 0:
                     break
                 if num_left * 2 <= len(token_N):
-                    segments.append((rows_N, tokens, drawn_lp, plain_lp))
-                    tokens, drawn_lp, plain_lp = [], [], []
+                    segments.append((rows_N, steps))
+                    steps = []
                     keep = (~ended_N).nonzero().squeeze(1)
                     token_N, rows_N, ended_N = token_N[keep], rows_N[keep], ended_N[keep]
                     seen_NV = None if seen_NV is None else seen_NV[keep]
@@ -289,7 +258,7 @@ class _Decoding:
             logits_NV = self._step(token_N)
             if self.routers is not None:
                 self.drawn_routes[rows_N, step] = self.read_routes
-        segments.append((rows_N, tokens, drawn_lp, plain_lp))
+        segments.append((rows_N, steps))
         yield from self._collect(segments, string_end_B)
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -348,12 +317,10 @@ class _Decoding:
 
     def _steps_behind(self, num_rows: int) -> Tensor:
         """int64[U, 1]: how far the positions after each prompt differ from counting tokens; an image takes fewer."""
-        behind = [
-            module.rope_deltas for module in self.model.modules() if getattr(module, "rope_deltas", None) is not None
-        ]
-        return (
-            behind[0].view(num_rows, 1) if behind else torch.zeros(num_rows, 1, dtype=torch.int64, device=self.device)
-        )
+        found = (getattr(module, "rope_deltas", None) for module in self.model.modules())
+        behind = next((deltas for deltas in found if deltas is not None), None)
+        zeros = torch.zeros(num_rows, 1, dtype=torch.int64, device=self.device)
+        return zeros if behind is None else behind.view(num_rows, 1)
 
     def _step(self, token_N: Tensor) -> Tensor:
         self.width += 1
@@ -370,10 +337,7 @@ class _Decoding:
             self.mask_NT = self.mask_NT[index]
             self.position_N1 = self.position_N1[index]
 
-    def _draw(
-        self, logits_NV: Tensor, seen_NV: Tensor | None, uniforms_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """int64[N], float32[N], float32[N]: the tokens, their log-probs as drawn, and under the temperature alone."""
+    def _draw(self, logits_NV: Tensor, seen_NV: Tensor | None, uniforms_N: Tensor | None) -> _Step:
         params = self.params
         temperature = params.scoring_temperature
         scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
@@ -411,26 +375,20 @@ class _Decoding:
             hits.append(hit)
         return torch.tensor(hits, device=self.device)
 
-    def _collect(
-        self, segments: list[tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]], string_end_B: list[int | None]
-    ) -> Iterator[_Row]:
-        """Puts the per-step columns of every segment back into rows, and cuts each row where it ended."""
-        num_rows, num_steps = len(self.prompts), sum(len(tokens) for _, tokens, _, _ in segments)
-        ids_BR = torch.zeros(num_rows, num_steps, dtype=torch.int64, device=self.device)
-        drawn_BR = torch.zeros(num_rows, num_steps, device=self.device)
-        plain_BR = torch.zeros(num_rows, num_steps, device=self.device) if self.params.truncates else drawn_BR
-        start = 0
-        for rows_N, tokens, drawn, plain in segments:
-            stop = start + len(tokens)
-            ids_BR[rows_N, start:stop] = torch.stack(tokens, 1)
-            drawn_BR[rows_N, start:stop] = torch.stack(drawn, 1)
-            if self.params.truncates:
-                plain_BR[rows_N, start:stop] = torch.stack(plain, 1)
+    def _collect(self, segments: list[tuple[Tensor, list[_Step]]], string_end_B: list[int | None]) -> Iterator[_Row]:
+        """Puts the steps of every segment back into rows, and cuts each row where it ended."""
+        shape = len(self.prompts), sum(len(steps) for _, steps in segments)
+        num_steps, start = shape[1], 0
+        kinds = [torch.int64, torch.float32, torch.float32][: 3 if self.params.truncates else 2]
+        columns = [torch.zeros(shape, dtype=kind, device=self.device) for kind in kinds]
+        for rows_N, steps in segments:
+            stop = start + len(steps)
+            for column_BR, values in zip(columns, zip(*steps, strict=True), strict=False):
+                column_BR[rows_N, start:stop] = torch.stack(values, 1)
             start = stop
-        is_stop_BR = torch.isin(ids_BR, self.stop_ids)
+        is_stop_BR = torch.isin(columns[0], self.stop_ids)
         eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
-        columns = [ids_BR.to(self.home), drawn_BR.to(self.home)]
-        columns.append(plain_BR.to(self.home) if self.params.truncates else columns[1])
+        columns = [column_BR.to(self.home) for column_BR in columns]
         for row, eos_end in enumerate(eos_end_B):
             string_end = string_end_B[row] or num_steps + 1
             length = min(eos_end, string_end, num_steps)
@@ -439,7 +397,7 @@ class _Decoding:
             else:
                 reason = StopReason.STOP_STRING if string_end <= num_steps else StopReason.LENGTH
             # Cloned, because a view would keep every row alive.
-            ids, drawn, plain = (column[row, :length].clone() for column in columns)
+            ids, drawn, plain = (columns[part][row, :length].clone() for part in (0, 1, -1))
             routes = None
             if self.routers is not None:
                 self.drawn_routes[row, length - 1] = -1  # read only if other rows went on

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +15,6 @@ from llmrl.modules.llm.vision import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "exhausted", "unsaved_buffers"]
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -110,16 +107,21 @@ class WeightSpec:
                 torch.empty(1, dtype=tensor.dtype).expand(tensor.shape) if stored == name else self._own[stored]
             )
 
-    def weight_set(self, weights: Mapping[str, Tensor] | WeightGroups) -> WeightSet:
+    def weight_set(
+        self, weights: Mapping[str, Tensor] | WeightGroups, groups: Iterable[Mapping[str, Tensor]] | None = None
+    ) -> WeightSet:
         """``weights``, which must be all of the model, named as in a checkpoint and not copied. Groups are checked by
-        their metadata; none is made.
+        their metadata; none is made, and they are taken from ``groups`` if that is given.
 
         Raises  WeightSyncError naming what is unknown, missing, misshapen, tied but different, or of another kind
         """
-        groups = None if isinstance(weights, Mapping) else weights
-        if groups is not None:
+        if isinstance(weights, Mapping):
+            groups = None
+        else:
+            groups = weights if groups is None else groups
             weights = {
-                name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in groups.metadata.items()
+                name: torch.empty(shape, dtype=dtype, device="meta")
+                for name, (dtype, shape) in weights.metadata.items()
             }
             self._check_tied_once(weights)
         check_weights(self._own, weights, who="VLLMEngine")
@@ -202,28 +204,3 @@ def unsaved_buffers(model: nn.Module) -> frozenset[str]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-@contextmanager
-def exhausted(weights: Mapping[str, Tensor] | WeightGroups) -> Iterator[Mapping[str, Tensor] | WeightGroups]:
-    """Groups that are all made by the end of the block; a mapping as it is."""
-    if isinstance(weights, Mapping):
-        yield weights
-        return
-    once = _IterateOnce(weights)
-    try:
-        yield once
-    finally:
-        for _ in once:
-            pass
-
-
-class _IterateOnce:
-    """One pass through groups, which later iterations continue."""
-
-    def __init__(self, groups: WeightGroups) -> None:
-        self.metadata = groups.metadata
-        self._groups = iter(groups)
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
-        return self._groups

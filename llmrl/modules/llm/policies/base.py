@@ -23,7 +23,7 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, batching_state, drain, join_requests, own_engine
+from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
 from llmrl.modules.llm.policies.modes import Turn, make_mode
 from llmrl.modules.llm.policies.options import (
@@ -43,8 +43,6 @@ from llmrl.modules.llm.vision import MEDIA, Media, load_processor, read_media, w
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-__all__ = ["Backend", "LLMWrapperBase"]
 
 _log = logging.getLogger(__name__)
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
@@ -240,20 +238,11 @@ class LLMWrapperBase(nn.Module):
                 new._seed, new._generator = self._seed, self._generator
         return new
 
-    def token_scores(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        select: Tensor,
-        *,
-        entropy: bool = False,
-        media: Sequence[Media] | None = None,
-        routes: Tensor | None = None,
-    ) -> TokenScores:
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, **options: Any) -> TokenScores:
         """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
 
-        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row, routes
-        int16[B, T, layers, K]; see ``token_logprobs``
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; options: ``entropy``, ``media`` of each
+        row, ``routes``, as of ``token_logprobs``
         Raises  ConfigError if the backend has no model in this process
         """
         if self.scorer is None:
@@ -261,8 +250,7 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
                 " with a TransformersWrapper of the trainer's model."
             )
-        given = {"temperature": self.temperature, "entropy": entropy, **_given(media=media, routes=routes)}
-        return self.scorer(input_ids, attention_mask, select, **given)
+        return self.scorer(input_ids, attention_mask, select, temperature=self.temperature, **options)
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
         """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
@@ -303,15 +291,8 @@ class LLMWrapperBase(nn.Module):
                 "weights."
             )
         self._check_batch(td)
-        dist = token_categorical(
-            model,
-            self._conversations(td),
-            masking_strategy,
-            mask,
-            pad_token_id=self.pad_token_id,
-            temperature=self.temperature,
-        )
-        return dist.reshape(td.batch_size)
+        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature}
+        return token_categorical(model, self._conversations(td), masking_strategy, mask, **given).reshape(td.batch_size)
 
     # --- collectors and requests of several threads -------------------------------------------------------------------
 
@@ -330,14 +311,18 @@ class LLMWrapperBase(nn.Module):
 
     def get_batching_state(self) -> dict[str, Any]:
         """The state of request joining; see ``BatchingEngine.state``."""
-        return batching_state(self.engine)
+        if isinstance(self.engine, BatchingEngine):
+            return self.engine.state()
+        none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
+        return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
         """Ends the joining of requests: what waits goes at once, later calls go one by one.
 
         Returns when everything was answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
         """
-        drain(self.engine, timeout)
+        if isinstance(self.engine, BatchingEngine):
+            self.engine.drain(timeout)
 
     # --- generating ---------------------------------------------------------------------------------------------------
 
@@ -359,19 +344,18 @@ class LLMWrapperBase(nn.Module):
         generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
-        log_probs, stream = generation.log_probs if self.return_log_probs else None, prompts.stream
-        plain, versions = generation.plain_log_probs, generation.versions
-        given = (stream, covered, versions, generation.routes)
-        columns = turn_columns(prompts.ids, generation.ids, log_probs, plain, *given)
-        ids = (prompts.ids, generation.ids)
-        padding = Padding.around_turns(*ids, self.pad_token_id) if self.pad_output else None
+        log_probs, versions = generation.log_probs if self.return_log_probs else None, generation.versions
+        sampled = (log_probs, generation.plain_log_probs)
+        columns = turn_columns(
+            prompts.ids, generation.ids, *sampled, prompts.stream, covered, versions, generation.routes
+        )
+        padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id) if self.pad_output else None
         if padding is not None and "prompt_assistant_mask" in columns["masks"]:
-            attention = [torch.ones(len(row), dtype=torch.bool) for row in prompts.ids]
-            columns["masks"]["prompt_attention_mask"] = attention
+            columns["masks"]["prompt_attention_mask"] = [torch.ones(len(row), dtype=torch.bool) for row in prompts.ids]
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         if prompts.media is not None:
             out.set(MEDIA, write_media(prompts.media, batch_size))
-        begins = [True] * len(prompts.ids) if stream is None else stream.begins_record()
+        begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         rows = [None] * len(generation.ids) if versions is None else versions
         oldest = [generation.version if row is None or not len(row) else int(row[0]) for row in rows]
@@ -461,16 +445,11 @@ class LLMWrapperBase(nn.Module):
     # --- construction helpers -----------------------------------------------------------------------------------------
 
     def _make_renderer(self) -> Renderer | None:
-        settings = self.settings
-        history, name, template = settings.input_mode == "history", settings.chat_template_name, settings.chat_template
-        if self.tokenizer is None or not (history or name or template or self.tokenizer.chat_template):
+        settings, history = self.settings, self.settings.input_mode == "history"
+        given = {name: getattr(settings, name) for name in ("chat_template", "chat_template_name")}
+        if self.tokenizer is None or not (history or any(given.values()) or self.tokenizer.chat_template):
             return None
-        return Renderer(
-            settings.tokenizer,
-            chat_template=template,
-            chat_template_name=name,
-            template_kwargs=settings.tokenizer_kwargs if history else None,
-        )
+        return Renderer(settings.tokenizer, **given, template_kwargs=settings.tokenizer_kwargs if history else None)
 
     def _source(self) -> Any:
         """The model that another wrapper over the same weights is built from."""

@@ -10,24 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
-
-__all__ = [
-    "BATCHING_SETTINGS",
-    "BatchingEngine",
-    "batching_state",
-    "check_batching",
-    "drain",
-    "join_requests",
-    "own_engine",
-]
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
@@ -105,20 +95,10 @@ class BatchingEngine:
         """As the engine's; waits for other requests with these parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
-            joined_seeds = None if seeds is None else _chained(parts, 1)
-            whole = self.engine.generate(_chained(parts, 0), params, seeds=joined_seeds, **_media(parts))
-            lengths = [len(part[0]) for part in parts]
-            plain, versions, routes = whole.plain_log_probs, whole.versions, whole.routes
-            columns = (
-                _split(whole.ids, lengths),
-                _split(whole.log_probs, lengths),
-                [None] * len(parts) if plain is None else _split(plain, lengths),
-                _split(whole.stop_reasons, lengths),
-                [whole.version] * len(parts),
-                [None] * len(parts) if versions is None else _split(versions, lengths),
-                [None] * len(parts) if routes is None else _split(routes, lengths),
-            )
-            return [Generation(*row) for row in zip(*columns, strict=True)]
+            whole = self.engine.generate(_chained(parts, 0), params, seeds=_chained(parts, 1), **_media(parts))
+            names = [name for name in vars(whole) if name != "version"]
+            columns = [_split(getattr(whole, name), parts) for name in names]
+            return [replace(whole, **dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
         return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media))
 
@@ -133,9 +113,8 @@ class BatchingEngine:
         """As the engine's; waits for other requests at this temperature."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
-            joined_masks = None if masks is None else _chained(parts, 1)
-            scores = self.engine.score(_chained(parts, 0), temperature=temperature, masks=joined_masks, **_media(parts))
-            return _split(scores, [len(part[0]) for part in parts])
+            given = {"temperature": temperature, "masks": _chained(parts, 1), **_media(parts)}
+            return _split(self.engine.score(_chained(parts, 0), **given), parts)
 
         return self._ask(("score", temperature, masks is None, media is None), call, (sequences, masks, media))
 
@@ -311,20 +290,6 @@ def own_engine(engine: Engine) -> Engine:
     return engine.engine if isinstance(engine, BatchingEngine) else engine
 
 
-def batching_state(engine: Engine) -> dict[str, Any]:
-    """`BatchingEngine.state`, also of an engine that does not join requests."""
-    if isinstance(engine, BatchingEngine):
-        return engine.state()
-    none = {"batching_enabled": False, "queue_size": 0, "pending_futures": 0, "lock_state": "unlocked"}
-    return {**none, "min_batch_size": None, "max_batch_size": None}
-
-
-def drain(engine: Engine, timeout: float) -> None:
-    """Ends the joining of requests, if they are joined; see `BatchingEngine.drain`."""
-    if isinstance(engine, BatchingEngine):
-        engine.drain(timeout)
-
-
 @dataclass(eq=False)
 class _Request:
     """Rows of one thread that wait for their answer.
@@ -361,17 +326,15 @@ def _answer(batch: list[_Request]) -> None:
         request.answered = True
 
 
-def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any]:
-    return list(chain.from_iterable(part[position] for part in parts))
+def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any] | None:
+    return None if parts[0][position] is None else list(chain.from_iterable(part[position] for part in parts))
 
 
 def _media(parts: list[tuple[Any, ...]]) -> dict[str, Any]:
     return {} if parts[0][2] is None else {"media": _chained(parts, 2)}
 
 
-def _split(values: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
-    pieces, start = [], 0
-    for length in lengths:
-        pieces.append(list(values[start : start + length]))
-        start += length
-    return pieces
+def _split(values: Sequence[Any] | None, parts: list[tuple[Any, ...]]) -> list[Any]:
+    """As many of the values for each part as it has rows."""
+    rest = iter(values or ())
+    return [None if values is None else list(islice(rest, len(part[0]))) for part in parts]

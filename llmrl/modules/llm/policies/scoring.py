@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, N chosen positions, V vocabulary, S samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,6 @@ from llmrl.modules.llm.policies.rows import (
     num_real_ids,
 )
 from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, read_media
-
-__all__ = ["Conversations", "TokenCategorical", "token_categorical"]
 
 _STRATEGIES = ("generic", "sft", "rlhf")
 
@@ -241,17 +239,15 @@ class TokenCategorical(Distribution):
             )
         ids_SN = value[..., self.mask].to(self.logits.device)
         rows_SN = torch.arange(len(self.logits), device=self.logits.device).expand(ids_SN.shape)
-        return self._spread(self.logits[rows_SN, ids_SN] - self._log_total_N, 0.0)
+        return self._spread(self.logits[rows_SN, ids_SN] - self._log_total_N)
 
     def entropy(self) -> Tensor:
         """float32[*B, T], in nats."""
-        parts = zip(self.logits.split(_ROWS_AT_A_TIME), self._log_total_N.split(_ROWS_AT_A_TIME), strict=True)
         entropies = []
-        for logits_CV, log_total_C in parts:
-            log_p_CV = logits_CV - log_total_C[:, None]
+        for log_p_CV in self._log_p():
             finite_CV = log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min)  # a probability of 0 counts 0, not 0 * -inf
             entropies.append(-(log_p_CV.exp() * finite_CV).sum(-1))
-        return self._spread(torch.cat(entropies), 0.0)
+        return self._spread(torch.cat(entropies))
 
     @property
     def mode(self) -> Tensor:
@@ -264,23 +260,20 @@ class TokenCategorical(Distribution):
         shape = torch.Size(sample_shape)
         if not len(self.logits):
             return self.tokens.expand(*shape, *self.mask.shape).clone()
-        parts = zip(self.logits.split(_ROWS_AT_A_TIME), self._log_total_N.split(_ROWS_AT_A_TIME), strict=True)
-        drawn = [
-            torch.multinomial((logits_CV - log_total_C[:, None]).exp(), shape.numel(), replacement=True)
-            for logits_CV, log_total_C in parts
-        ]
+        drawn = [torch.multinomial(log_p_CV.exp(), shape.numel(), replacement=True) for log_p_CV in self._log_p()]
         ids_SN = torch.cat(drawn).T.reshape(*shape, -1)
         return self._spread(ids_SN, self.tokens)
 
-    def _spread(self, values_SN: Tensor, elsewhere: Tensor | float) -> Tensor:
-        """[*S, *B, T] of [*S, N]."""
-        shape = (*values_SN.shape[:-1], *self.mask.shape)
-        if isinstance(elsewhere, Tensor):
-            out = elsewhere.to(values_SN.device).expand(shape).clone()
-        else:
-            out = values_SN.new_full(shape, elsewhere)
-        mask = self.mask.to(values_SN.device).expand(shape)
-        return out.masked_scatter(mask, values_SN)
+    def _log_p(self) -> Iterator[Tensor]:
+        """float32[C, V]: the log-probs of all ids, some positions at a time."""
+        parts = zip(self.logits.split(_ROWS_AT_A_TIME), self._log_total_N.split(_ROWS_AT_A_TIME), strict=True)
+        return (logits_CV - log_total_C[:, None] for logits_CV, log_total_C in parts)
+
+    def _spread(self, values_SN: Tensor, elsewhere: Tensor | None = None) -> Tensor:
+        """[*S, *B, T] of [*S, N]; 0 where nothing else is given."""
+        shape, device = (*values_SN.shape[:-1], *self.mask.shape), values_SN.device
+        out = values_SN.new_zeros(shape) if elsewhere is None else elsewhere.to(device).expand(shape)
+        return out.masked_scatter(self.mask.to(device).expand(shape), values_SN)
 
 
 def token_categorical(

@@ -19,8 +19,6 @@ from llmrl.modules.llm.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TransformersWrapper", "vLLMWrapper"]
-
 
 class TransformersWrapper(LLMWrapperBase):
     """A Hugging Face model (the module, or its name or path) as a policy. Arguments, keys and errors: `LLMWrapperBase`.
@@ -130,20 +128,19 @@ class vLLMWrapper(LLMWrapperBase):
     ) -> PreTrainedTokenizerBase | None:
         if tokenizer is not None or self.settings.input_mode == "tokens":
             return super()._load_tokenizer(model, tokenizer)
+        source = model
         if isinstance(model, VLLMEngine):
-            return (
-                model.tokenizer
-                if model.tokenizer is not None
-                else super()._load_tokenizer(model, model.core.info.model)
-            )
-        if isinstance(model, RayEngine):
-            return super()._load_tokenizer(model, model.model)
-        if isinstance(model, str) and model.startswith(("http://", "https://")):
-            model = served_model(model)["root"]
+            if model.tokenizer is not None:
+                return model.tokenizer
+            source = model.core.info.model
+        elif isinstance(model, RayEngine):
+            source = model.model
+        elif isinstance(model, str) and model.startswith(("http://", "https://")):
+            source = served_model(model)["root"]
         elif not isinstance(model, str):
             llm = getattr(model, "llm_engine", None)
-            model = getattr(model, "name_or_path", None) if llm is None else llm.model_config.model
-        return super()._load_tokenizer(model, None if model is None else str(model))
+            source = getattr(model, "name_or_path", None) if llm is None else llm.model_config.model
+        return super()._load_tokenizer(model, None if source is None else str(source))
 
     def _source(self) -> VLLMEngine | RayEngine:
         return own_engine(self.engine)

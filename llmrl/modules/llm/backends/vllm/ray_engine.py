@@ -12,8 +12,6 @@ from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.optional import require
 
-__all__ = ["RayEngine"]
-
 
 class _Actor(VLLMEngine):
     """The engine in its actor, whose attributes are read and set through methods."""
@@ -71,27 +69,13 @@ class RayEngine:
         """Raises ConfigError for options that the engine cannot honour."""
         self._ask("check", params)
 
-    def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
-    ) -> Generation:
-        """As `VLLMEngine.generate`."""
-        return self._ask("generate", list(prompts), params, seeds=seeds, media=media)
+    def generate(self, prompts: Sequence[Tensor], params: SamplingParams, **options: Any) -> Generation:
+        """As `VLLMEngine.generate`, with its options."""
+        return self._ask("generate", list(prompts), params, **options)
 
-    def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
-    ) -> list[Tensor]:
-        """As `VLLMEngine.score`."""
-        return self._ask("score", list(sequences), temperature=temperature, masks=masks, media=media)
+    def score(self, sequences: Sequence[Tensor], **options: Any) -> list[Tensor]:
+        """As `VLLMEngine.score`, with its options."""
+        return self._ask("score", list(sequences), **options)
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
         """As `VLLMEngine.update_weights`, of whole weights."""

@@ -18,37 +18,23 @@ from torch import Tensor, nn
 
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, ShapeError, UnsupportedError, WeightSyncError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason
 from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
-from llmrl.modules.llm.engines.vllm.core import (
-    SCORING,
-    ClosedCore,
-    Core,
-    NothingLoadedError,
-    Requests,
-    request_options,
-)
+from llmrl.modules.llm.engines.vllm.core import SCORING, ClosedCore, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
-from llmrl.modules.llm.engines.vllm.transfer import (
-    TransferCache,
-    TransferSettings,
-    nearest_transfer,
-    place_of_process,
-    transfer_settings,
-)
-from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec, exhausted
+from llmrl.modules.llm.engines.vllm.transfer import TransferCache, TransferSettings, nearest_transfer, transfer_settings
+from llmrl.modules.llm.engines.vllm.worker import place_of_process
+from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["AsyncVLLMEngine", "VLLMEngine"]
-
 _DEFAULT_TIMEOUT_S = 600.0  # without timeout_s; plus one second for every token that a row may have
 
 
-class VLLMEngine:
+class VLLMEngine(SeededEngine):
     """An ``Engine`` over vLLM.
 
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
@@ -101,13 +87,9 @@ class VLLMEngine:
         for name, seconds in waits.items():
             if not seconds > 0:
                 raise ConfigError(f"VLLMEngine: {name} must be positive: got {seconds}.")
+        super().__init__(seed)
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
         place = {"own_process": own_process, "devices": devices}
         self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
@@ -119,7 +101,6 @@ class VLLMEngine:
         self._was_updated = self._has_adapter = False
         self._interruptions = 0  # of calls under way, by updates
         self.load_speed = 0.0  # bytes a second, of the last set of weights
-        self.version = 0
         self.core: Core = self._make_core(model)
         try:
             self._config: PretrainedConfig | None = config_of(model, self.core.info.model)
@@ -173,19 +154,13 @@ class VLLMEngine:
         seeds: Sequence[int] | None = None,
         media: Sequence[Media] | None = None,
     ) -> Generation:
-        """Samples one response per prompt.
+        """Samples one response per prompt: see `Engine`. A server takes no images.
 
-        prompts  int64[P_i] each, not empty
-        seeds    one int per prompt, or None for fresh ones from the engine's generator
-        media    of each prompt, if some have images; a server takes none
         Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError if
                  vLLM fails, DeadlineError
         """
         self.check(params)
-        if seeds is None:
-            seeds = torch.randint(1 << 62, (len(prompts),), generator=self._generator).tolist()
-        if len(seeds) != len(prompts):
-            raise ShapeError(f"VLLMEngine: one seed per prompt: got {len(seeds)} for {len(prompts)} prompts.")
+        seeds = self._seeds(seeds, len(prompts))
         images = list(media) if has_images(media) else [None] * len(prompts)
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
@@ -240,9 +215,7 @@ class VLLMEngine:
         masks: Sequence[Tensor] | None = None,
         media: Sequence[Media] | None = None,
     ) -> list[Tensor]:
-        """float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0, and 0 where ``masks[i]`` is
-        False. A server scores at temperature 1 only.
-        """
+        """Log-probs of the tokens of each sequence: see `Engine`. A server scores at temperature 1 only."""
         if temperature != 1.0 and self.core.info.place == "server":
             raise ConfigError(
                 f"VLLMEngine: a server scores at temperature 1 only: got {temperature}; score with the trainer's model."
@@ -304,13 +277,21 @@ class VLLMEngine:
         """
         if weights is None:
             raise WeightSyncError("VLLMEngine: weights must be given: vLLM holds its own copy of the model.")
-        with exhausted(weights) as weights:
-            given = self.weight_backend if backend is None else backend
-            settings = transfer_settings(given, self.core.info.place)
-            checked = self._weight_spec().weight_set(weights)
+        groups = iter(() if isinstance(weights, Mapping) else weights)
+        try:
+            settings = self.weight_backend if backend is None else transfer_settings(backend)
+            if settings is not None and self.core.info.place == "process":
+                raise ConfigError(
+                    f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave "
+                    "weight_backend out."
+                )
+            checked = self._weight_spec().weight_set(weights, groups)
             end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
+        finally:
+            for _ in groups:  # a collective, maybe: the other ranks make them too
+                pass
 
     def update_adapter(self, folder: str | Path, *, version: int) -> None:
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
@@ -438,14 +419,6 @@ class VLLMEngine:
             self._incomplete = self._has_adapter  # the adapter is gone, and must be given again
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The generator and the version, so that a resumed run draws the same seeds."""
-        return {"generator": self._generator.get_state(), "version": self.version}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-        self.version = state["version"]
 
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""

@@ -13,21 +13,14 @@ from llmrl.errors import UnsupportedError
 from llmrl.modules.llm.engines.vllm.compat import tokens_prompt, vllm_module
 from llmrl.modules.llm.vision import POSITIONS
 
-__all__ = ["prompt_of"]
-
 
 def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
-    """A prompt of ids and, if there are some, images."""
-    has_image = media is not None and len(media[POSITIONS])
-    return _media_prompt(llm, ids, media, version) if has_image else tokens_prompt(ids)
-
-
-def _media_prompt(llm: Any, ids: list[int], media: Mapping[str, Tensor], version: int) -> Any:
-    """A prompt whose ids and images were prepared here, in the form that vLLM processes no further: the ids that it
-    reads are these.
+    """A prompt of ids and, if there are some, images, in the form that vLLM processes no further: it reads these ids.
 
     Raises  UnsupportedError  for a model that reads no images, or whose tokens of one image are not next to each other
     """
+    if media is None or not len(media[POSITIONS]):
+        return tokens_prompt(ids)
     processor = getattr(llm.renderer, "mm_processor", None)
     if processor is None:
         raise UnsupportedError("VLLMEngine: images need a model that reads them: this one does not.")
@@ -40,18 +33,14 @@ def _media_prompt(llm: Any, ids: list[int], media: Mapping[str, Tensor], version
     tensors = {name: value for name, value in media.items() if name != POSITIONS}
     features = vllm_module("transformers").BatchFeature(tensors)
     items = inputs.MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
-    positions = media[POSITIONS].tolist()
-    starts = [place for number, place in enumerate(positions) if not number or positions[number - 1] + 1 != place]
+    positions = media[POSITIONS]
+    begins = positions.diff(prepend=positions[:1] - 2) != 1  # a run of neighbours for each image
+    starts, counts = positions[begins].tolist(), begins.cumsum(0).bincount()[1:].tolist()
     if list(items) != ["image"] or len(items["image"]) != len(starts):
         raise UnsupportedError(
             f"VLLMEngine: the tokens of an image must follow each other, and others must stand between two images: got "
             f"{len(starts)} runs of them for the tensors {', '.join(tensors)}; use the TransformersEngine."
         )
-    ends = [*starts[1:], None]
-    counts = [
-        sum(start <= place and (end is None or place < end) for place in positions)
-        for start, end in zip(starts, ends, strict=True)
-    ]
     return vllm_module("vllm.inputs").mm_input(
         ids,
         items,

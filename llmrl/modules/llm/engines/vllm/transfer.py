@@ -6,11 +6,10 @@ There is one way with three kinds of buffers: memory of the machine (`SharedMemo
 
 from __future__ import annotations
 
-import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,46 +19,14 @@ from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
+from llmrl.modules.llm.engines.vllm.worker import BACKEND, place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
-
-__all__ = [
-    "BACKEND",
-    "NCCL",
-    "CallWorkers",
-    "CudaIPC",
-    "SharedMemory",
-    "Transfer",
-    "TransferCache",
-    "TransferSettings",
-    "nearest_transfer",
-    "place_of_process",
-    "transfer_settings",
-]
-
-BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 
 
 class CallWorkers(Protocol):
     """Calls a method in every worker: the answer of each, by ``end`` (of `time.monotonic`) or an error."""
 
     def __call__(self, method: str, end: float, **arguments: Any) -> list[Any]: ...
-
-
-class Transfer(Protocol):
-    """A connection that sends weights, kept open until ``close``.
-
-    ``send`` raises NothingLoadedError if the engine still has its old weights, another error if it may not.
-    """
-
-    def send(self, weights: WeightSet, end: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TransferSettings(Protocol):
-    """The settings of a transfer. Equal settings are the same transfer."""
-
-    def connect(self, call: CallWorkers) -> Transfer: ...
 
 
 class TransferCache:
@@ -70,7 +37,7 @@ class TransferCache:
     def __init__(self, call: CallWorkers) -> None:
         self._call = call
         self._settings: TransferSettings | None = None
-        self._transfer: Transfer | None = None
+        self._transfer: _BufferTransfer | None = None
 
     def send(self, weights: WeightSet, end: float, settings: TransferSettings) -> None:
         if self._transfer is None or settings != self._settings:
@@ -91,8 +58,22 @@ class TransferCache:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
+class TransferSettings(ABC):
+    """The settings of a transfer. Equal settings are the same transfer."""
+
+    buffer_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.buffer_bytes < 128:
+            raise ConfigError(f"{type(self).__name__}: buffer_bytes must be at least 128: got {self.buffer_bytes}.")
+
+    @abstractmethod
+    def connect(self, call: CallWorkers) -> _BufferTransfer:
+        """The transfer to the workers that ``call`` reaches."""
+
+
 @dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(TransferSettings):
     """The transfer through memory that trainer and workers share: both on one machine, with or without GPUs. Where the
     trainer has a GPU the memory is pinned.
 
@@ -108,15 +89,12 @@ class SharedMemory:
 
     buffer_bytes: int = 1 << 26
 
-    def __post_init__(self) -> None:
-        _check_size(self, self.buffer_bytes)
-
-    def connect(self, call: CallWorkers) -> Transfer:
+    def connect(self, call: CallWorkers) -> _BufferTransfer:
         return _BufferTransfer(call, self.buffer_bytes, lambda size, end: SharedBuffer.create(size))
 
 
 @dataclass(frozen=True)
-class CudaIPC:
+class CudaIPC(TransferSettings):
     """The transfer through memory of the trainer's GPU, which the workers see too.
 
     buffer_bytes  of its memory, kept between updates, as in `SharedMemory`
@@ -124,10 +102,7 @@ class CudaIPC:
 
     buffer_bytes: int = 1 << 28
 
-    def __post_init__(self) -> None:
-        _check_size(self, self.buffer_bytes)
-
-    def connect(self, call: CallWorkers) -> Transfer:
+    def connect(self, call: CallWorkers) -> _BufferTransfer:
         if not torch.cuda.is_available():
             raise UnsupportedError(
                 "VLLMEngine: the ipc transfer goes through memory of a GPU, and there is none here; "
@@ -137,7 +112,7 @@ class CudaIPC:
 
 
 @dataclass(frozen=True)
-class NCCL:
+class NCCL(TransferSettings):
     """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Where there are no
     GPUs it goes through a store at the same address, slowly.
 
@@ -153,11 +128,11 @@ class NCCL:
     buffer_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        _check_size(self, self.buffer_bytes)
+        super().__post_init__()
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"NCCL: num_workers must be at least 1: got {self.num_workers}.")
 
-    def connect(self, call: CallWorkers) -> Transfer:
+    def connect(self, call: CallWorkers) -> _BufferTransfer:
         def create(size: int, end: float) -> Buffer:
             workers = call("llmrl_describe", end)
             if self.num_workers not in (None, len(workers)):
@@ -172,19 +147,11 @@ class NCCL:
         return _BufferTransfer(call, self.buffer_bytes, create)
 
 
-def _check_size(settings: Any, size: int) -> None:
-    if size < 128:
-        raise ConfigError(f"{type(settings).__name__}: buffer_bytes must be at least 128: got {size}.")
-
-
 _NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
 
 
-def transfer_settings(given: str | TransferSettings | None, place: str = "subprocess") -> TransferSettings | None:
-    """The settings that a name stands for, or those given; None for "auto".
-
-    Raises  ConfigError for an unknown name, and for any if the engine is in this process, which is handed tensors
-    """
+def transfer_settings(given: str | TransferSettings | None) -> TransferSettings | None:
+    """The settings that a name stands for, or those given; None for "auto". Raises ConfigError for an unknown name."""
     if given is None or given == "auto":
         return None
     if isinstance(given, str) and given not in _NAMED:
@@ -192,23 +159,7 @@ def transfer_settings(given: str | TransferSettings | None, place: str = "subpro
             f"VLLMEngine: weight_backend must be one of auto, {', '.join(_NAMED)}: got {given!r}."
             f"{did_you_mean(given, _NAMED)}"
         )
-    settings = _NAMED[given] if isinstance(given, str) else given
-    if place == "process":
-        raise ConfigError(
-            f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave weight_backend out."
-        )
-    return settings
-
-
-def place_of_process(device: Any = None) -> dict[str, Any]:
-    """The place of this process: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    if not torch.cuda.is_available():
-        return {"machine": machine, "gpu": None, "sees": []}
-    seen = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
-    number = torch.cuda.current_device() if device is None else device.index
-    return {"machine": machine, "gpu": seen[number], "sees": seen}
+    return _NAMED[given] if isinstance(given, str) else given
 
 
 def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> TransferSettings:

@@ -7,10 +7,12 @@ are called with the worker as ``self`` instead, so an ``LLM`` that was built els
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +31,8 @@ from llmrl.modules.llm.engines.vllm.compat import (
     without_expert_kernels,
 )
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
-from llmrl.modules.llm.engines.vllm.transfer import BACKEND, place_of_process
 
-__all__ = ["WorkerExtension"]
-
+BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
@@ -133,6 +133,17 @@ class WorkerExtension:
             own = vars(head).setdefault("_llmrl_own_scale", head.scale)  # some models scale their logits by themselves
             head.scale = own / temperature
         return len(heads)
+
+
+def place_of_process(device: Any = None) -> dict[str, Any]:
+    """The place of this process: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    if not torch.cuda.is_available():
+        return {"machine": machine, "gpu": None, "sees": []}
+    seen = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    number = torch.cuda.current_device() if device is None else device.index
+    return {"machine": machine, "gpu": seen[number], "sees": seen}
 
 
 def _report_routes(runner: Any, vllm_config: Any) -> None:
