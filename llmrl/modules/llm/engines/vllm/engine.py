@@ -439,6 +439,10 @@ class VLLMEngine:
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)
 
+    def take_gauges(self) -> dict[str, float]:
+        """The numbers of `gauges` since the last call; without those that this vLLM does not report."""
+        return self.core.take_gauges()
+
     def state_dict(self) -> dict[str, Any]:
         """The generator and the version, so that a resumed run draws the same seeds."""
         return {"generator": self._generator.get_state(), "version": self.version}
@@ -486,10 +490,7 @@ class AsyncVLLMEngine(VLLMEngine):
         super().__init__(model, own_process=True, **settings)
 
     def abort(self) -> int:
-        """Ends the rows that are being drawn now: they have the ids drawn so far and end as ``StopReason.ABORT``.
-
-        Returns  the number of requests
-        """
+        """Ends the rows that are drawn now, as ``StopReason.ABORT`` with the ids so far; the number of requests."""
         return self.core.abort()
 
     def _before_weight_update(self) -> None:
