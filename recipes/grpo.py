@@ -126,7 +126,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
                     more = rollouts.sample()
                     buffer.extend(trainable_rows(more, config))
                     data = cat_rows([data, more])
-            rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
+            metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
             rollouts.begin_next(steps_left=config.steps - step)
             sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
             metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)

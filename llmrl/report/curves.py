@@ -19,7 +19,7 @@ SECTIONS = {  # of the page, and the families of metrics that belong there unles
     "Answers": ("tokens", "group", "rollout"),
     "Policy": ("policy", "router"),
     "Engine and trainer": ("mismatch", "async"),
-    "Speed": ("perf", "time"),
+    "Speed": ("perf", "time", "engine"),
     "Tools": ("tools",),
 }
 PHASES = ("generate", "logp", "update", "sync", "eval")
@@ -97,6 +97,19 @@ CHARTS = (
     Chart("Engine and trainer", "Idle", {"async/engine_idle": "engine", "async/trainer_idle": "trainer"}, "percent"),
     Chart("Speed", "Tokens per second", {"perf/gen_tok_s": "sampled", "perf/train_tok_s": "trained"}, "count"),
     Chart("Speed", "Tokens per second and device", {"perf/train_tok_s_device": "trained"}, "count"),
+    Chart(
+        "Speed",
+        "Cache of the engine",
+        {"engine/cache_max_frac": "in use, at most", "engine/prefix_hit_frac": "prompt tokens found in it"},
+        "percent",
+    ),
+    Chart(
+        "Speed",
+        "Room in the engine",
+        {"engine/preempted": "preempted requests", "engine/waiting_max": "waiting, at most"},
+        "count",
+        "Preempted requests are computed again: give the KV cache more memory.",
+    ),
     Chart("Speed", "Weights to the engine", {"perf/sync_gb_s": "GB per second"}),
     Chart("Speed", "Peak memory", {"perf/peak_gb": "GB"}, note="Of the fullest device; on a CPU, of the process."),
     Chart("Speed", "Slowest rank", {"perf/imbalance": "cost of its rows over the mean of all"}),

@@ -51,6 +51,7 @@ class RolloutSource:
                 concurrency=settings.concurrency,
                 modes=session.autocast,
             )
+        self._engine.take_gauges()  # those of the first step begin here
         self._trained = 0  # the version that the rollouts of this step train
         self._error_reported = False
 
@@ -67,6 +68,8 @@ class RolloutSource:
     def take(self, version: int) -> TensorDictBase:
         """The rollouts of a step that trains the weights ``version``; engine and trainer are compared on some."""
         self._trained = version
+        if self._queue is None:
+            self._engine.take_gauges()  # of the probe and of an evaluation
         data = self._queue.take(version) if self._queue else self.sample()
         self._engine.set_probe_rows(data, self._scorer)
         return data
@@ -78,9 +81,14 @@ class RolloutSource:
         with self._session.autocast(), self._session.in_step(self._engine.policy):
             return self._collector.rollout()
 
-    def end_sampling(self) -> None:
-        """Nothing is sampled before `sync_weights`: an engine on the trainer's GPU sleeps until then."""
+    def end_sampling(self) -> dict[str, float]:
+        """Nothing is sampled before `sync_weights`: an engine on the trainer's GPU sleeps until then.
+
+        Returns  the gauges of the engine: of this step's rollouts, or, where they run ahead, of all since the last call
+        """
+        gauges = self._engine.take_gauges()
         self._engine.sleep()
+        return gauges
 
     def begin_next(self, steps_left: int) -> None:
         """Starts sampling the rollouts of the next steps, if they run ahead."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmrl.errors import DataError, WeightSyncError
 from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
+from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.vision import POSITIONS, read_media
@@ -220,6 +221,13 @@ class RolloutEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
+
+    def take_gauges(self) -> dict[str, float]:
+        """Metrics of the vLLM engines of all ranks since the last call, each engine counted once; a collective."""
+        if not self.is_vllm:
+            return {}
+        own = [self.policy.engine.take_gauges()] if self._sends() else []
+        return gauge_metrics(merged(self.session.gather(own)))
 
     def sleep(self) -> None:
         """Leaves the GPU to the update, if both share one; the next `push` wakes the engine."""

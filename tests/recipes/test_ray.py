@@ -35,6 +35,8 @@ def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run
         assert step["async/staleness_max"] <= 2
         assert step["mismatch/probe"] < 1e-5
         assert step["rollout/failed"] == 0
+        assert step["engine/preempted"] == 0
+        assert "engine/cache_max_frac" not in step, "servers keep no peak"
     wait_until(lambda: not any(is_running(pid) for pid, _ in started), 60)
 
 

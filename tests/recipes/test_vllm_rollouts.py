@@ -52,7 +52,8 @@ def processes_in(folder):
 
 def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place):
     words = ["engine     vLLM in this process · weights sent after every step"]
-    finished(place, recipe(place, "here", sleep=True), "--name", "here", words=words)  # of the order alone, on a CPU
+    changes = {"sleep": True, "options": ROLLOUT["options"] | {"num_gpu_blocks_override": 11}}  # for 16 rows
+    finished(place, recipe(place, "here", **changes), "--name", "here", words=words)  # of the order alone, on a CPU
     steps = place.steps("here")
     assert len(steps) == 3
     speeds = [step["perf/sync_gb_s"] for step in read_metrics(place.path / "runs/here") if step["step"]]
@@ -63,6 +64,9 @@ def test_an_engine_in_this_process_has_the_trainers_weights_at_every_step(place)
         assert step["mismatch/is_mean"] == pytest.approx(1, abs=1e-4)
         assert step["async/staleness_max"] == 0
         assert "async/trainer_idle" not in step
+        assert 0.5 < step["engine/cache_max_frac"] <= 1
+        assert step["engine/waiting_max"] >= 1
+        assert (step["engine/preempted"], step["engine/prefix_hit_frac"]) == (0, 0), "no row is longer than a block"
 
 
 def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_they_waited(place):
@@ -73,6 +77,7 @@ def test_overlapped_rollouts_are_one_version_behind_and_both_sides_say_how_long_
     for step in steps:
         assert 0 <= step["async/trainer_idle"] <= 1
         assert 0 <= step["async/engine_idle"] <= 1
+        assert 0 < step["engine/cache_max_frac"] < 1
         assert 0 < step["mismatch/is_mean"] <= 2, "cut at 2"
     assert all(step["mismatch/probe"] < 1e-5 for step in steps if "mismatch/probe" in step)
     assert sum("mismatch/probe" in step for step in steps) == 3
@@ -170,6 +175,7 @@ def test_two_processes_have_an_engine_each_and_the_same_weights(place, rollout):
     place.ranks("grpo", settings, "--name", "two", *overrides, timeout_s=LIMIT_S)
     assert all(step.get("mismatch/probe", 0) < 1e-5 for step in place.steps("two"))
     assert [step["async/staleness_max"] for step in place.steps("two")] == [0, 1]
+    assert all(step["engine/preempted"] == 0 < step["engine/cache_max_frac"] < 1 for step in place.steps("two"))
     if "oversample" in rollout:
         assert [step["async/delivered"] for step in place.steps("two")] == [4, 8], "two groups of each rank in a step"
 

@@ -26,7 +26,7 @@ def process_settings():
 
 @pytest.fixture(scope="module")
 def engine():
-    """Built after others that could not be. At its end the process is as it was.
+    """Built after others that could not be; with a cache of 19 blocks. At its end the process is as it was.
 
     Regression: the process groups of the first that failed stayed open.
     """
@@ -35,7 +35,7 @@ def engine():
         with pytest.raises(error, match=r"memory|logprobs_mode"):
             VLLMEngine(model, tokenizer=tokenizer, max_model_len=128, **options)
     before, settings = footprint(), process_settings()
-    engine = VLLMEngine(model, tokenizer=tokenizer, seed=0, max_model_len=2048)
+    engine = VLLMEngine(model, tokenizer=tokenizer, seed=0, max_model_len=2048, num_gpu_blocks_override=20)
     assert engine.eos_token_ids == (model.config.eos_token_id,)
     engine.generate(PROMPTS, SHORT)
     assert process_settings() == settings
@@ -48,6 +48,25 @@ def engine():
 def test_only_one_engine_fits_into_a_process(engine):
     with pytest.raises(ConfigError, match="opens the default process group"):
         VLLMEngine(tiny_model(tiny_tokenizer(), heads=2))
+
+
+def test_a_cache_that_is_too_small_shows_in_the_gauges(engine):
+    """A block is of 128 tokens: eight rows that grow into their fourth want 32."""
+    engine.take_gauges()
+    params = SamplingParams(max_new_tokens=380, ignore_eos=True)
+    assert [len(ids) for ids in engine.generate([torch.arange(1, 41)] * 8, params).ids] == [380] * 8
+    gauges = engine.take_gauges()
+    assert gauges["preempted"] >= 1
+    assert gauges["waiting_max"] >= 1
+    assert 0.9 < gauges["cache_max"] <= 1
+    assert gauges["prefix_queries"] == 8 * 40
+    assert gauges["prefix_hits"] == 0, "shorter than a block"
+    assert engine.take_gauges() == {}, "nothing was asked since"
+    for _ in range(2):
+        engine.generate([torch.arange(1, 301)], SHORT)
+    gauges = engine.take_gauges()
+    assert (gauges["preempted"], gauges["prefix_queries"], gauges["prefix_hits"]) == (0, 600, 256)
+    assert gauges["cache_max"] == pytest.approx(3 / 19)
 
 
 def test_an_aborted_row_is_never_a_natural_stop(engine, monkeypatch):

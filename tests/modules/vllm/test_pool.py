@@ -118,12 +118,16 @@ def test_two_servers_share_rows_and_one_that_dies_is_done_without_until_it_is_ba
         other.core.labels = engine.core.labels
         check_weights(other, model, 1)
 
+        engine.take_gauges()
+        engine.generate(PROMPTS, SHORT)
+        assert engine.take_gauges()["prefix_queries"] == sum(map(len, PROMPTS)), "of both together"
         call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4]))
         wait_until(lambda: vllm_server.is_drawing() and second_server.is_drawing())
         assert list(engine.core._in_flight.values()) == [2, 2], "least loaded first"
         second_server.kill()
         drawn = call.result()
         assert [len(ids) for ids in drawn.ids] == [900] * 4
+        assert engine.take_gauges() == {}, "what the lost server counted is not known"
         again = engine.generate(PROMPTS, LONG, seeds=[1, 2, 3, 4])
         assert all(torch.equal(ids[:50], other[:50]) for ids, other in zip(drawn.ids, again.ids, strict=True))
         assert list(engine.core._in_flight) == [first], "nothing is asked of a lost server"

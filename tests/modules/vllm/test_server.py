@@ -49,6 +49,13 @@ def test_the_url_is_all_that_a_wrapper_needs(vllm_server):
         vLLMWrapper(vllm_server.url, generate_kwargs={"top_k": 3, "temperature": 0.5})
 
 
+def test_a_server_is_asked_for_what_it_counted_and_has_no_peaks(engine):
+    assert engine.take_gauges() == {}, "what it counted before is not of this engine"
+    for _ in range(2):
+        engine.generate([torch.arange(1, 301)], SHORT)
+    assert engine.take_gauges() == {"preempted": 0, "prefix_queries": 600, "prefix_hits": 256}
+
+
 def test_a_server_cannot_sleep_and_goes_on_serving(engine):
     with pytest.raises(UnsupportedError, match="a server has its own GPU"):
         engine.sleep()
@@ -76,8 +83,10 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
         generation = engine.generate(PROMPTS, SHORT)
         assert generation.version == version
         assert_rows_close(generation.log_probs, expected_log_probs(model, PROMPTS, generation))
+    engine.take_gauges()
     vllm_server.kill()
     vllm_server.start()
+    assert engine.take_gauges() == {}, "its counters began anew"
     for call in (lambda: engine.generate(PROMPTS, SHORT), lambda: engine.score(PROMPTS)):
         with pytest.raises(RolloutError, match="it has 'default'; it was started again, or another client"):
             call()

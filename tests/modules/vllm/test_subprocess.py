@@ -127,6 +127,18 @@ def test_rows_of_many_threads_are_what_they_are_alone(engine, model, options):
     assert_rows_close(plain, trainer_log_probs(model, PROMPTS, answers[5], params.temperature))
 
 
+def test_gauges_are_of_the_calls_of_all_threads_since_they_were_last_taken(engine):
+    engine.take_gauges()
+    prompt = torch.arange(1, 301)  # two whole blocks of 128, and a part
+    engine.generate([prompt], SHORT)
+    for call in [BackgroundCall(lambda: engine.generate([prompt], SHORT)) for _ in range(3)]:
+        call.result()
+    gauges = engine.take_gauges()
+    assert (gauges["preempted"], gauges["prefix_queries"], gauges["prefix_hits"]) == (0, 4 * 300, 3 * 256)
+    assert 0 < gauges["cache_max"] < 0.5
+    assert engine.take_gauges() == {}
+
+
 def test_calls_join_the_running_batch_and_aborted_rows_keep_what_they_have(engine, model):
     call = BackgroundCall(lambda: engine.generate(PROMPTS, LONG, seeds=[1, 2, 3]))
     wait_until(is_drawing(engine, 3))

@@ -141,9 +141,9 @@ def _exists(module: str) -> bool:
 def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     """A ``vllm.LLM`` in this process, or a ``vllm.AsyncLLMEngine`` with its core in another one.
 
-    options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, no progress bars, and on
-             a CPU no compiling, whole prompts, one process, and 1 GiB for keys and values unless
-             VLLM_CPU_KVCACHE_SPACE says more
+    options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, statistics of its steps
+             without a Prometheus page, no progress bars, and on a CPU no compiling, whole prompts, one process, and 1
+             GiB for keys and values unless VLLM_CPU_KVCACHE_SPACE says more
 
     Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
     the process groups of an engine that could not be built.
@@ -152,7 +152,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     """
     vllm = load_vllm(own_process=own_process)
     check_options(options)
-    settings = _defaults(vllm, options) | dict(options)
+    settings = {"disable_log_stats": False} | _defaults(vllm, options) | dict(options)
     if own_process:
         settings = {"worker_extension_cls": EXTENSION} | settings
         variables = {
@@ -174,9 +174,20 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
             check_head_size(described.create_model_config())
         if own_process:
-            return vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
-        with _without_numa_binding(), _process_groups_closed_on_failure():
-            return vllm.LLM(model, **settings)
+            llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
+        else:
+            with _without_numa_binding(), _process_groups_closed_on_failure():
+                llm = vllm.LLM(model, **settings)
+    if "disable_log_stats" not in options:
+        _drop_prometheus(getattr(llm, "llm_engine", llm))
+    return llm
+
+
+def _drop_prometheus(engine: Any) -> None:
+    """Removes the logger that counts for a page of a server; `gauges` reads the numbers themselves."""
+    loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
+    if isinstance(loggers, list):
+        loggers[:] = [logger for logger in loggers if type(logger).__name__ != "PrometheusStatLogger"]
 
 
 def server_command(model: str, options: Mapping[str, Any], *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -202,7 +213,7 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
 
 
 def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+    settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
     known = inspect.signature(vllm.EngineArgs).parameters
     # the pixels of images come normalised (images.py)
     settings |= {name: False for name in ("use_tqdm_on_load", "mm_device_do_normalize") if name in known}

@@ -129,6 +129,7 @@ class Core(Protocol):
                       before stays
     ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs
     ``wake``          memory again for one part, "weights" or "kv_cache", or for all (None)
+    ``take_gauges``   the numbers of `gauges` since the last call; without those that it does not report
     ``close``         ends requests that wait, and an engine that was built here
     """
 
@@ -146,6 +147,8 @@ class Core(Protocol):
     def sleep(self, end: float, *, keep_weights: bool) -> None: ...
 
     def wake(self, part: str | None, end: float) -> None: ...
+
+    def take_gauges(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
 

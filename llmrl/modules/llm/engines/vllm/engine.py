@@ -420,6 +420,10 @@ class VLLMEngine(SeededEngine):
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)
 
+    def take_gauges(self) -> dict[str, float]:
+        """The numbers of `gauges` since the last call; without those that this vLLM does not report."""
+        return self.core.take_gauges()
+
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
         core, self.core = self.core, ClosedCore(self.core)
@@ -459,10 +463,7 @@ class AsyncVLLMEngine(VLLMEngine):
         super().__init__(model, own_process=True, **settings)
 
     def abort(self) -> int:
-        """Ends the rows that are being drawn now: they have the ids drawn so far and end as ``StopReason.ABORT``.
-
-        Returns  the number of requests
-        """
+        """Ends the rows that are drawn now, as ``StopReason.ABORT`` with the ids so far; the number of requests."""
         return self.core.abort()
 
     def _before_weight_update(self) -> None:

@@ -50,8 +50,16 @@ class Connections:
             with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, end: float) -> Any:
-        """The decoded answer.
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        end: float,
+        read: Callable[[bytes], Any] = json.loads,
+    ) -> Any:
+        """The answer, decoded by ``read``.
 
         Raises  DeadlineError at ``end``, ConfigError (the server refuses the request), RolloutError, ValueError (no
                 JSON)
@@ -89,7 +97,7 @@ class Connections:
                 f"VLLMEngine: {self.url}{path} must answer in at most {self._max_bytes} bytes: it sends more."
             )
         try:
-            return json.loads(text) if text.strip() else {}
+            return read(text) if text.strip() else {}
         except RecursionError as error:
             raise RolloutError(f"VLLMEngine: {self.url}{path} answered with JSON that nests too deeply.") from error
 

@@ -21,6 +21,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     Requests,
     completion_of_output,
 )
+from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
@@ -48,6 +49,7 @@ class InProcessCore:
             self._has_extension = config.parallel_config.worker_extension_cls == compat.EXTENSION
             self._adapter = LoadedAdapter(enabled=config.lora_config is not None)
             self._make_request = compat.request_factory()
+            self.take_gauges = EngineStats(llm.llm_engine).take
             self.call_workers("llmrl_prepare", time.monotonic())
         except BaseException:
             self.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmrl.errors import ConfigError, LLMRLError, RolloutError
 from llmrl.modules.llm.engines.vllm.core import Completion, NothingLoadedError, Requests
+from llmrl.modules.llm.engines.vllm.gauges import merged
 from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
 
 __all__ = ["PoolCore"]
@@ -40,6 +41,7 @@ class PoolCore:
         self._num_workers: dict[ServerCore, int] = {}
         self._updated: dict[ServerCore, int] = {}  # of the last update: the servers, and the number of their workers
         self._is_loading = False
+        self._counted: list[ServerCore] = []  # that the last gauges are of
         try:
             for url in urls:
                 self._in_flight[ServerCore(url, **waits)] = 0
@@ -207,6 +209,13 @@ class PoolCore:
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         for core in self._in_flight:
             core.set_adapter(folder, version=version, end=end)
+
+    def take_gauges(self) -> dict[str, float]:
+        """Of all servers; none if they are others than at the last call: some of the rows were asked elsewhere."""
+        with self._lock:
+            before, self._counted = self._counted, list(self._in_flight)
+        numbers = merged([core.take_gauges() for core in self._counted])
+        return numbers if set(self._counted) == set(before) else {}
 
     def close(self) -> None:
         """Ends the connections; the servers keep running."""

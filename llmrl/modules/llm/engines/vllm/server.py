@@ -25,11 +25,13 @@ import torch
 from llmrl.errors import ConfigError, LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, NothingLoadedError, Requests, stop_reason
+from llmrl.modules.llm.engines.vllm.gauges import ServerCounters
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
 _MAX_CONNECTIONS = 256
 _RESUMED_S = 1.0  # for a server that failed to resume; it may have stopped answering
 _CONNECT_S = 30.0
+_GAUGES_S = 5.0  # for /metrics, whose numbers a run can do without
 _FIRST_TOKENS_S = 120.0  # a server that has just started compiles first
 _UPDATE_PATHS = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
 _LABEL_PATHS = {"/update_weight_version", "/weight_info"}
@@ -60,6 +62,7 @@ class ServerCore:
         self._connections = Connections(self.url)
         self.label: str | None = None  # of the weights that were sent last; the server reports which it has
         self._known_paths: set[str] = set()
+        self._counters = ServerCounters()
         self._monitor = HealthMonitor(self._connections, silence_s)
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="llmrl-vllm-server")
         now = time.monotonic()
@@ -196,6 +199,13 @@ class ServerCore:
     def _post_plain(self, path: str, body: dict[str, Any], end: float) -> None:
         with contextlib.suppress(json.JSONDecodeError):  # these paths answer with a sentence
             self._connections.ask("POST", path, body, end=end)
+
+    def take_gauges(self) -> dict[str, float]:
+        """Of all clients; none if they cannot be read (prometheus_client comes with vLLM, and need not be here)."""
+        end = time.monotonic() + _GAUGES_S
+        with contextlib.suppress(LLMRLError, ValueError):
+            return self._counters.take(self._connections.ask("GET", "/metrics", end=end, read=bytes.decode))
+        return self._counters.take("")
 
     def close(self) -> None:
         """Ends the connections, and all calls that wait for them; the server itself keeps running."""

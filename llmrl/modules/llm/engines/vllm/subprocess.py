@@ -39,6 +39,7 @@ from llmrl.modules.llm.engines.vllm.core import (
     Requests,
     completion_of_output,
 )
+from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 
 __all__ = ["SubprocessCore"]
@@ -83,6 +84,7 @@ class SubprocessCore:
             self.info = CoreInfo.of_vllm(config, self.llm.tokenizer, place="subprocess")
             self._adapter = LoadedAdapter(enabled=config.lora_config is not None)
             self._make_request = compat.request_factory()
+            self.take_gauges = EngineStats(self.llm).take
             self._temperature = LogitTemperature(self.call_workers, concurrent=True)
             self.call_workers("llmrl_prepare", time.monotonic() + _STARTED_S)
             self._shared = set().union(*(shared_memory_of(process.pid) for process in self._processes))

@@ -1,0 +1,118 @@
+"""Gauges of a running vLLM: the share of its KV cache in use, preempted requests, hits of its prefix cache.
+
+Numbers are counted as ``preempted``, ``prefix_hits`` and ``prefix_queries`` (both in tokens), ``cache_max`` and
+``waiting_max``. What a vLLM does not report has no number. `gauge_metrics` gives them the names of a run's metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmrl.optional import require
+
+__all__ = ["EngineStats", "ServerCounters", "gauge_metrics", "merged"]
+
+_COUNTERS = {  # of a server's /metrics; "started" tells that it is another process, whose counters began at 0
+    "vllm:num_preemptions": "preempted",
+    "vllm:prefix_cache_queries": "prefix_queries",
+    "vllm:prefix_cache_hits": "prefix_hits",
+    "process_start_time_seconds": "started",
+}
+
+
+class EngineStats:
+    """Adds up what an engine that was built here reports after each of its steps; vLLM calls it from any thread.
+
+    It is one of the ``stat_loggers`` of ``engine``, an ``LLMEngine`` or ``AsyncLLM``. If that has none, because it was
+    built with ``disable_log_stats=True`` or is of another version, there are no numbers.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[str, float] = {}
+        loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
+        if isinstance(loggers, list):
+            loggers.append(self)
+
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, **_: Any) -> None:
+        """Called by vLLM. A request that ends before it goes on after its preemption is not in ``iteration_stats``."""
+        prefix = getattr(scheduler_stats, "prefix_cache_stats", None)
+        found = {
+            "preempted": getattr(iteration_stats, "num_preempted_reqs", None),
+            "prefix_queries": getattr(prefix, "queries", None),
+            "prefix_hits": getattr(prefix, "hits", None),
+            "cache_max": getattr(scheduler_stats, "kv_cache_usage", None),
+            "waiting_max": getattr(scheduler_stats, "num_waiting_reqs", None),
+        }
+        with self._lock:
+            for name, value in found.items():
+                if value is not None:
+                    self._numbers[name] = _both(name, self._numbers.get(name, 0), value)
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Called by vLLM, as the methods below; nothing is printed."""
+
+    log_engine_initialized = record_sleep_state = record_admission_rejection = log
+
+    def take(self) -> dict[str, float]:
+        """The numbers since the last call."""
+        with self._lock:
+            numbers, self._numbers = self._numbers, {}
+        return numbers
+
+
+class ServerCounters:
+    """What a server counted between two readings of its ``/metrics``, for all of its clients. It keeps no peak."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def take(self, page: str) -> dict[str, float]:
+        """The numbers since the last ``page``; none the first time, after a restart, or for an empty page."""
+        before, self._last = self._last, _read_counters(page)
+        now = dict(self._last)
+        if before.pop("started", None) != now.pop("started", None):
+            return {}
+        counts = {name: now[name] - before[name] for name in now.keys() & before.keys()}
+        return counts if all(count >= 0 for count in counts.values()) else {}
+
+
+def _read_counters(page: str) -> dict[str, float]:
+    """Sums over the engines of a server. Raises MissingDependencyError, ValueError for a page that is damaged."""
+    lines = [line + "\n" for line in page.splitlines() if line.startswith(tuple(_COUNTERS))]
+    if not lines:
+        return {}
+    parser = require("prometheus_client.parser", extra="vllm", used_by="VLLMEngine")
+    found: dict[str, float] = {}
+    for family in parser.text_string_to_metric_families("".join(lines)):
+        for sample in family.samples:
+            if name := _COUNTERS.get(sample.name.removesuffix("_total")):
+                found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def merged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of several engines: sums, of ``_max`` the largest; what one of them does not report is not known of all."""
+    numbers = dict(parts[0]) if parts else {}
+    for part in parts[1:]:
+        numbers = {name: _both(name, value, part[name]) for name, value in numbers.items() if name in part}
+    return numbers
+
+
+def _both(name: str, one: float, other: float) -> float:
+    return max(one, other) if name.endswith("_max") else one + other
+
+
+def gauge_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Named as in metrics.jsonl. Without a prompt that was looked up in the prefix cache it has no share of hits.
+
+    >>> gauge_metrics({"preempted": 3, "cache_max": 0.5, "prefix_hits": 16, "prefix_queries": 64})
+    {'engine/preempted': 3, 'engine/cache_max_frac': 0.5, 'engine/prefix_hit_frac': 0.25}
+    """
+    names = {"preempted": "preempted", "cache_max": "cache_max_frac", "waiting_max": "waiting_max"}
+    metrics = {f"engine/{name}": numbers[key] for key, name in names.items() if key in numbers}
+    if numbers.get("prefix_queries") and "prefix_hits" in numbers:
+        metrics["engine/prefix_hit_frac"] = numbers["prefix_hits"] / numbers["prefix_queries"]
+    return metrics
