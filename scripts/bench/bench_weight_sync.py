@@ -11,7 +11,6 @@ its peak.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import multiprocessing
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from timing import best
 from torch import Tensor
 
@@ -167,20 +166,19 @@ def measure_engine(hidden: int, repeats: int) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="float32")
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512, help="width of vLLM's model, a multiple of 64; 8 layers")
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    rows = measure_transport(layers(arguments.parameters), arguments.repeats)
+def main(parameters: int, repeats: int, hidden: int) -> list[Row]:
+    rows = measure_transport(layers(parameters), repeats)
     if importlib.util.find_spec("vllm") is not None:
-        rows += measure_engine(arguments.hidden, arguments.repeats)
-    print_table(rows)
-    write_rows(rows, arguments.json)
+        rows += measure_engine(hidden, repeats)
+    return rows
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    benchmark(
+        main,
+        __doc__,
+        parameters=(100_000_000, "float32"),
+        repeats=8,
+        hidden=(512, "width of vLLM's model, a multiple of 64; 8 layers"),
+    )
