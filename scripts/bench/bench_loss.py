@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from table import Row, benchmark
 from tensordict import TensorDict
-from timing import best
+from timing import best, memory_mb
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -100,14 +100,6 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
         batch_size=[args.batch],
     )
     return Qwen2ForCausalLM(config), td
-
-
-def memory_mb(field: str) -> float:
-    """VmRSS (now) or VmHWM (its peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"bench_loss: /proc/self/status has no {field}; the benchmark needs Linux.")
 
 
 def worker(args: argparse.Namespace) -> None:

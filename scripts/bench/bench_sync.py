@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from inputs import copying
 from table import Row, benchmark
 from timing import best
 from torch import Tensor, nn
@@ -70,11 +71,7 @@ def measure(name: str, scheme: WeightSyncScheme, parameters: int, tensors: int, 
     weights = {name: torch.randn_like(own) for name, own in model_of(parameters, tensors).items()}
     update = scheme_update(scheme, weights, (parameters, tensors))
     if isinstance(scheme, SharedMemWeightSyncScheme):
-        copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-
-        def floor() -> None:
-            for key, tensor in weights.items():
-                copies[key].copy_(tensor)
+        floor = copying(weights)
     else:
         pipe = start(by_hand_worker, Connection, parameters, tensors)
 

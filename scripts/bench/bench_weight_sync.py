@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
+from inputs import copying
 from table import Row, benchmark
-from timing import best
+from timing import best, memory_mb
 from torch import Tensor
 
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor
@@ -31,20 +31,14 @@ from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.modules.llm.engines.weights import WeightSet
 
 
-def private_bytes(process: int | str = "self") -> int:
-    """Memory of a process that is its own: neither a file nor shared."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
-
-
 @contextmanager
-def highest(process: int | str) -> Iterator[list[int]]:
-    """The most private memory that a process had inside the block, over what it has now."""
-    start, found, ended = private_bytes(process), [0], threading.Event()
+def highest(process: int | str) -> Iterator[list[float]]:
+    """The most private memory that a process had inside the block, over what it has now, in bytes."""
+    start, found, ended = memory_mb("RssAnon", process), [0.0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.002):
-            found[0] = max(found[0], private_bytes(process) - start)
+            found[0] = max(found[0], 2**20 * (memory_mb("RssAnon", process) - start))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -105,17 +99,12 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
 
     transfer = SharedMemory().connect(call)
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-
-    def copy() -> None:
-        for name, tensor in weights.items():
-            copies[name].copy_(tensor)
 
     def send() -> None:
         transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600)
 
     send()
-    copying, sending = best(copy, send, repeats=repeats)
+    copied, sending = best(copying(weights), send, repeats=repeats)
     with highest(process.pid) as theirs, highest("self") as ours:
         send()
         send()
@@ -124,9 +113,9 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
     pipe.send(("end", {}))
     process.join(30)
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copying:.0f} ms, sending {sending:.0f} ms")
+    print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copied:.0f} ms, sending {sending:.0f} ms")
     return [
-        Row("weights to another process: time / that of one copy", sending / copying, 1 / 0.4),
+        Row("weights to another process: time / that of one copy", sending / copied, 1 / 0.4),
         Row("  private memory at the peak / the weights, trainer", ours[0] / size, 0.1),
         Row("  private memory at the peak / the weights, worker", theirs[0] / size, 0.1),
     ]
@@ -139,28 +128,23 @@ def measure_engine(hidden: int, repeats: int) -> list[Row]:
 
     model = tiny_model(tiny_tokenizer(), hidden_size=hidden, layers=8, heads=hidden // 64)
     weights = dict(model.state_dict())
-    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     engine = VLLMEngine(model, own_process=True, eos_token_ids=(), max_model_len=128)
-
-    def copy() -> None:
-        for name, tensor in weights.items():
-            copies[name].copy_(tensor)
 
     def update() -> None:
         engine.update_weights(weight_groups(model), version=engine.version + 1)
 
     try:
         update()
-        copying, updating = best(copy, update, repeats=repeats)
+        copied, updating = best(copying(weights), update, repeats=repeats)
         with highest(engine.core._processes[0].pid) as theirs, highest("self") as ours:
             update()
             update()
     finally:
         engine.close()
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"vLLM, {size / 1e6:.0f} MB in {len(weights)} tensors: copying {copying:.0f} ms, update {updating:.0f} ms")
+    print(f"vLLM, {size / 1e6:.0f} MB in {len(weights)} tensors: copying {copied:.0f} ms, update {updating:.0f} ms")
     return [
-        Row("weights into vLLM, loaded: time / that of one copy", updating / copying),
+        Row("weights into vLLM, loaded: time / that of one copy", updating / copied),
         Row("  private memory at the peak / the weights, trainer", ours[0] / size, 0.1),
         Row("  private memory at the peak / the weights, engine", theirs[0] / size),
     ]

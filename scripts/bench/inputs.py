@@ -1,13 +1,14 @@
-"""What several benchmarks work on: transitions of six keys, conversations of random words."""
+"""What several benchmarks work on: transitions of six keys, conversations of random words, copies of tensors."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 
 import torch
 from tensordict import TensorDict
 
-__all__ = ["TRAJECTORY", "chats_of_words", "gather", "leaves", "transitions"]
+__all__ = ["TRAJECTORY", "chats_of_words", "copying", "gather", "leaves", "transitions"]
 
 TRAJECTORY = 100
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", "34", "+", "=", "then", "é", "done")
@@ -35,6 +36,17 @@ def leaves(data: TensorDict) -> dict[object, torch.Tensor]:
 
 def gather(store: dict[object, torch.Tensor], index: torch.Tensor) -> dict[object, torch.Tensor]:
     return {key: value.index_select(0, index) for key, value in store.items()}
+
+
+def copying(weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """One copy of the tensors inside this process."""
+    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+    def copy() -> None:
+        for name, tensor in weights.items():
+            copies[name].copy_(tensor)
+
+    return copy
 
 
 def chats_of_words(num: int, turns: int, words: int = 40) -> list[list[dict[str, str]]]:

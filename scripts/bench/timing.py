@@ -1,4 +1,4 @@
-"""Timing for the benchmarks: functions in turn, the fastest run of each."""
+"""Measuring for the benchmarks: functions in turn, the fastest run of each; memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from table import Row
 
-__all__ = ["best", "compare", "profiled"]
+__all__ = ["best", "compare", "memory_mb", "profiled"]
 
 
 def best(*functions: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
@@ -44,6 +45,12 @@ def compare(
     floor_us, ours_us = (ms * 1e3 / calls for ms in best(many(floor), many(ours), repeats=rounds))
     print(f"{name:58}{floor_us:10.1f}{ours_us:10.1f}", flush=True)
     return Row(f"{name}: llmrl / by hand", ours_us / floor_us, target)
+
+
+def memory_mb(field: str, process: int | str = "self") -> float:
+    """VmRSS (now), VmHWM (its peak) or RssAnon (what is neither a file nor shared) of a process; needs Linux."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def profiled(function: Callable[[], object], repeats: int, lines: int) -> None:
