@@ -154,7 +154,6 @@ class _MultiDataCollector(PooledCollector):
         return self.options.finished(batch)
 
     def _batches_of_all(self) -> Iterator[TensorDictBase | None]:
-        """A batch of all workers' parts, again and again."""
         while not self._ended():
             self._check_iterates()
             self._push_due_weights()
@@ -366,7 +365,6 @@ def _packed(value: Any, what: str, remedy: str = "") -> bytes:
 
 
 def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
-    """In the worker: its collector."""
     cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
     if buffer.value is not None:
         options["replay_buffer"] = buffer.value

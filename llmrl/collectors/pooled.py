@@ -63,7 +63,6 @@ class PooledCollector(DataCollectorBase):
         return mine
 
     def _schemes(self, policy_factory: Any) -> Mapping[str, Any]:
-        """By model id."""
         if self.options.weight_sync_schemes is not None:
             return self.options.weight_sync_schemes
         has_weights = policy_factory is not None or isinstance(self.policy, nn.Module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -31,16 +32,15 @@ _PERIOD_S = 1.0  # after which actors that have not answered are looked at
 _THREADS = AHEAD + 3  # of an actor: batches that were asked for, weights, pauses, and questions about its progress
 
 
-def check_buffer(replay_buffer: Any, who: str) -> None:
-    """Raises ConfigError for a buffer that actors cannot write into."""
-    if replay_buffer is not None and not isinstance(replay_buffer, RayReplayBuffer):
-        raise ConfigError(
-            f"{who}: actors write into a RayReplayBuffer: got {type(replay_buffer).__name__}; give one, or extend your "
-            "own buffer by the batches that iterating yields."
-        )
-
-
 # --- the actor's side -------------------------------------------------------------------------------------------------
+
+
+def _answered(method: Callable[..., Any]) -> Callable[..., Answer]:
+    @functools.wraps(method)
+    def call(self: CollectorActor, *arguments: Any) -> Answer:
+        return answer(method, self, *arguments)
+
+    return call
 
 
 class CollectorActor:
@@ -56,10 +56,8 @@ class CollectorActor:
         """In words."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def build(self, recipe: bytes) -> Answer:
-        return answer(self._build, recipe)
-
-    def _build(self, recipe: bytes) -> None:
+    @_answered
+    def build(self, recipe: bytes) -> None:
         make, model_ids, seed = _ray("ray.cloudpickle").loads(recipe)
         torch.manual_seed(seed)
         self.collector = make()
@@ -69,11 +67,9 @@ class CollectorActor:
         for model_id in model_ids:
             _Receiver(self, model_id).attach(self)
 
-    def collect(self) -> Answer:
+    @_answered
+    def collect(self) -> tuple[int | None, int, Any]:
         """Frames, all frames so far, and the batch on the CPU; None in place of the frames at the end."""
-        return answer(self._collect)
-
-    def _collect(self) -> tuple[int | None, int, Any]:
         with self._collecting:
             before = self.collector.counters["delivered"]
             try:
@@ -85,46 +81,41 @@ class CollectorActor:
             batch = batch.cpu()
         return counters["delivered"] - before, counters["produced"], batch
 
-    def call(self, name: str, *arguments: Any) -> Answer:
+    @_answered
+    def call(self, name: str, *arguments: Any) -> Any:
         """A method of the collector, between two batches."""
-
-        def run() -> Any:
-            with self._collecting:
-                return getattr(self.collector, name)(*arguments)
-
-        return answer(run)
+        with self._collecting:
+            return getattr(self.collector, name)(*arguments)
 
     def set_seed(self, seed: int, static_seed: bool) -> Answer:
         torch.manual_seed(seed)
         return self.call("set_seed", seed, static_seed)
 
-    def start(self, limits: Mapping[str, int]) -> Answer:
+    @_answered
+    def start(self, limits: Mapping[str, int]) -> None:
         """Starts the collector in the background, with limits by the names of its attributes."""
         vars(self.collector).update(limits)
-        return answer(self.collector.start)
+        self.collector.start()
 
-    def pause(self) -> Answer:
-        stack = contextlib.ExitStack()
-        self._pauses.append(stack)
-        return answer(lambda: stack.enter_context(self.collector.pause()))
+    @_answered
+    def pause(self) -> None:
+        self._pauses.append(contextlib.ExitStack())
+        self._pauses[-1].enter_context(self.collector.pause())
 
-    def resume(self) -> Answer:
-        return answer(self._pauses.pop().close)
+    @_answered
+    def resume(self) -> None:
+        self._pauses.pop().close()
 
-    def counters(self) -> Answer:
+    @_answered
+    def counters(self) -> dict[str, int]:
         """Raises what the collector failed with in the background."""
-        return answer(self._counters)
-
-    def _counters(self) -> dict[str, int]:
         if self.background is not None:
             self.background.check()
         return {"produced": 0, "delivered": 0} if self.collector is None else dict(self.collector.counters)
 
-    def finish(self, timeout: float) -> Answer:
+    @_answered
+    def finish(self, timeout: float) -> dict[str, int]:
         """Ends the collector. Returns its counters."""
-        return answer(self._finish, timeout)
-
-    def _finish(self, timeout: float) -> dict[str, int]:
         self.collector.shutdown(timeout)
         return dict(self.collector.counters)
 
@@ -186,7 +177,11 @@ class ActorPool(FailingPool):
         timeout_s: float,
         replay_buffer: Any = None,
     ) -> None:
-        check_buffer(replay_buffer, who)
+        if replay_buffer is not None and not isinstance(replay_buffer, RayReplayBuffer):
+            raise ConfigError(
+                f"{who}: actors write into a RayReplayBuffer: got {type(replay_buffer).__name__}; give one, or extend "
+                "your own buffer by the batches that iterating yields."
+            )
         self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
@@ -204,12 +199,10 @@ class ActorPool(FailingPool):
             for member in self.workers:
                 member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
             building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
-            while building:
-                member, built = self._first(building, "make its env and policy", _START_S)
-                building = {reference: other for reference, other in building.items() if other is not member}
-                if not built[0]:
-                    built[1].add_note(f"Raised in {self.name(member)}.")
-                    raise built[1]
+            for member, (is_built, error) in self._each(building, "make its env and policy", _START_S):
+                if not is_built:
+                    error.add_note(f"Raised in {self.name(member)}.")
+                    raise error
 
     def name(self, member: Member) -> str:
         actor = member.handle._actor_id.hex()[:8]
@@ -242,13 +235,17 @@ class ActorPool(FailingPool):
         members = self.workers if workers is None else workers
         arguments = [()] * len(members) if arguments is None else arguments
         pending = {getattr(m.handle, method).remote(*given): m for m, given in zip(members, arguments, strict=True)}
-        answers: dict[int, Any] = {}
+        what = f"answer {method!r}"
         with self.failing():
-            while pending:
-                member, found = self._first(pending, f"answer {method!r}", self.timeout_s)
-                pending = {reference: other for reference, other in pending.items() if other is not member}
-                answers[member.index] = self._value(member, found, f"answer {method!r}")
+            found = self._each(pending, what, self.timeout_s)
+            answers = {member.index: self._value(member, one, what) for member, one in found}
         return [answers[member.index] for member in members]
+
+    def _each(self, pending: Mapping[Any, Member], what: str, limit_s: float) -> Iterator[tuple[Member, Any]]:
+        while pending:
+            member, found = self._first(pending, what, limit_s)
+            yield member, found
+            pending = {reference: other for reference, other in pending.items() if other is not member}
 
     def _first(self, pending: Mapping[Any, Member], what: str, limit_s: float) -> tuple[Member, Any]:
         for member in pending.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -35,12 +35,6 @@ __all__ = [
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
 
-class VersionedCollector(Protocol):
-    """The method that an updater calls on its collector."""
-
-    def increment_version(self) -> None: ...
-
-
 class WeightUpdaterBase(ABC):
     """Extension point: a subclass writes ``_sync_weights_with_worker`` and, if they differ, the other three.
 
@@ -51,7 +45,7 @@ class WeightUpdaterBase(ABC):
     """
 
     def __init__(self) -> None:
-        self.collector: VersionedCollector | None = None
+        self.collector: Any = None
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
@@ -70,8 +64,8 @@ class WeightUpdaterBase(ABC):
     def all_worker_ids(self) -> Sequence[Any] | None:
         return None
 
-    def register_collector(self, collector: VersionedCollector) -> None:
-        """Called by the collector that the updater belongs to."""
+    def register_collector(self, collector: Any) -> None:
+        """Called by the collector that the updater belongs to, whose ``increment_version`` it calls."""
         self.collector = collector
 
     def push_weights(
@@ -101,7 +95,7 @@ class EngineUpdater(WeightUpdaterBase):
         self._engine = None if engine is None else check_engine(engine, type(self).__name__)
         self._metadata: Mapping[str, Any] | None = None
 
-    def register_collector(self, collector: VersionedCollector) -> None:
+    def register_collector(self, collector: Any) -> None:
         super().register_collector(collector)
         if self._engine is None:
             self._engine = getattr(getattr(collector, "policy", None), "engine", None)

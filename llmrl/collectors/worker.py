@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,16 +59,6 @@ class Recipe:
     seed: int
 
 
-class _Stop:
-    """The interruptor of a worker's batches: the owner's word that enough others have finished."""
-
-    def __init__(self, counters: np.ndarray):
-        self._counters = counters
-
-    def collection_stopped(self) -> bool:
-        return bool(self._counters[STOP])
-
-
 class Closed(Exception):
     """The owner wants no more."""
 
@@ -77,7 +68,7 @@ class WorkerLoop:
 
     def __init__(self, connection: Connection, recipe: Recipe, counters: Tensor):
         self._connection, self._counters = connection, counters.numpy()
-        self.collector: Any = recipe.collector(_Stop(self._counters))
+        self.collector: Any = recipe.collector(SimpleNamespace(collection_stopped=lambda: bool(self._counters[STOP])))
         self._number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way

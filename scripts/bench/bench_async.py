@@ -10,11 +10,10 @@ the figures are the same everywhere.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.simulated import simulate
@@ -22,14 +21,8 @@ from tests.support.simulated import simulate
 TARGET = 1 / 1.8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--update", type=float, default=300.0, help="units of time")
-    parser.add_argument("--half", type=float, default=64.0, help="rows that halve the engine's speed")
-    add_json_option(parser)
-    options = parser.parse_args()
-    machine = {"steps": options.steps, "update": options.update, "half": options.half}
+def main(steps: int, update: float, half: float) -> list[Row]:
+    machine = {"steps": steps, "update": update, "half": half}
     turns = simulate(max_staleness=0, **machine).time
     rows = []
     for staleness, oversample in ((1, 0.0), (2, 0.0), (4, 0.0), (4, 0.25)):
@@ -39,9 +32,10 @@ def main() -> None:
         rows.append(Row(f"{name}: time of a step / rollout and update in turn", run.time / turns, target))
         dropped = run.totals["dropped_old"] + run.totals["dropped_stragglers"]
         rows.append(Row("the same: share of the groups that are dropped", dropped / run.totals["produced"], unit=""))
-    print_table(rows)
-    write_rows(rows, options.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main, __doc__, steps=24, update=(300.0, "units of time"), half=(64.0, "rows that halve the engine's speed")
+    )

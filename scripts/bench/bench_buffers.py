@@ -10,19 +10,18 @@ by. Slices and priorities are in ``bench_samplers.py``.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import random
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from inputs import gather, leaves, transitions
+from table import Row, benchmark
 from tensordict import LazyStackedTensorDict, TensorDict
-from timing import best
+from timing import compare
 from torch.nn.utils.rnn import pad_sequence
 
 from llmrl.data.llm.chat import History
@@ -39,51 +38,6 @@ from llmrl.modules.llm.policies import containers
 from llmrl.objectives.llm.advantage import MCAdvantage
 
 BATCH = 256
-ROUNDS = 300
-
-
-def transitions(count: int) -> TensorDict:
-    """Six keys: 16 + 16 floats of observation, 8 of action, an int64, a reward and a flag."""
-    return TensorDict(
-        {
-            "observation": torch.rand(count, 16),
-            "action": torch.rand(count, 8),
-            "step": torch.arange(count),
-            "next": TensorDict(
-                observation=torch.rand(count, 16),
-                reward=torch.rand(count, 1),
-                done=torch.zeros(count, 1, dtype=torch.bool),
-                batch_size=[count],
-            ),
-        },
-        batch_size=[count],
-    )
-
-
-def leaves(td: TensorDict) -> dict[object, torch.Tensor]:
-    return dict(td.items(include_nested=True, leaves_only=True))
-
-
-def compare(
-    name: str,
-    floor: Callable[[], object],
-    ours: Callable[[], object],
-    repeats: int,
-    target: float | None = None,
-    rounds: int = ROUNDS,
-) -> Row:
-    """Prints one line: microseconds of the floor and of the buffer."""
-
-    def many(call: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(repeats):
-                call()
-
-        return run
-
-    floor_us, ours_us = (ms * 1e3 / repeats for ms in best(many(floor), many(ours), repeats=rounds))
-    print(f"{name:58}{floor_us:10.1f}{ours_us:10.1f}", flush=True)
-    return Row(f"{name}: llmrl / by hand", ours_us / floor_us, target)
 
 
 # --- transitions ---
@@ -98,8 +52,7 @@ def sampled(make: type, size: int, kind: type = ReplayBuffer) -> Row:
     store = {key: value.contiguous() for key, value in leaves(buffer[:]).items()}
 
     def floor() -> dict[object, torch.Tensor]:
-        index = torch.randint(size, (BATCH,))
-        return {key: value.index_select(0, index) for key, value in store.items()}
+        return gather(store, torch.randint(size, (BATCH,)))
 
     return compare(f"{name(make, kind)}, {size:,} rows: sample({BATCH})", floor, buffer.sample, 4, 1.6)
 
@@ -153,7 +106,7 @@ def passes() -> Row:
             order, place = torch.randperm(size), 0
         index = order[place : place + BATCH]
         place += BATCH
-        return {key: value.index_select(0, index) for key, value in store.items()}
+        return gather(store, index)
 
     return compare(
         f"SamplerWithoutReplacement, {size:,} rows: sample({BATCH})", floor, buffer.sample, 400, 2.0, rounds=25
@@ -185,8 +138,10 @@ def listed() -> list[Row]:
         return torch.stack([plain[i] for i in torch.randint(BATCH, (BATCH,)).tolist()])
 
     return [
-        compare(f"ListStorage: extend({BATCH}), tensordicts", floor_extend, lambda: buffer.extend(data), 1, 1.5, 40),
-        compare(f"ListStorage: sample({BATCH}) + stack, tensordicts", floor_sample, buffer.sample, 1, 1.5, 40),
+        compare(
+            f"ListStorage: extend({BATCH}), tensordicts", floor_extend, lambda: buffer.extend(data), 1, 1.5, rounds=40
+        ),
+        compare(f"ListStorage: sample({BATCH}) + stack, tensordicts", floor_sample, buffer.sample, 1, 1.5, rounds=40),
         compare(f"ListStorage: extend({BATCH}), tensors", floor_extend_tensors, lambda: other.extend(tensors), 2, 1.5),
         compare(f"ListStorage: sample({BATCH}) + stack, tensors", floor_sample_tensors, other.sample, 2, 1.5),
     ]
@@ -275,7 +230,7 @@ def ragged_stack() -> list[Row]:
 
     floor_in()
     return [
-        compare(f"LazyStackStorage: {count} ragged rows in", floor_in, lambda: buffer.extend(data), 1, 1.5, 60),
+        compare(f"LazyStackStorage: {count} ragged rows in", floor_in, lambda: buffer.extend(data), 1, 1.5, rounds=60),
         compare(f"LazyStackStorage: {batch} ragged rows out", floor_out, buffer.sample, 1, 1.5),
     ]
 
@@ -352,27 +307,21 @@ def advantages() -> Row:
 
     def floor() -> torch.Tensor:
         rewards = data["next", "reward"].double().view(-1, group)
-        return (
-            ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1, 1).float()
-        )
+        centred = rewards - rewards.mean(1, keepdim=True)
+        return (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1, 1).float()
 
     return compare(f"MCAdvantage, {count} rows in groups of {group}", floor, lambda: advantage.inv(data), 20)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main() -> list[Row]:
     torch.set_num_threads(1)
     print(f"{'':58}{'floor us':>10}{'llmrl us':>10}")
     rows = [sampled(make, 10**power) for make in (LazyTensorStorage, LazyMemmapStorage) for power in (3, 4, 5, 6)]
     rows += [row for make in (LazyTensorStorage, LazyMemmapStorage) for row in written(make)]
     rows += [sampled(LazyTensorStorage, 1000, TensorDictReplayBuffer)]
     rows += written(LazyTensorStorage, TensorDictReplayBuffer)
-    rows += [passes(), *listed(), *records(), *single_records(), *ragged_stack(), memory(), advantages()]
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    return [*rows, passes(), *listed(), *records(), *single_records(), *ragged_stack(), memory(), advantages()]
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__)

@@ -8,7 +8,6 @@ step of each. Its fair share of the cores is their number divided by that of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 from llmrl.run.cli import WAITING
 
@@ -42,31 +41,17 @@ def step_s(steps: int, others: int, **waiting: str) -> float:
     return statistics.median(times[2:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--others", type=int, default=2, help="busy processes beside it")
-    parser.add_argument("--steps", type=int, default=20)
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    cores, others = os.cpu_count() or 1, arguments.others
+def main(others: int, steps: int) -> list[Row]:
+    cores = os.cpu_count() or 1
     fair = (cores + others) / cores  # of torch's threads there are as many as cores
-    alone, beside, spinning = (
-        step_s(arguments.steps, 0),
-        step_s(arguments.steps, others),
-        step_s(arguments.steps, others, **SPIN),
-    )
-    rows = [
-        Row(
-            f"a step beside {others} busy processes, of a step alone by its share of the cores",
-            beside / alone / fair,
-            1.5,
-        ),
+    alone, beside, spinning = step_s(steps, 0), step_s(steps, others), step_s(steps, others, **SPIN)
+    what = f"a step beside {others} busy processes, of a step alone by its share of the cores"
+    return [
+        Row(what, beside / alone / fair, 1.5),
         Row("the same with threads that spin while they wait", spinning / alone / fair),
         Row("a step alone", alone, None, "s"),
     ]
-    print_table(rows)
-    write_rows(rows, arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, others=(2, "busy processes beside it"), steps=20)

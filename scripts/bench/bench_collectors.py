@@ -8,12 +8,11 @@ workers of `MultiaSyncDataCollector` are compared with one, on an env whose step
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from timing import best
@@ -101,16 +100,10 @@ def workers(repeats: int) -> list[Row]:
     return [Row("MultiaSyncDataCollector, a frame with two workers / one", fastest[2] / fastest[1], 1 / 1.6, unit="x")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=10)
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(repeats: int) -> list[Row]:
     torch.set_num_threads(1)
-    rows = [*sync(arguments.repeats), *workers(arguments.repeats)]
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    return [*sync(repeats), *workers(repeats)]
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=10)

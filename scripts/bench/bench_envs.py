@@ -8,13 +8,12 @@ tensors: gymnasium's are turned into an array, its results into tensors, since a
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
 
 import gymnasium
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict.nn import TensorDictModule
 from timing import best
 from torch import nn
@@ -85,13 +84,7 @@ def by_hand_in_env(env: GymEnv, policy: TensorDictModule, steps: int) -> Callabl
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=10)
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    steps, repeats = arguments.steps, arguments.repeats
+def main(steps: int, repeats: int) -> list[Row]:
     torch.manual_seed(0)
 
     def make() -> GymEnv:
@@ -118,18 +111,16 @@ def main() -> None:
         repeats=repeats,
     )
     print(f"rollout {1e3 * rolled / steps:.0f} us, by hand {1e3 * looped / steps:.0f} us a step")
-    rows = [
+    return [
         Row(f"a step of ParallelEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[0] / ms[1], 1.2),
         Row(f"a step of SerialEnv({NUM_ENVS}), of AsyncVectorEnv({NUM_ENVS})", ms[2] / ms[1]),
         Row(f"a step of ParallelEnv({NUM_ENVS}) of transformed envs, of AsyncVectorEnv({NUM_ENVS})", ms[3] / ms[1]),
         Row("env.rollout with a linear policy, the loop by hand with gymnasium and plain tensors", rolled / looped),
         Row("env.rollout with a linear policy, the loop by hand with the same env and policy", rolled / stepped, 1.0),
     ]
-    print_table(rows)
-    write_rows(rows, arguments.json)
 
 
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        main()
+        benchmark(main, __doc__, steps=300, repeats=10)

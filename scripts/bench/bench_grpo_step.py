@@ -16,24 +16,21 @@ TRL      `GRPOTrainer.train()` with logging, saving and the progress bar off and
 
 from __future__ import annotations
 
-import argparse
 import copy
-import cProfile
 import importlib.util
 import os
-import pstats
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
+from timing import profiled
 from torch import nn
+from trl_side import LEARNING_RATE, QUIET, train
 
 GROUP_SIZE = 8
 NEW_TOKENS = 32
-LEARNING_RATE = 1e-5
 CLIP = 0.2
 
 
@@ -194,7 +191,7 @@ class Ours:
 
 
 class TRL:
-    """`GRPOTrainer`, which drives: the other sides run in its callback, between two of its steps."""
+    """`GRPOTrainer`, which drives: the other sides run between two of its steps."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompts: list[str], folder: str):
         import trl
@@ -212,19 +209,10 @@ class TRL:
             gradient_accumulation_steps=1,
             num_generations=GROUP_SIZE,
             max_completion_length=NEW_TOKENS,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
             beta=0.0,
             epsilon=CLIP,
             use_vllm=False,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            max_steps=1_000_000,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **QUIET,
         )
         rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
         self.trainer = trl.GRPOTrainer(
@@ -234,23 +222,6 @@ class TRL:
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-
-    def run(self, between: Callable[[float], bool]) -> None:
-        """Trains; ``between`` gets the seconds of each step and says whether to go on."""
-        from transformers import PrinterCallback, TrainerCallback
-
-        class Clock(TrainerCallback):
-            def __init__(self) -> None:
-                self.start = time.perf_counter()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-                control.should_training_stop = not between(time.perf_counter() - self.start)
-                self.start = time.perf_counter()
-                return control
-
-        self.trainer.remove_callback(PrinterCallback)  # it would print a summary in the middle of the table
-        self.trainer.add_callback(Clock())
-        self.trainer.train()
 
 
 def measure(prompts: int, repeats: int, with_trl: bool, profile: bool) -> dict[str, float]:
@@ -279,7 +250,7 @@ def measure(prompts: int, repeats: int, with_trl: bool, profile: bool) -> dict[s
     if with_trl:
         with tempfile.TemporaryDirectory() as folder:
             trainer = TRL(copy.deepcopy(model), tokenizer, texts, folder)
-            trainer.run(between)
+            train(trainer.trainer, time.perf_counter, between)
         trained = {"TRL": trainer.tokens}
     else:
         trained = {}
@@ -290,38 +261,34 @@ def measure(prompts: int, repeats: int, with_trl: bool, profile: bool) -> dict[s
     if len(set(trained.values())) > 1:
         raise RuntimeError(f"bench_grpo_step: every side must train as many tokens: got {trained}.")
     if profile:
-        with cProfile.Profile() as recorded:
-            for _ in range(repeats):
-                sides["llmrl"]()
-        pstats.Stats(recorded).sort_stats("tottime").print_stats(45)
+        profiled(sides["llmrl"], repeats, 45)
     return {name: 1e3 * min(values[1:]) for name, values in seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--no-trl", action="store_true", help="leave TRL out although it is installed")
-    parser.add_argument("--profile", action="store_true", help="show where the time of our side goes")
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(prompts: list[int], repeats: int, no_trl: bool, profile: bool) -> list[Row]:
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with_trl = not arguments.no_trl and importlib.util.find_spec("trl") is not None
+    with_trl = not no_trl and importlib.util.find_spec("trl") is not None
     if not with_trl:
-        print("trl: not installed" if not arguments.no_trl else "trl: left out")
+        print("trl: not installed" if not no_trl else "trl: left out")
     rows = []
-    for prompts in arguments.prompts:
-        best = measure(prompts, arguments.repeats, with_trl, arguments.profile)
+    for count in prompts:
+        best = measure(count, repeats, with_trl, profile)
         print("  ".join(f"{name} {value:.1f} ms" for name, value in best.items()), flush=True)
-        what = f"GRPO iteration, {prompts} prompts x {GROUP_SIZE} x {NEW_TOKENS}: "
+        what = f"GRPO iteration, {count} prompts x {GROUP_SIZE} x {NEW_TOKENS}: "
         if with_trl:
             rows.append(Row(f"{what}llmrl / TRL", best["llmrl"] / best["TRL"], 1.0))
             rows.append(Row(f"{what}TRL / by hand", best["TRL"] / best["by hand"]))
         rows.append(Row(f"{what}llmrl / by hand", best["llmrl"] / best["by hand"]))
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main,
+        __doc__,
+        prompts=[4, 8],
+        repeats=12,
+        no_trl=(False, "leave TRL out although it is installed"),
+        profile=(False, "show where the time of our side goes"),
+    )

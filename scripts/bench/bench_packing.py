@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -91,20 +92,8 @@ def grads(model: nn.Module) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64, help="conversations of a step")
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest conversation")
-    parser.add_argument("--tokens", type=int, default=16384, help="padded tokens that go through the model at once")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
-    args = parser.parse_args()
-
+def main(**options: Any) -> list[Row]:
+    args = argparse.Namespace(**options)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     model = Qwen2ForCausalLM(
@@ -156,9 +145,20 @@ def main() -> None:
                 target = 1 / 1.5 if base == "padded" else None
                 rows.append(Row(f"{loss_name}: time of {name} / {base}", seconds[name] / seconds[base], target))
                 rows.append(Row(f"{loss_name}: gradient difference, {name}", float(gap), 1e-5, ""))
-    print_table(rows)
-    write_rows(rows, args.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main,
+        __doc__,
+        batch=(64, "conversations of a step"),
+        longest=(1024, "tokens of the longest conversation"),
+        tokens=(16384, "padded tokens that go through the model at once"),
+        hidden=64,
+        layers=2,
+        vocab=1024,
+        threads=1,
+        repeats=3,
+        seed=0,
+    )

@@ -14,32 +14,17 @@ The memory of a DPO step is measured by bench_loss.py.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
-
-LEARNING_RATE = 1e-5
-QUIET = {
-    "learning_rate": LEARNING_RATE,
-    "lr_scheduler_type": "constant",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "max_steps": 1_000_000,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+from table import Row, benchmark
+from trl_side import LEARNING_RATE, QUIET, train
 
 
 class Ours:
@@ -104,24 +89,6 @@ def trl_trainer(kind: str, model: Any, tokenizer: Any, rows: list[dict], pairs: 
     return trainer(model=model, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer)
 
 
-def train(trainer: Any, between: Callable[[float], bool]) -> None:
-    """Trains; ``between`` gets the processor seconds of each step and says whether to go on."""
-    from transformers import PrinterCallback, TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.start = time.process_time()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-            control.should_training_stop = not between(time.process_time() - self.start)
-            self.start = time.process_time()
-            return control
-
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Clock())
-    trainer.train()
-
-
 def measure(kind: str, pairs: int, repeats: int) -> dict[str, float]:
     """The least processor time of a step of each side, in milliseconds."""
     from transformers import AutoModelForSequenceClassification
@@ -146,16 +113,11 @@ def measure(kind: str, pairs: int, repeats: int) -> dict[str, float]:
         return len(seconds["TRL"]) <= repeats
 
     with tempfile.TemporaryDirectory() as folder:
-        train(trl_trainer(kind, copy.deepcopy(model), tokenizer, rows, pairs, folder), between)
+        train(trl_trainer(kind, copy.deepcopy(model), tokenizer, rows, pairs, folder), time.process_time, between)
     return {name: 1e3 * min(values[1:]) for name, values in seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=16, help="of a step")
-    parser.add_argument("--repeats", type=int, default=10)
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(pairs: int, repeats: int) -> list[Row]:
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = []
@@ -163,12 +125,11 @@ def main() -> None:
         print("trl: not installed; nothing to compare with")
     else:
         for kind in ("dpo", "reward"):
-            best = measure(kind, arguments.pairs, arguments.repeats)
+            best = measure(kind, pairs, repeats)
             print(f"{kind}: " + "  ".join(f"{name} {value:.1f} ms" for name, value in best.items()), flush=True)
-            rows.append(Row(f"{kind} step, {arguments.pairs} pairs: llmrl / TRL", best["llmrl"] / best["TRL"], 1.0))
-    print_table(rows)
-    write_rows(rows, arguments.json)
+            rows.append(Row(f"{kind} step, {pairs} pairs: llmrl / TRL", best["llmrl"] / best["TRL"], 1.0))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, pairs=(16, "of a step"), repeats=10)

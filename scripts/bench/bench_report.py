@@ -8,7 +8,6 @@ repeats. The runs are made up, with a value for every metric there is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 from llmrl.run.metrics import METRICS
 from llmrl.run.rollout_log import Rollout, RolloutLog, TokenRecord
@@ -62,20 +61,15 @@ def written(run: Path, repeats: int) -> tuple[float, float]:
     return min(times), (run / "report.html").stat().st_size / 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    add_json_option(parser)
-    options = parser.parse_args()
+def main(repeats: int) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for steps, rollouts in ((1000, 16), (28, 512)):
-            seconds, size = written(make_run(Path(folder) / str(steps), steps, rollouts), options.repeats)
+            seconds, size = written(make_run(Path(folder) / str(steps), steps, rollouts), repeats)
             name = f"report, {steps:,} steps of {rollouts} rollouts"
             rows += [Row(f"{name}: processor time", seconds, TARGET_S, "s"), Row(name, size, TARGET_MB, "MB")]
-    print_table(rows)
-    write_rows(rows, options.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=3)

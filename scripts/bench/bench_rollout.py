@@ -1,5 +1,4 @@
-"""Times what a rollout costs beside sampling: llmrl's pieces against a loop written by hand, with an engine that costs
-nothing.
+"""Times what a rollout costs beside sampling, with an engine that costs nothing: llmrl against a loop written by hand.
 
     python scripts/bench/bench_rollout.py [--batch 64] [--repeats 30] [--profile]
 
@@ -10,18 +9,15 @@ what to compare between machines.
 
 from __future__ import annotations
 
-import argparse
-import cProfile
 import itertools
-import pstats
 import random
 import time
 from collections import defaultdict
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
-from timing import best
+from table import Row, benchmark
+from timing import best, profiled
 from torch import Tensor
 
 from llmrl.collectors.llm import LLMCollector
@@ -171,51 +167,47 @@ def per_turn(ours: Ours, turns: int, repeats: int) -> list[float]:
     return [1e3 * min(values) for values in times]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=64, help="conversations, a multiple of 8")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="show where the time of our side goes")
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(batch: int, repeats: int, profile: bool) -> list[Row]:
     torch.set_num_threads(1)
     draw = random.Random(0)
     tokenizer = tiny_tokenizer()
     rows = []
-    for n in range(arguments.batch):
+    for n in range(batch):
         a, b = draw.randrange(1000), draw.randrange(1000)
         prompt = f"In lesson {n} we add two numbers. What is the sum of {a} and {b}? Think first, then answer."
         rows.append({"prompt": prompt, "answer": f"It is {a + b}.", "topic": f"topic {n // GROUP_SIZE}"})
     texts = [f"The sum of the two is {draw.randrange(9)}, so it is {row['answer']}" for row in rows]
     texts = [row["answer"] if n % 3 else text for n, (row, text) in enumerate(zip(rows, texts, strict=True))]
     answers = [torch.tensor([*tokenizer(text).input_ids, tokenizer.eos_token_id]) for text in texts]
-    print(f"{arguments.batch} conversations, best of {arguments.repeats}")
+    print(f"{batch} conversations, best of {repeats}")
     summary = []
     for turns in (1, 4):
         ours, by_hand = Ours(rows, answers, tokenizer, turns), ByHand(rows, answers, tokenizer, turns)
         ours()
         by_hand()
-        mine, theirs = best(ours, by_hand, repeats=arguments.repeats)
+        mine, theirs = best(ours, by_hand, repeats=repeats)
         print(f"{turns} turns: llmrl {mine:.2f} ms, by hand {theirs:.2f} ms")
-        what = f"rollout of {arguments.batch} conversations, {turns} turn{'s' * (turns > 1)}: llmrl / by hand"
+        what = f"rollout of {batch} conversations, {turns} turn{'s' * (turns > 1)}: llmrl / by hand"
         summary.append(Row(what, mine / theirs, 3.0))
-        if arguments.profile:
-            with cProfile.Profile() as profile:
-                for _ in range(arguments.repeats):
-                    ours()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-    count = min(16, arguments.batch)
-    whole, alone = turn_by_turn(rows[:count], answers[:count], tokenizer, arguments.repeats)
+        if profile:
+            profiled(ours, repeats, 35)
+    count = min(16, batch)
+    whole, alone = turn_by_turn(rows[:count], answers[:count], tokenizer, repeats)
     print(f"turn by turn, {count} conversations: collector {whole:.2f} ms, policy and env alone {alone:.2f} ms")
     summary.append(
         Row(f"turns of {count} conversations without a buffer: collector / policy and env", whole / alone, 2.0)
     )
-    times = per_turn(Ours(rows, answers, tokenizer, 20), 20, arguments.repeats)
+    times = per_turn(Ours(rows, answers, tokenizer, 20), 20, repeats)
     print(f"turn 1: {times[0]:.2f} ms, turn 2: {times[1]:.2f} ms, turn 20: {times[19]:.2f} ms")
     summary.append(Row("rollout: turn 20 / turn 1", times[19] / times[0], 1.3))
-    print_table(summary)
-    write_rows(summary, arguments.json)
+    return summary
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(
+        main,
+        __doc__,
+        batch=(64, "conversations, a multiple of 8"),
+        repeats=30,
+        profile=(False, "show where the time of our side goes"),
+    )

@@ -8,7 +8,6 @@ layout of what it changed. Needs llmrl[browser].
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -16,7 +15,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 from llmrl.tools.browser import find_chromium
 
@@ -89,19 +88,12 @@ def measure(repeats: int) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="of each interaction")
-    add_json_option(parser)
-    options = parser.parse_args()
-    rows: list[Row] = []
+def main(repeats: int) -> list[Row]:
     if find_spec("playwright") is None:
         print("rollout_viewer: needs the package playwright: llmrl[browser]")
-    else:
-        rows = measure(options.repeats)
-    print_table(rows)
-    write_rows(rows, options.json)
+        return []
+    return measure(repeats)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=(7, "of each interaction"))

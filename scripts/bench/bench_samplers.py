@@ -10,14 +10,11 @@ turn; whether slices cost the same at any number of rows shows in the largest an
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from table import Row, add_json_option, print_table, write_rows
-from tensordict import TensorDict
-from timing import best
+from inputs import TRAJECTORY, gather, leaves, transitions
+from table import Row, benchmark
+from timing import compare
 
 from llmrl.data.replay_buffers import (
     ListStorage,
@@ -30,49 +27,7 @@ from llmrl.data.replay_buffers import (
 
 BATCH = 256
 SLICES = 8
-TRAJECTORY = 100
-ROUNDS = 1000
-
-
-def transitions(count: int) -> TensorDict:
-    """Six keys: 16 + 16 floats of observation, 8 of action, the number of the trajectory, a reward and a flag."""
-    done = (torch.arange(count) % TRAJECTORY == TRAJECTORY - 1).unsqueeze(1)
-    return TensorDict(
-        {
-            "observation": torch.rand(count, 16),
-            "action": torch.rand(count, 8),
-            "episode": torch.arange(count) // TRAJECTORY,
-            "next": TensorDict(
-                observation=torch.rand(count, 16), reward=torch.rand(count, 1), done=done, batch_size=[count]
-            ),
-        },
-        batch_size=[count],
-    )
-
-
-def leaves(data: TensorDict) -> dict[object, torch.Tensor]:
-    return dict(data.items(include_nested=True, leaves_only=True))
-
-
-def gather(store: dict[object, torch.Tensor], index: torch.Tensor) -> dict[object, torch.Tensor]:
-    return {key: value.index_select(0, index) for key, value in store.items()}
-
-
-def compare(
-    name: str, floor: Callable[[], object], ours: Callable[[], object], repeats: int, target: float | None = 2.0
-) -> Row:
-    """Prints one line: microseconds of the floor and of the sampler."""
-
-    def many(call: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(repeats):
-                call()
-
-        return run
-
-    floor_us, ours_us = (ms * 1e3 / repeats for ms in best(many(floor), many(ours), repeats=max(ROUNDS // repeats, 20)))
-    print(f"{name:48}{floor_us:10.1f}{ours_us:10.1f}", flush=True)
-    return Row(f"{name}: llmrl / by hand", ours_us / floor_us, target)
+ROUNDS = 500
 
 
 class BinaryTrees:
@@ -122,7 +77,7 @@ def priorities(capacity: int) -> Row:
         index, _ = sampler.sample(storage, BATCH)
         sampler.update_priority(index, fresh)
 
-    return compare(f"priorities of {capacity:.0e} rows: sample + update", floor, ours, 2)
+    return compare(f"priorities of {capacity:.0e} rows: sample + update", floor, ours, 2, 2.0, rounds=ROUNDS)
 
 
 def updates(capacity: int) -> list[Row]:
@@ -158,7 +113,7 @@ def updates(capacity: int) -> list[Row]:
                 sampler.extend(index)
             sampler.update_priority(index, fresh)
 
-        rows.append(compare(f"priorities of {capacity:.0e} rows, compiled: {what}", floor, ours, 2, 3.0))
+        rows.append(compare(f"priorities of {capacity:.0e} rows, compiled: {what}", floor, ours, 2, 3.0, rounds=ROUNDS))
     return rows
 
 
@@ -177,7 +132,7 @@ def slices(counts: list[int]) -> list[Row]:
             begin = begin + torch.randint(TRAJECTORY - length + 1, (SLICES,))
             return gather(store, (begin[:, None] + within).reshape(-1))
 
-        rows.append(compare(f"slices of {count:.0e} rows: sample", floor, buffer.sample, 2))
+        rows.append(compare(f"slices of {count:.0e} rows: sample", floor, buffer.sample, 2, 2.0, rounds=ROUNDS))
         ratios.append(rows[-1].measured)
 
         fresh = transitions(BATCH)
@@ -195,7 +150,7 @@ def slices(counts: list[int]) -> list[Row]:
             buffer.extend(fresh)
             buffer.sample()
 
-        rows.append(compare(f"slices of {count:.0e} rows: extend + sample", floor_write, ours_write, 2, None))
+        rows.append(compare(f"slices of {count:.0e} rows: extend + sample", floor_write, ours_write, 2, rounds=ROUNDS))
         del data, store, buffer
     if len(ratios) > 1:
         what = f"slices of {counts[0]:.0e} to {counts[-1]:.0e} rows: the largest ratio / the smallest"
@@ -217,21 +172,14 @@ def passes(count: int) -> Row:
         return gather(store, index)
 
     batches = -(-count // BATCH)  # a pass: its permutation is in the figure
-    return compare(f"passes over {count:.0e} rows: sample", floor, buffer.sample, batches)
+    return compare(f"passes over {count:.0e} rows: sample", floor, buffer.sample, batches, 2.0, rounds=20)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    counts = [10_000, 100_000, 1_000_000, 10_000_000]
-    parser.add_argument("--rows", type=int, nargs="+", default=counts, help="sizes for the slices; 10^7 takes 4 GB")
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(rows: list[int]) -> list[Row]:
     torch.set_num_threads(1)
-    print(f"{'':48}{'floor us':>10}{'llmrl us':>10}")
-    rows = [priorities(1_000_000), *updates(1_000_000), *slices(arguments.rows), passes(100_000)]
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    print(f"{'':58}{'floor us':>10}{'llmrl us':>10}")
+    return [priorities(1_000_000), *updates(1_000_000), *slices(rows), passes(100_000)]
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, rows=([10_000, 100_000, 1_000_000, 10_000_000], "sizes for the slices; 10^7 takes 4 GB"))

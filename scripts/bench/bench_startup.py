@@ -10,21 +10,16 @@ ends an answer by itself and therefore evaluates slower than a trained one.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from timing import best
 
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import sys; from llmrl.run.cli import main; sys.exit(main())",
-]  # as the installed script
+COMMAND = [sys.executable, "-c", "import sys; from llmrl.run.cli import main; sys.exit(main())"]  # as the installed one
 MISTAKE = ["grpo", "sums_grpo", "group_sise=4"]
 LOADED = """
 import contextlib, io, sys
@@ -74,18 +69,13 @@ def first_step(*arguments: str, limit_s: float = 120.0) -> float:
             process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--no-runs", action="store_true", help="leave out the two training commands")
-    add_json_option(parser)
-    arguments = parser.parse_args()
+def main(repeats: int, no_runs: bool) -> list[Row]:
     bare, imported, shown, refused = best(
         lambda: call(sys.executable, "-c", "pass"),
         lambda: call(sys.executable, "-c", "import llmrl"),
         lambda: call(*COMMAND, "--help"),
         lambda: call(*COMMAND, *MISTAKE, code=2),
-        repeats=arguments.repeats,
+        repeats=repeats,
     )
     rows = [
         Row("llmrl --help", shown / 1e3, 0.3, "s"),
@@ -94,7 +84,7 @@ def main() -> None:
         Row("heavy modules loaded by --help", heavy_modules("--help"), 0, ""),
         Row("heavy modules loaded by a config error", heavy_modules(*MISTAKE), 0, ""),
     ]
-    if not arguments.no_runs:
+    if not no_runs:
         with tempfile.TemporaryDirectory() as model:
             call(sys.executable, "-c", TINY_MODEL, model)
             for name, command in (
@@ -102,9 +92,8 @@ def main() -> None:
                 ("llmrl grpo sums_grpo", ["grpo", "sums_grpo", f"model={model}"]),
             ):
                 rows.append(Row(f"{name}, until its first step", min(first_step(*command) for _ in range(2)), 15, "s"))
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=15, no_runs=(False, "leave out the two training commands"))

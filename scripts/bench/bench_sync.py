@@ -8,14 +8,14 @@ hand: one buffer of bytes that the worker copies into its tensors and answers fo
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from inputs import copying
+from table import Row, benchmark
 from timing import best
 from torch import Tensor, nn
 
@@ -71,11 +71,7 @@ def measure(name: str, scheme: WeightSyncScheme, parameters: int, tensors: int, 
     weights = {name: torch.randn_like(own) for name, own in model_of(parameters, tensors).items()}
     update = scheme_update(scheme, weights, (parameters, tensors))
     if isinstance(scheme, SharedMemWeightSyncScheme):
-        copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-
-        def floor() -> None:
-            for key, tensor in weights.items():
-                copies[key].copy_(tensor)
+        floor = copying(weights)
     else:
         pipe = start(by_hand_worker, Connection, parameters, tensors)
 
@@ -94,22 +90,14 @@ def measure(name: str, scheme: WeightSyncScheme, parameters: int, tensors: int, 
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=100_000_000)
-    parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=8)
-    add_json_option(parser)
-    options = parser.parse_args()
+def main(parameters: int, tensors: int, repeats: int) -> list[Row]:
     torch.set_num_threads(1)
     shared, pipe = SharedMemWeightSyncScheme(timeout=60), MultiProcessWeightSyncScheme(timeout=60)
-    rows = [
-        measure("shared memory", shared, options.parameters, options.tensors, options.repeats, 1.2),
-        measure("pipe", pipe, options.parameters // 100, options.tensors, 5 * options.repeats, 3.0),
+    return [
+        measure("shared memory", shared, parameters, tensors, repeats, 1.2),
+        measure("pipe", pipe, parameters // 100, tensors, 5 * repeats, 3.0),
     ]
-    print_table(rows)
-    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, parameters=100_000_000, tensors=300, repeats=8)

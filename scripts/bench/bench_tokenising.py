@@ -8,7 +8,6 @@ padded or written. Processor time, on one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 from llmrl.data import PairwiseDataset
 from llmrl.testing import tiny_tokenizer
@@ -33,22 +32,17 @@ def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float
     return clock() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=100_000)
-    parser.add_argument("--repeats", type=int, default=1)
-    add_json_option(parser)
-    options = parser.parse_args()
-    pairs = [
+def main(pairs: int, repeats: int) -> list[Row]:
+    data = [
         {"prompt": POST * (1 + i % 3) + f"What is {i} + {i}?", "chosen": f"It is {2 * i}. {POST}", "rejected": f"{i}?"}
-        for i in range(options.pairs)
+        for i in range(pairs)
     ]
     tokenizer, plain = tiny_tokenizer(), tiny_tokenizer()
     plain.chat_template = None
-    texts = [f"{row['prompt']}\n{row[side]}" for row in pairs for side in ("chosen", "rejected")]
+    texts = [f"{row['prompt']}\n{row[side]}" for row in data for side in ("chosen", "rejected")]
     chats = [
         [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
-        for row in pairs
+        for row in data
         for side in ("chosen", "rejected")
     ]
 
@@ -59,24 +53,23 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "pairs.jsonl"
-        file.write_text("\n".join(map(json.dumps, pairs)))
+        file.write_text("\n".join(map(json.dumps, data)))
         for what, own, yardstick in (
             ("as text", plain, lambda: in_parts(plain, texts)),
             ("by a chat template", tokenizer, lambda: in_parts(tokenizer.apply_chat_template, chats)),
         ):
             ours, theirs = [], []
-            for repeat in range(options.repeats):
+            for repeat in range(repeats):
                 arguments = {"max_length": 288, "tokenizer": own, "root_dir": Path(folder) / f"{what}{repeat}"}
                 theirs.append(seconds(yardstick, time.process_time))
                 build = lambda: PairwiseDataset.from_dataset("train", file, **arguments)  # noqa: B023, E731
                 ours.append(seconds(build, time.process_time))
                 opened = seconds(build, time.perf_counter)
-            print(f"{len(pairs):,} pairs {what}: {min(ours):.1f} s, the tokenizer alone {min(theirs):.1f} s")
-            rows.append(Row(f"{len(pairs):,} pairs {what}, file to mapped rows", min(ours) / min(theirs), 1.2))
-            rows.append(Row(f"{len(pairs):,} pairs {what}, opened again", opened, 0.5, "s"))
-    print_table(rows)
-    write_rows(rows, options.json)
+            print(f"{pairs:,} pairs {what}: {min(ours):.1f} s, the tokenizer alone {min(theirs):.1f} s")
+            rows.append(Row(f"{pairs:,} pairs {what}, file to mapped rows", min(ours) / min(theirs), 1.2))
+            rows.append(Row(f"{pairs:,} pairs {what}, opened again", opened, 0.5, "s"))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, pairs=100_000, repeats=1)

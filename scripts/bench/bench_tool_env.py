@@ -9,10 +9,9 @@ the calls give come from threads, as those of every tool do.
 
 from __future__ import annotations
 
-import argparse
 import time
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from tensordict import TensorDict
 
 from llmrl.envs.llm import ChatEnv
@@ -51,14 +50,10 @@ def conversation(mode: str) -> tuple[list[float], list[float]]:
     return steps, turns
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    add_json_option(parser)
-    options = parser.parse_args()
+def main(repeats: int) -> list[Row]:
     rows = []
     for mode in ("history", "text", "tokens"):
-        runs = [conversation(mode) for _ in range(options.repeats)]
+        runs = [conversation(mode) for _ in range(repeats)]
         step, policy = ([min(times) for times in zip(*column, strict=True)] for column in zip(*runs, strict=True))
         # the median of neighbours: one turn alone is a matter of luck
         first, second, last = step[0], sorted(step[1:4])[1], sorted(step[-3:])[1]
@@ -68,9 +63,8 @@ def main() -> None:
             Row(f"policy, {mode}, turn {TURNS} against turn 2", sorted(policy[-3:])[1] / sorted(policy[1:4])[1], 1.5),
             Row(f"env step, {mode}, one call of {NUM}", last / NUM, None, "ms"),
         ]
-    print_table(rows)
-    write_rows(rows, options.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, repeats=7)

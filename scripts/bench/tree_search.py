@@ -119,13 +119,9 @@ def main() -> None:
     model, most = Model(options.model), max(options.budgets)
     rows = sums_problems("test")[: options.problems]
     found = {}
-    for name, search in (("n", lambda all_: best_of_n(model, all_, most, 0)), ("tree", None)):
-        searches = [Search(model.prompt(row["question"]), row["answer"]) for row in rows]
-        if search is None:
-            best_of_tree(model, searches, most, options.width)
-        else:
-            search(searches)
-        found[name] = searches
+    for name, search, setting in (("n", best_of_n, 0), ("tree", best_of_tree, options.width)):
+        found[name] = [Search(model.prompt(row["question"]), row["answer"]) for row in rows]
+        search(model, found[name], most, setting)
     print(f"{'tokens':>8} {'best of n':>10} {'of a tree':>10}")
     for budget in options.budgets:
         shares = [

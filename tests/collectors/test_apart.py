@@ -16,21 +16,13 @@ from llmrl.errors import ConfigError, RolloutError, ShapeError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import MCAdvantage
 from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
-from tests.support.conversations import AskAgain, length, talks_for
+from tests.support.conversations import ROWS, AskAgain, dialogs, length, talks_for
 
-ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
 PATIENCE_S = 60.0  # a test that would wait for ever fails after so long
 
 
 def name_of(chat):
     return chat[0]["content"]
-
-
-def dialogs(hook=None, *, num_envs=3, repeats=None, max_steps=6, **options):
-    env = DatasetChatEnv(
-        dataset=ROWS, shuffle=False, num_envs=num_envs, repeats=repeats, max_steps=max_steps, **options
-    )
-    return env.append_transform(AskAgain(hook)).append_transform(RewardFunction(length, deadline_s=None))
 
 
 def collect(env, policy, **options):

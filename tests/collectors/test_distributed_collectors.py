@@ -29,7 +29,7 @@ from llmrl.data import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WeightSyncError, WorkerError
 from llmrl.weight_update import DistributedWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
-from tests.support.processes import descendants, is_running, wait_until
+from tests.support.processes import descendants, is_running, raises_within, wait_until
 
 ENVS = [CountingEnv] * 2
 
@@ -245,20 +245,16 @@ def test_a_buffer_gets_batches_of_all_workers_and_a_start_has_an_end(make):
 
 def test_a_worker_that_is_killed_while_it_steps_or_before_it_takes_weights_is_named(make):
     one = make(envs=[CountingEnv, lambda: CountingEnv(100, fault="kill")], total_frames=-1)
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker 1 of 2 \(process \d+ on .*was killed by SIGKILL"):
+    with raises_within(50, WorkerError, r"worker 1 of 2 \(process \d+ on .*was killed by SIGKILL"):
         [one.next() for _ in range(20)]
-    assert time.monotonic() - start < 50
     with pytest.raises(WorkerError, match="worker 1 of 2"):
         one.update_policy_weights_()
     one = make(total_frames=-1, weight_sync_schemes={"policy": DistributedWeightSyncScheme(sync=True, timeout=30)})
     pid = one._pool.workers[0].process.pid
     os.kill(pid, signal.SIGSTOP)
-    start, killer = time.monotonic(), threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(WorkerError, match=r"worker 0 of 2.*take weights.*SIGKILL"):
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with raises_within(50, WorkerError, r"worker 0 of 2.*take weights.*SIGKILL"):
         one.update_policy_weights_(Scale(2.0))
-    assert time.monotonic() - start < 50
 
 
 @pytest.mark.slow
@@ -268,14 +264,12 @@ def test_what_goes_wrong_in_an_env_arrives_with_worker_and_traceback(make, cls):
         return make(cls, [CountingEnv, lambda: CountingEnv(10, fault=fault, at=at)], total_frames=-1, **options)
 
     for at in (0, 5):
-        one, start = with_fault("raise", at), time.monotonic()
-        with pytest.raises(WorkerError, match=rf"worker 1 of 2.*ValueError: the env failed at {at}(.|\n)*counting_env"):
+        one = with_fault("raise", at)
+        with raises_within(50, WorkerError, rf"worker 1 of 2.*ValueError: the env failed at {at}(.|\n)*counting_env"):
             [one.next() for _ in range(20)]
-        assert time.monotonic() - start < 50
-    one, start = with_fault("hang", timeout_s=4.0), time.monotonic()
-    with pytest.raises(DeadlineError, match=r"worker 1 of 2.*nothing for 4 s.*timeout_s"):
+    one = with_fault("hang", timeout_s=4.0)
+    with raises_within(50, DeadlineError, r"worker 1 of 2.*nothing for 4 s.*timeout_s"):
         [one.next() for _ in range(10**6)]  # the other worker goes on
-    assert time.monotonic() - start < 50
 
     def broken():
         raise OSError("no display")

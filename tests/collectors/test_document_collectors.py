@@ -114,8 +114,30 @@ def test_flattening_data_while_they_are_written():
     assert memory[:].batch_size == (40,)
 
 
-def slices(memory: ReplayBuffer, collector) -> torch.Size:
-    """The shape of what the buffer holds; the slices that it hands out are steps of one trajectory, in order."""
+def parallel() -> ParallelEnv:
+    return ParallelEnv(2, make_env, mp_start_method="forkserver")
+
+
+@pytest.mark.parametrize(
+    ("cls", "make", "frames", "shape"),
+    [
+        (SyncDataCollector, make_env, N, (120,)),
+        (MultiSyncDataCollector, lambda: [make_env] * 2, N, (2, 60)),
+        (SyncDataCollector, parallel, N, (2, 60)),
+        (MultiSyncDataCollector, lambda: [parallel()] * 2, 96, (2, 2, 48)),  # the env itself: each worker starts a copy
+    ],
+    ids=["one env", "several collectors", "batched envs", "several collectors of batched envs"],
+)
+def test_slices_are_steps_of_one_trajectory(cls, make, frames, shape):
+    """The slices that a buffer of what collectors yield hands out are in order."""
+    options = {"cat_results": "stack"} if cls is MultiSyncDataCollector else {}
+    collector = cls(envs := make(), Scale(), frames_per_batch=frames, total_frames=-1, **options)
+    if isinstance(envs, list) and isinstance(envs[0], EnvBase):
+        envs[0].close()
+    memory = ReplayBuffer(
+        storage=LazyTensorStorage(1000, ndim=len(shape)),
+        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
+    )
     for data, _ in zip(collector, range(2), strict=False):
         memory.extend(data)
     collector.shutdown()
@@ -123,40 +145,7 @@ def slices(memory: ReplayBuffer, collector) -> torch.Size:
     ids = sample["collector", "traj_ids"].reshape(4, 4)
     assert (ids == ids[:, :1]).all()
     assert (sample["observation"].reshape(4, 4).diff() == 1).all()
-    return memory[:].batch_size
-
-
-def memory(ndim: int) -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=LazyTensorStorage(1000, ndim=ndim),
-        sampler=SliceSampler(num_slices=4, trajectory_key=("collector", "traj_ids")),
-    )
-
-
-def test_slices_from_one_env():
-    collector = SyncDataCollector(make_env(), Scale(), frames_per_batch=N, total_frames=-1)
-    assert slices(memory(1), collector) == (120,)
-
-
-def test_slices_from_several_collectors():
-    collector = MultiSyncDataCollector(
-        [make_env] * 2, Scale(), frames_per_batch=N, total_frames=-1, cat_results="stack"
-    )
-    assert slices(memory(2), collector) == (2, 60)
-
-
-def test_slices_from_batched_envs():
-    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
-    collector = SyncDataCollector(env, Scale(), frames_per_batch=N, total_frames=-1)
-    assert slices(memory(2), collector) == (2, 60)
-
-
-def test_slices_from_several_collectors_of_batched_envs():
-    """The env itself, as in the document: each worker starts a copy."""
-    env = ParallelEnv(2, make_env, mp_start_method="forkserver")
-    collector = MultiSyncDataCollector([env] * 2, Scale(), frames_per_batch=96, total_frames=-1, cat_results="stack")
-    env.close()
-    assert slices(memory(3), collector) == (2, 2, 48)
+    assert memory[:].batch_size == shape
 
 
 # --- asynchronously ---

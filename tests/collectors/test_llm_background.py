@@ -11,21 +11,14 @@ import torch
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.weight_updaters import VanillaWeightUpdater
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer
-from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.modules.llm import TransformersWrapper
 from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
-from tests.support.conversations import AskAgain, talks_for
+from tests.support.conversations import dialogs, talks_for
 from tests.support.processes import wait_until
 
-ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
 PATIENCE_S = 120.0
 FORMS = [{}, {"yield_completed_trajectories": True}, {"yield_only_last_steps": True, "async_envs": True}]
-
-
-def dialogs(hook=None, *, num_envs=3, epochs=None):
-    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=num_envs, max_steps=6, epochs=epochs)
-    return env.append_transform(AskAgain(hook))
 
 
 def buffer():

@@ -17,14 +17,11 @@ from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.train.step_rollouts import oldest_versions
-from tests.support.conversations import AskAgain, length, talks_for
-
-ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(12)]
+from tests.support.conversations import ROWS, AskAgain, dialogs, talks_for
 
 
-def dialog_env(num_envs=3, max_steps=6, **options):
-    env = DatasetChatEnv(dataset=ROWS, shuffle=False, num_envs=num_envs, max_steps=max_steps, **options)
-    return env.append_transform(AskAgain()).append_transform(RewardFunction(length, deadline_s=None))
+def dialog_env(num_envs=3, **options):
+    return dialogs(num_envs=num_envs, rows=12, **options)
 
 
 def collector_of(turns, num_envs=3, env=None, **options):

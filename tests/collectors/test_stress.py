@@ -16,6 +16,7 @@ from llmrl.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
 from llmrl.data import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import WorkerError
 from tests.support.counting_env import CountingEnv, Scale
+from tests.support.processes import raises_within
 
 
 class Uniform(nn.Module):
@@ -129,10 +130,8 @@ def test_a_worker_that_is_killed_with_the_lock_of_the_buffer_is_named_and_leaves
     buffer = ReplayBuffer(storage=DeadlyStorage(1000), batch_size=8, shared=True)
     collector = MultiaSyncDataCollector([CountingEnv] * 2, Scale(), frames_per_batch=12, replay_buffer=buffer)
     workers = [worker.process.pid for worker in collector._pool.workers]
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker 0 of 2.*was killed by SIGKILL"):
+    with raises_within(50, WorkerError, r"worker 0 of 2.*was killed by SIGKILL"):
         [collector.next() for _ in range(100)]
-    assert time.monotonic() - start < 50
     assert all(map(ended, workers))
     rows, count = buffer[:], buffer.write_count
     assert (rows["next", "observation"] == rows["observation"] + 1).all()
@@ -145,14 +144,12 @@ def test_a_worker_that_is_killed_while_it_takes_weights_is_named(cls):
     collector = cls([CountingEnv] * 2, DeadlyScale(), frames_per_batch=12)
     workers = [worker.process.pid for worker in collector._pool.workers]
     collector.next()
-    start = time.monotonic()
 
     def push() -> None:
         for version in range(100):
             collector.update_policy_weights_({"scale": torch.tensor(float(version))})
             collector.next()
 
-    with pytest.raises(WorkerError, match="worker 0"):
+    with raises_within(50, WorkerError, "worker 0"):
         push()
-    assert time.monotonic() - start < 50
     assert all(map(ended, workers))

@@ -19,6 +19,7 @@ from llmrl.envs import NextStateReconstructor, StepCounter, Transform, Transform
 from llmrl.errors import ConfigError, WeightSyncError, WorkerError
 from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.support.counting_env import CountingEnv, Scale
+from tests.support.processes import wait_until
 
 
 def collector(env=None, policy=None, **options) -> SyncDataCollector:
@@ -348,13 +349,13 @@ def test_a_thread_fills_the_buffer_until_it_is_shut_down():
     one.start()
     with pytest.raises(ConfigError, match="in the background already"):
         next(iter(one))
-    wait_for(lambda: len(rows) >= 12)
+    wait_until(lambda: len(rows) >= 12)
     with one.pause():
         count, produced = len(rows), one.counters["produced"]
         time.sleep(0.05)
         assert (len(rows), one.counters["produced"]) == (count, produced)
     one.update_policy_weights_({"scale": torch.tensor(-1.0)})
-    wait_for(lambda: len(rows) >= count + 24)
+    wait_until(lambda: len(rows) >= count + 24)
     one.async_shutdown()
     counts = one.counters
     assert counts["produced"] == counts["delivered"] + counts["dropped"]
@@ -371,12 +372,12 @@ def test_seeds_and_states_come_in_the_middle_of_the_threads_batches():
     one.start()
     for number in range(20):
         before = one.counters["produced"]
-        wait_for(lambda before=before: one.counters["produced"] > before)
+        wait_until(lambda before=before: one.counters["produced"] > before)
         one.set_seed(number)
         with one.pause():
             one.load_state_dict({**one.state_dict(), "policy_state_dict": {"scale": torch.tensor(number % 3 + 1.0)}})
             assert one.counters["delivered"] == rows.write_count
-    wait_for(lambda: len(rows) >= 80)
+    wait_until(lambda: len(rows) >= 80)
     one.async_shutdown()
     counts = one.counters
     assert counts["produced"] == counts["delivered"] + counts["dropped"]
@@ -411,7 +412,7 @@ def test_two_collectors_fill_one_buffer():
     both = [collector(CountingEnv(), replay_buffer=rows, total_frames=60) for _ in range(2)]
     for one in both:
         one.start()
-    wait_for(lambda: sum(one.counters["delivered"] for one in both) == 120)
+    wait_until(lambda: sum(one.counters["delivered"] for one in both) == 120)
     for one in both:
         one.async_shutdown()
     assert len(rows) == 120
@@ -420,14 +421,7 @@ def test_two_collectors_fill_one_buffer():
 
 def start_and_fail(one: SyncDataCollector) -> None:
     one.start()
-    wait_for(lambda: not one.background.is_running)
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.002)
+    wait_until(lambda: not one.background.is_running)
 
 
 # --- schemes in one process ---

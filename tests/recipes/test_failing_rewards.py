@@ -96,19 +96,14 @@ def env(**options):
     assert step["reward/mean"] == pytest.approx(sum(kept) / len(kept)) == step["reward/unchecked/mean"]
 
 
-def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run):
-    run("one_of_each_group")
+@pytest.mark.parametrize(("changes", "kept"), [({}, 1.0), ({"min_group_size": 4}, 0.0)])
+def test_what_is_left_of_a_group_is_kept_if_it_is_large_enough(place, run, changes, kept):
+    run("one_of_each_group", steps=1, **changes)
     step = place.steps("f")[0]
-    assert (step["rollout/failed"], step["group/kept_frac"]) == (4, 1.0)
+    assert (step["rollout/failed"], step["group/kept_frac"]) == (4, kept)
+    assert (step["tokens/trained"] > 0) == (kept > 0)
     for rollout in place.rollouts("f", 1):
-        assert (rollout.reward is None) == (rollout.advantage is None)
-
-
-def test_what_is_left_of_a_group_is_dropped_if_it_is_too_small(place, run):
-    run("one_of_each_group", min_group_size=4, steps=1)
-    step = place.steps("f")[0]
-    assert (step["rollout/failed"], step["group/kept_frac"], step["tokens/trained"]) == (4, 0.0, 0)
-    assert {rollout.advantage for rollout in place.rollouts("f", 1)} == {None}
+        assert (rollout.advantage is None) == (rollout.reward is None or not kept)
 
 
 def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_scored(place, run):

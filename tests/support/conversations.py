@@ -7,9 +7,12 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.envs import Transform
+from llmrl.envs.llm import DatasetChatEnv
+from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy
 
+ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(12)]
 QUESTIONS = ["Hi", "What is 12 + 30?", "Think step by step."]
 
 
@@ -37,6 +40,12 @@ def rows(td, *key):
 
 def length(completion):
     return float(len(completion))
+
+
+def dialogs(hook=None, *, num_envs=3, max_steps=6, rows=6, **options):
+    """Conversations about q0, q1, ... in which the user asks again, rewarded by the lengths of the answers."""
+    env = DatasetChatEnv(dataset=ROWS[:rows], shuffle=False, num_envs=num_envs, max_steps=max_steps, **options)
+    return env.append_transform(AskAgain(hook)).append_transform(RewardFunction(length, deadline_s=None))
 
 
 def talks_for(turns):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
@@ -14,6 +17,15 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {timeout_s:g} s"
         time.sleep(0.01)
+
+
+@contextmanager
+def raises_within(seconds: float, error: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo]:
+    """`pytest.raises`, and the block took no longer."""
+    start = time.monotonic()
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert time.monotonic() - start < seconds
 
 
 def is_running(pid: int) -> bool:

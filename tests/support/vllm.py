@@ -18,26 +18,9 @@ import torch
 
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
-from tests.support.processes import wait_until
+from tests.support.processes import descendants, is_running, wait_until
 
 PATIENCE_S = 120.0  # after which a test that would wait for ever fails
-
-
-def child_processes():
-    """Ids of all living descendants of this process."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found = {os.getpid()}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
 
 
 def command(process):
@@ -48,7 +31,8 @@ def command(process):
 
 def footprint():
     """Processes (but Python's resource tracker, which stays) and threads (but that of progress bars)."""
-    processes = {child for child in child_processes() if "resource_tracker" not in command(child)}
+    children = descendants(os.getpid())
+    processes = {child for child, words in children if "resource_tracker" not in words and is_running(child)}
     return processes, {thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
@@ -66,7 +50,7 @@ def shared_files():
     mapped under a name that it no longer has.
     """
     inodes = set()
-    for process in child_processes() | {os.getpid()}:
+    for process in (os.getpid(), *dict(descendants(os.getpid()))):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{process}/maps").read_text().splitlines()
             inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,27 +45,43 @@ class Posted:
     batch_size: torch.Size
 
 
-class Link(Protocol):
-    """The channel between a collector and its workers: `GroupLink` or `RPCLink`."""
+class Link(ABC):
+    """The channel between a collector and its workers: `GroupLink` or `RPCLink`, which meet at a store of the owner."""
 
     scheme: type[WeightSyncScheme]
-    store: Any
+
+    def __init__(self, host: str, num_workers: int):
+        self._host, self._world = host, num_workers + 1
+        timeout = timedelta(seconds=_JOIN_S)
+        self.store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._port = self.store.port
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "store": None}
 
     def join(self, rank: int, collector: Any = None) -> None:
         """Connects this process to the others, which join at the same time; in a worker with its collector."""
+        if self.store is None:
+            timeout = timedelta(seconds=_JOIN_S)
+            self.store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
 
+    @abstractmethod
     def worker(self, rank: int, model_id: str) -> Any:
         """The owner's side: what a sender registers a worker with."""
 
+    @abstractmethod
     def owner(self, model_id: str) -> Any:
         """The worker's side: what a receiver registers."""
 
+    @abstractmethod
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
         """The worker's side: has the memory of a batch ready, of which ``tell`` tells the owner."""
 
+    @abstractmethod
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
         """The owner's side: the memory of a batch. Raises RuntimeError if the worker has ended."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -79,7 +97,7 @@ def unpacked(posted: Posted, memory: Tensor) -> TensorDictBase:
     return batch
 
 
-class GroupLink:
+class GroupLink(Link):
     """A torch.distributed process group of its own: that of a trainer, if there is one, is left alone.
 
     backend  "gloo", or "nccl": then messages lie in the memory of a GPU that each process has to itself
@@ -89,28 +107,23 @@ class GroupLink:
     scheme = DistributedWeightSyncScheme
 
     def __init__(self, backend: str, host: str, num_workers: int):
-        self.backend, self._host, self._world = backend, host, num_workers + 1
-        self.store: Any = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S)
-        )
-        self._port = self.store.port
+        super().__init__(host, num_workers)
+        self.backend = backend
         # Two, since messages between two GPUs wait for each other in the order of their group, in both directions.
         self._batches: Any = None
         self._weights: Any = None
         self._sent: deque[Any] = deque(maxlen=_KEPT)  # messages under way, with their memory
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "store": None, "_batches": None, "_weights": None}
+        return super().__getstate__() | {"_batches": None, "_weights": None}
 
     def join(self, rank: int, collector: Any = None) -> None:
-        timeout = timedelta(seconds=_JOIN_S)
-        if self.store is None:
-            self.store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
+        super().join(rank, collector)
         if self.backend == "nccl" and rank > 0:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         kind = dist.ProcessGroupNCCL if self.backend == "nccl" else dist.ProcessGroupGloo
         self._batches, self._weights = (
-            kind(dist.PrefixStore(f"llmrl/{name}", self.store), rank, self._world, timeout)
+            kind(dist.PrefixStore(f"llmrl/{name}", self.store), rank, self._world, timedelta(seconds=_JOIN_S))
             for name in ("batches", "weights")
         )
 
@@ -141,7 +154,7 @@ class GroupLink:
         self._batches = self._weights = self.store = None
 
 
-class RPCLink:
+class RPCLink(Link):
     """torch.distributed.rpc, of which a process can have one group at a time.
 
     options  of ``TensorPipeRpcBackendOptions``
@@ -163,23 +176,15 @@ class RPCLink:
                 f"{who}: visible_devices must have one device per worker: got {len(devices)} for {num_workers}."
             )
         _tensorpipe_options(options, who)
-        self._host, self._world, self._options, self._devices = host, num_workers + 1, dict(options), devices
-        self.store: Any = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S)
-        )
-        self._port = self.store.port
+        super().__init__(host, num_workers)
+        self._options, self._devices = dict(options), devices
         group = secrets.token_hex(4)  # torch remembers the names of former groups
         self._names = [f"trainer-{group}", *(f"worker{index}-{group}" for index in range(num_workers))]
         self._is_open = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "store": None}
-
     def join(self, rank: int, collector: Any = None) -> None:
+        super().join(rank, collector)
         _here.collector = collector
-        if self.store is None:
-            timeout = timedelta(seconds=_JOIN_S)
-            self.store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
         options = _tensorpipe_options(self._options, "RPCDataCollector")
         for worker, device in enumerate(self._devices or (), start=1):
             if torch.device(device).type != "cpu" and rank in (0, worker):
@@ -217,15 +222,8 @@ class RPCLink:
         self.store = None
 
 
-class _Here:
-    """The state of a worker's process that the owner's calls read and change."""
-
-    def __init__(self) -> None:
-        self.collector: Any = None
-        self.batches: dict[int, Tensor] = {}
-
-
-_here = _Here()
+# The state of a worker's process that the owner's calls read and change.
+_here = SimpleNamespace(collector=None, batches={})
 
 
 class _CollectorThere:

@@ -105,7 +105,6 @@ class RemotePool(WorkerPool):
         self._join()
 
     def _welcome(self, missing: Sequence[Any], recipes: Sequence[Recipe], deadline: float) -> None:
-        """Gives the next worker that has come its recipe."""
         try:
             index, where, connection = self._rendezvous.arrivals.get(timeout=0.1)
         except Empty:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -81,14 +80,15 @@ class RayCollector(PooledCollector):
         self._frames_of = [math.ceil(self.frames_per_batch / (count if sync else 1))] * count
         self._schemes_of = schemes = self._schemes(policy_factory)
         makers = [
-            _Maker(
-                cls=collector_class,
-                env=_env(at(create_env_fn, index), num_workers_per_collector, collector_class),
-                policy=policy,
-                factory=policy_factory,
-                options=self._options_of(index) | dict(at(collector_kwargs or {}, index)),
-                index=index,
-                count=count,
+            partial(
+                _make,
+                collector_class,
+                _env(at(create_env_fn, index), num_workers_per_collector, collector_class),
+                policy,
+                policy_factory,
+                self._options_of(index) | dict(at(collector_kwargs or {}, index)),
+                index,
+                count,
             )
             for index in range(count)
         ]
@@ -224,27 +224,16 @@ class RayCollector(PooledCollector):
             self._version = sender.version
 
 
-@dataclass
-class _Maker:
-    """Makes the collector of one actor, there."""
-
-    cls: type
-    env: Any
-    policy: Any
-    factory: Any
-    options: dict[str, Any]
-    index: int
-    count: int
-
-    def __call__(self) -> DataCollectorBase:
-        single = issubclass(self.cls, SyncDataCollector)
-        if not single and self.count > 1:
-            given = self.options.get("postproc") if self.options.get("replay_buffer") is not None else None
-            self.options["postproc"] = partial(_unique, index=self.index, count=self.count, then=given)
-        collector = self.cls(self.env, self.policy, policy_factory=self.factory, **self.options)
-        if single:
-            collector.next_id, collector.id_stride = self.index, self.count
-        return collector
+def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any], index: int, count: int) -> Any:
+    """In an actor: its collector."""
+    single = issubclass(cls, SyncDataCollector)
+    if not single and count > 1:
+        given = options.get("postproc") if options.get("replay_buffer") is not None else None
+        options["postproc"] = partial(_unique, index=index, count=count, then=given)
+    collector = cls(env, policy, policy_factory=factory, **options)
+    if single:
+        collector.next_id, collector.id_stride = index, count
+    return collector
 
 
 def _unique(batch: TensorDictBase, *, index: int, count: int, then: Callable[..., Any] | None) -> TensorDictBase:

@@ -255,7 +255,6 @@ class LLMCollector:
         return run
 
     def _run_to_the_end(self) -> TensorDictBase | None:
-        """Starts a batch of conversations and runs them until they end, or the budget is used up."""
         root = self._start(min(self.env.batch_size[0], self._left()))
         if root is None:
             return None

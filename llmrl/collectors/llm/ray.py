@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
-from llmrl.collectors.ray_actors import ActorPool, Member
+from llmrl.collectors.ray_actors import ActorPool
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.errors import ConfigError, did_you_mean
@@ -85,7 +85,7 @@ class RayLLMCollector:
             for index in range(count)
         ]
         makers = [
-            _Maker(make, policy, policy_factory, options | {"total_dialog_turns": share})
+            partial(_make, make, policy, policy_factory, options | {"total_dialog_turns": share})
             for make, share in zip(envs, shares, strict=True)
         ]
         resources = {name: n for name, n in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if n is not None}
@@ -203,23 +203,12 @@ class RayLLMCollector:
         for member in self._pool.workers:
             if (name := f"worker{member.index}") not in state:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
-            self._load(member, state[name])
+            self._pool.ask("call", [("load_state_dict", state[name])], [member])
+            member.has_ended = False
         self._delivered, self._version = state["turns"], state["version"]
 
-    def _load(self, member: Member, state: Mapping[str, Any]) -> None:
-        self._pool.ask("call", [("load_state_dict", state)], [member])
-        member.has_ended = False
 
-
-@dataclass
-class _Maker:
-    """Makes the collector of one actor, there."""
-
-    env: Any
-    policy: Any
-    factory: Any
-    options: dict[str, Any]
-
-    def __call__(self) -> LLMCollector:
-        env = self.env if isinstance(self.env, EnvBase) else self.env()
-        return LLMCollector(env, policy=self.policy, policy_factory=self.factory, **self.options)
+def _make(env: Any, policy: Any, factory: Any, options: Mapping[str, Any]) -> LLMCollector:
+    """In an actor: its collector."""
+    env = env if isinstance(env, EnvBase) else env()
+    return LLMCollector(env, policy=policy, policy_factory=factory, **options)

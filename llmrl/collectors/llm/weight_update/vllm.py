@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llmrl.collectors.weight_updaters import EngineUpdater, VersionedCollector, Weights
+from llmrl.collectors.weight_updaters import EngineUpdater, Weights
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.transfer import NCCL
 from llmrl.weight_update import WeightGroups, WeightSender, WeightSyncScheme, publish
@@ -74,7 +74,7 @@ class vLLMUpdater(EngineUpdater):
         """{name: (dtype, shape)} of what is pushed of a model, tied weights under their first name."""
         return as_weights(model).metadata
 
-    def register_collector(self, collector: VersionedCollector) -> None:
+    def register_collector(self, collector: Any) -> None:
         self.collector = collector
         if self._engine is None and (policy := getattr(collector, "policy", None)) is not None:
             self.init(engine=getattr(policy, "engine", policy))
