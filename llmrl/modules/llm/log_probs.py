@@ -287,9 +287,17 @@ class TokenScorer(nn.Module):
             routes=routes,
         )
 
-    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, **options: Any) -> TokenScores:
-        """A call of the module, with its options: ``entropy``, ``media`` and ``routes`` are what losses give."""
-        return self(input_ids, attention_mask, select, **options)
+    def token_scores(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        select: Tensor,
+        *,
+        entropy: bool = False,
+        media: Sequence[Media] | None = None,
+        routes: Tensor | None = None,
+    ) -> TokenScores:
+        return self(input_ids, attention_mask, select, entropy=entropy, media=media, routes=routes)
 
 
 # ------------------------------------------------------------------------------------------------- scores from hidden
