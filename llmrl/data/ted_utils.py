@@ -12,6 +12,17 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+__all__ = [
+    "as_key",
+    "expand_right",
+    "leaf_keys",
+    "reduce_right",
+    "segment_ids",
+    "steps_left",
+    "sum_ahead",
+    "trajectory_ends",
+]
+
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
     """The ends, bool[..., T], from flags on the last rows, from trajectory ids (a change of the id ends one), or both.

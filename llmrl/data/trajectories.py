@@ -9,6 +9,8 @@ from torch import Tensor
 from llmrl.data.ted_utils import as_key, expand_right, reduce_right, segment_ids, trajectory_ends
 from llmrl.errors import MissingKeyError, ShapeError
 
+__all__ = ["split_trajectories"]
+
 
 def split_trajectories(
     td: TensorDictBase,

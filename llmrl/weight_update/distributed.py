@@ -17,6 +17,8 @@ from llmrl.weight_update.schemes import WeightSyncScheme
 from llmrl.weight_update.target import named_tensors
 from llmrl.weight_update.transports import TransportBackend
 
+__all__ = ["DistributedTransport", "DistributedWeightSyncScheme"]
+
 _POLL_S = 1e-3
 
 

@@ -12,6 +12,8 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
 
+__all__ = ["WeightTarget", "as_weights", "check_engine", "publish"]
+
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Weights = Mapping[str, Tensor] | WeightGroups
 

@@ -25,6 +25,8 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
+__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
+
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20
 _ANSWER_S = 3600.0  # a call waits in the worker so long; the sender gives up before

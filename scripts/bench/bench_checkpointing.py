@@ -9,7 +9,6 @@ cost.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from table import Row, add_json_option, print_table, write_rows
+from table import Row, benchmark
 
 SETTINGS = ("eval.rows=1", "samples=0", "stop=null")
 WAYS = {
@@ -28,41 +27,22 @@ WAYS = {
 WARM_UP = 4
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    add_json_option(parser)
-    options = parser.parse_args()
+def main(steps: int, rounds: int) -> list[Row]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for way, own in WAYS.items():
-            seconds[way].append(_mean_step([*SETTINGS, *own, f"steps={options.steps}"]))
+            seconds[way].append(_mean_step([*SETTINGS, *own, f"steps={steps}"]))
     for way, means in seconds.items():
         print(f"{way:22}  {', '.join(f'{mean:.3f}' for mean in means)} s a step")
-    without = min(seconds["neither"])
-    rows = [
-        Row(f"a step, {way} / neither", min(means) / without, 1.4) for way, means in seconds.items() if way != "neither"
-    ]
-    print_table(rows)
-    write_rows(rows, options.json)
+    least = {way: min(means) for way, means in seconds.items()}
+    without = least.pop("neither")
+    return [Row(f"a step, {way} / neither", mean / without, 1.4) for way, mean in least.items()]
 
 
 def _mean_step(settings: list[str]) -> float:
     """Seconds a step of one run, without its first steps."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "llmrl.run.cli",
-            "sft",
-            "sums_sft",
-            "--runs",
-            folder,
-            "--name",
-            "run",
-            *settings,
-        ]
+        command = [sys.executable, "-m", "llmrl.run.cli", "sft", "sums_sft", *settings, "--runs", folder]
         subprocess.run([*command, "--name", "run"], check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [metrics["time/step"] for metrics in map(json.loads, lines) if "time/step" in metrics]
@@ -70,4 +50,4 @@ def _mean_step(settings: list[str]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, __doc__.splitlines()[0], steps=(24, "of each run"), rounds=(3, "runs of each kind"))

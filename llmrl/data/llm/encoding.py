@@ -25,6 +25,8 @@ from llmrl.errors import ConfigError, ShapeError, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+__all__ = ["Encoding"]
+
 _WHO = "History.apply_chat_template"
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError
 
+__all__ = ["AdaptiveKLController", "ConstantKLController"]
+
 
 class ConstantKLController:
     """A weight that stays as it is.

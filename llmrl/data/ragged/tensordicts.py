@@ -28,6 +28,30 @@ from torch import Tensor
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import MissingKeyError, ShapeError
 
+__all__ = [
+    "LazyCopy",
+    "attach",
+    "bare_tensordict",
+    "column",
+    "column_values",
+    "copy_rows",
+    "dim_names",
+    "entries_of",
+    "entry",
+    "fill",
+    "inner",
+    "new_tensordict",
+    "non_tensor",
+    "plain_value",
+    "present_keys",
+    "required",
+    "rewrap",
+    "row_values",
+    "rows_form",
+    "stack_cells",
+    "wrap",
+]
+
 C = TypeVar("C")
 _SCALAR = torch.Size([])
 

@@ -30,6 +30,8 @@ from llmrl.data.ragged.layout import Layout, Leaf, is_leaf, put_rows_together, p
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
+__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
+
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
 

@@ -20,6 +20,8 @@ from llmrl.data.specs.leaf import LeafSpec
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
+__all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
+
 
 class _Choices(LeafSpec):
     # What both ways of writing have: a spec and its values in either of them, its own by default.

@@ -15,6 +15,8 @@ from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
+__all__ = ["Binary", "Discrete"]
+
 
 class Discrete(LeafSpec):
     """Whole numbers from 0 to a count: ``_width`` for all entries, or at most that in ``_counts`` (int64, a field).

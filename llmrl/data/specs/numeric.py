@@ -17,6 +17,8 @@ from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
+__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
+
 Domain = Literal["continuous", "discrete"]
 
 

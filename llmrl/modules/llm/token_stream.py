@@ -20,6 +20,8 @@ from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
+__all__ = ["TokenStream", "turn_columns"]
+
 # attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
 _FIELDS = {
     "ids": ("tokens", "prompt", "full"),

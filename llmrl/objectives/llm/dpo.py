@@ -21,6 +21,8 @@ from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import Preference, StepCounts
 from llmrl.objectives.llm.pairs import read_pairs
 
+__all__ = ["DPOLoss", "DPOLossOutput"]
+
 
 class DPOLossOutput(TensorClass["nocast"]):
     """``loss_dpo``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""

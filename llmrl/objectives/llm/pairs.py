@@ -13,6 +13,8 @@ from llmrl.errors import DataError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.objectives.llm.batch import PaddedBatch
 
+__all__ = ["read_pairs"]
+
 
 def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch, Tensor]:
     """The 2 B conversations, the chosen ones first, and bool[2 B, T], the tokens of their answers.

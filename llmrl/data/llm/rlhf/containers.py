@@ -10,6 +10,8 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column
 
+__all__ = ["LLMData", "LLMInput", "LLMOutput"]
+
 C = TypeVar("C", bound=type)
 
 

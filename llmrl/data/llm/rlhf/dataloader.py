@@ -11,6 +11,8 @@ import torch
 from llmrl.data.replay_buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
 from llmrl.errors import DataError
 
+__all__ = ["create_infinite_iterator", "get_dataloader"]
+
 T = TypeVar("T")
 
 

@@ -28,6 +28,8 @@ from llmrl.errors import ConfigError, DataError, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["PairwiseDataset", "PromptData", "RewardData"]
+
 IGNORED = -100  # a label that no loss counts
 Chat = list[dict[str, Any]]
 Row = Mapping[str, Any]

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
+__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
+
 
 class StopReason(IntEnum):
     """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.

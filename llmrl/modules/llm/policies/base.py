@@ -44,6 +44,8 @@ from llmrl.modules.llm.vision import MEDIA, Media, load_processor, read_media, w
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+__all__ = ["Backend", "LLMWrapperBase"]
+
 _log = logging.getLogger(__name__)
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
 _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

@@ -19,6 +19,8 @@ from torch import Tensor
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
 
+__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
+
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
 _LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the calling thread is alive

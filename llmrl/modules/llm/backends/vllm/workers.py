@@ -14,6 +14,8 @@ from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.modules.llm.engines.vllm.shared_memory import checksum
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
+__all__ = ["LLMOnDevice", "make_vllm_worker", "vLLMWorker"]
+
 
 class LLMOnDevice(VLLMEngine):
     """A `VLLMEngine` on some of this machine's GPUs, its ``devices``, one tensor-parallel rank on each."""

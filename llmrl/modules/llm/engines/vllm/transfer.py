@@ -22,6 +22,17 @@ from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, Sha
 from llmrl.modules.llm.engines.vllm.worker import BACKEND, place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
 
+__all__ = [
+    "NCCL",
+    "CallWorkers",
+    "CudaIPC",
+    "SharedMemory",
+    "TransferCache",
+    "TransferSettings",
+    "nearest_transfer",
+    "transfer_settings",
+]
+
 
 class CallWorkers(Protocol):
     """Calls a method in every worker: the answer of each, by ``end`` (of `time.monotonic`) or an error."""

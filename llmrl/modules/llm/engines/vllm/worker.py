@@ -32,6 +32,8 @@ from llmrl.modules.llm.engines.vllm.compat import (
 )
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
+__all__ = ["WorkerExtension"]
+
 BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
