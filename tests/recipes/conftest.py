@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmrl.modules.llm.vision import model_class
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
@@ -193,7 +194,7 @@ class Workplace:
         folder = self.checkpoint(run, step)
         (architecture,) = AutoConfig.from_pretrained(folder).architectures
         judges = architecture.endswith("ForSequenceClassification")
-        kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+        kind = AutoModelForSequenceClassification if judges else model_class(str(folder))
         return kind.from_pretrained(folder).state_dict()
 
     def cut_back(self, run: str, copy: str, *, to: int) -> None:
