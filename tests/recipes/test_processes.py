@@ -34,7 +34,7 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
     resume_without(place, 5)
 
 
-@pytest.mark.parametrize(("recipe", "layout"), [("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")])
+@pytest.mark.parametrize(("recipe", "layout"), [("dpo", "ddp"), ("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")])
 def test_pairs_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
     changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM}
     place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=4, **changes)
