@@ -173,8 +173,11 @@ class Workplace:
 
         Step 0, the evaluation before training, is not among them.
         """
-        rows = [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
-        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in self.metrics(run)]
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """All metrics of a run's steps but step 0."""
+        return [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
 
     def num_lines(self, run: str) -> int:
         """The lines of metrics of a run, which may be going on."""
