@@ -38,7 +38,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     settings = config.dpo.model_dump(exclude={"reference"})
-    loss = DPOLoss(updater.scorer, **settings, reference_free=config.dpo.reference == "none")
+    loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
     reference = ReferenceLogProbs()
     rows = pairs.as_rows()
     buffer = deal_epochs(rows, config)

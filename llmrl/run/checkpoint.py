@@ -23,7 +23,7 @@ from types import FrameType
 from llmrl.errors import CheckpointError, ConfigError, DataError
 from llmrl.run.run_dir import free_space, writing
 
-__all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "check_files", "latest_checkpoint"]
+__all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "cause_of", "check_files", "latest_checkpoint"]
 
 CHECKSUMS = "checksums.json"
 _DRAFT, _REPLACED, _PRUNED, _DAMAGED = ".draft-", ".replaced-", ".pruned-", "damaged-"
@@ -34,14 +34,15 @@ class CheckpointStore:
 
     A checkpoint is written to a draft folder, flushed to the disk and renamed; one that is removed is renamed first. So
     a folder called ``stepN`` is whole, whatever was killed when. Drafts and remains of an earlier process are removed
-    when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read.
+    when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read. ``who`` names the writer
+    in errors.
     """
 
-    def __init__(self, run_dir: Path | str, *, keep: int = 2, writer: bool = True):
+    def __init__(self, run_dir: Path | str, *, keep: int = 2, writer: bool = True, who: str | None = None):
         if keep < 1:
             raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
         self.folder = Path(run_dir) / "checkpoints"
-        self.keep = keep
+        self.keep, self.who = keep, who
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._publishing: Future[None] | None = None
         if writer:
@@ -108,11 +109,11 @@ class CheckpointStore:
             if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
             safe = f"{latest.name} is intact" if (latest := self.latest()) else "no earlier one exists"
-            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+            # one of ours says already which ranks could not write, and the room that each of them has
+            cause = error if isinstance(error, CheckpointError) else cause_of(error, self.folder, self.who)
             raise CheckpointError(
-                f"CheckpointStore: step {step} could not be written to {self.folder}: {type(error).__name__}: {cause}; "
-                f"{safe}; {free_space(self.folder)}. Make room or correct the cause, then run: "
-                f"llmrl resume {self.folder.parent}"
+                f"CheckpointStore: step {step} could not be written to {self.folder}: {cause}; {safe}. Make room or "
+                f"correct the cause, then run: llmrl resume {self.folder.parent}"
             ) from error
 
     def latest(self) -> Path | None:
@@ -167,6 +168,12 @@ class CheckpointStore:
                     continue
             if path.name.startswith((_DRAFT, _REPLACED, _PRUNED)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def cause_of(error: BaseException, folder: Path, who: str | None) -> str:
+    """The error in words: who could not write, why, and how much room ``folder`` has there."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"{f'{who}: ' if who else ''}{type(error).__name__}: {reason} ({free_space(folder)})"
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:

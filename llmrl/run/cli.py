@@ -103,15 +103,16 @@ def _run(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except ConfigError as error:
         report = _config_report(error, arguments, time.perf_counter() - started)
-        if _rank() != 0:  # rank 0 prints the same, and its launcher then ends this rank; were this rank to leave first,
-            time.sleep(RANK_0_SPEAKS_WITHIN_S)  # that would end rank 0 before it has printed
+        _let_rank_0_speak()
         print(report, file=sys.stderr)
         return BAD_CONFIG
     except (DataError, MissingDependencyError, RunFolderError, TemplateError) as error:
         _report(error)
         return ENVIRONMENT
     except LLMRLError as error:
-        if not isinstance(error, CheckpointError | WorkerError):
+        if isinstance(error, CheckpointError):
+            _let_rank_0_speak()
+        elif not isinstance(error, WorkerError):
             traceback.print_exc()
         _report(error)
         return ABORTED
@@ -394,6 +395,14 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _let_rank_0_speak() -> None:
+    """Rank 0 prints the same, and its launcher then ends this rank; were this rank to leave first, that would end rank
+    0 before it has printed.
+    """
+    if _rank() != 0:
+        time.sleep(RANK_0_SPEAKS_WITHIN_S)
 
 
 def _report(error: Exception) -> None:

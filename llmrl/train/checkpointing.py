@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from llmrl.errors import CheckpointError, DataError
 from llmrl.modules.llm.vision import save_processor
-from llmrl.run.checkpoint import CheckpointStore
+from llmrl.run.checkpoint import CheckpointStore, cause_of
 from llmrl.train.lora import ADAPTER
 from llmrl.weight_update.lora import write_adapter
 from llmrl.weight_update.publish import as_weights
@@ -96,8 +97,7 @@ def save_state(
         if whole_model or not has_adapters:
             write_model(model, path, writer=session.is_first)
         if shards:
-            files = _files(shards, session.world_size)
-            save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
+            _save_shards(shards, path, session)
         if not session.is_first:
             return
         save_processor(tokenizer, path)
@@ -113,6 +113,17 @@ def save_state(
     else:
         write(store.draft(step))
     session.wait()
+
+
+def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> None:
+    """Each rank writes its parts below ``path``. Raises CheckpointError on all ranks, naming those that could not."""
+    files = _files(shards, session.world_size)
+    try:
+        save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
+    except CheckpointException as error:  # on all ranks, and not an Exception
+        failed = error.failures.get(session.rank)
+        faults = session.gather([cause_of(failed[0], path, session.who)] if failed else [])
+        raise CheckpointError("; ".join(faults)) from None
 
 
 def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:

@@ -89,6 +89,11 @@ class Session:
         return self.rank == 0
 
     @property
+    def who(self) -> str | None:
+        """This rank and its machine; None for a process alone."""
+        return f"rank {self.rank} on {socket.gethostname()}" if self.world_size > 1 else None
+
+    @property
     def num_groups(self) -> int:
         """Of ranks that get rows of their own; the ranks of a group have the same rows, and a slice of each."""
         return self.world_size // (self.split.size if self.split else 1)
@@ -240,7 +245,7 @@ class Session:
         if self.world_size == 1:
             return
         own = flat_settings(config.model_dump(mode="json")) | _versions()
-        (first, expected), *others = self.gather([(f"rank {self.rank} on {socket.gethostname()}", own)])
+        (first, expected), *others = self.gather([(self.who, own)])
         for other, got in others:
             for name in (name for name in expected | got if expected.get(name) != got.get(name)):
                 self.close()
@@ -267,7 +272,7 @@ class Session:
         deadline = time.monotonic() + _SHARED_WITHIN_S
         while not (seen := file.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        blind = self.gather([] if seen else [f"rank {self.rank} on {socket.gethostname()}"])
+        blind = self.gather([] if seen else [self.who])
         if self.is_first:
             file.unlink(missing_ok=True)
         if blind:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.errors import ConfigError, did_you_mean
+from llmrl.modules.llm.vision import vision_tower
 from llmrl.optional import require
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.preference_settings import RewardConfig
@@ -118,12 +120,14 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, 
     reward model, which the adapters' file holds too.
     """
     peft, lora = require("peft", extra="lora", used_by="lora"), config.lora
+    tower = next((name for name, module in model.named_modules() if module is vision_tower(model)), None)
     settings = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         target_modules=_targets(config, model_shape(model)),
+        exclude_modules=rf"{re.escape(tower)}\..*" if tower else None,  # its layers may have the decoder's names
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # the former also trains a copy of the output
     )

@@ -21,6 +21,7 @@ from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
 from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
 from llmrl.run.run_dir import RunDir
 from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
+from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -170,8 +171,11 @@ def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedMode
 def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
     """Writes the tiny model of ``config`` into ``folder``, for those who read its adapters, and returns that."""
     if session.is_first:
+        from transformers.utils.logging import disable_progress_bar
+
         from llmrl.testing import tiny_model
 
+        disable_progress_bar()
         tokenizer = load_tokenizer(config, runs=folder.parent)
         tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -318,6 +322,16 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
 
 def check_model(config: ModelSource, model: PreTrainedModel) -> None:
     """Raises ConfigError for settings that ``model``, on any device, cannot be trained with."""
+    if isinstance(config, RewardConfig) and vision_tower(model) is not None:
+        raise ConfigError(
+            f"model: a reward model reads text alone: got {type(model).__name__}, which reads images; use a language "
+            "model, or llmrl dpo, which trains on pairs with images."
+        )
+    if config.lora and not config.model_options.freeze_vision and vision_tower(model) is not None:
+        raise ConfigError(
+            "model_options.freeze_vision=false: lora trains adapters of the decoder layers alone: use "
+            "model_options.freeze_vision=true, or leave lora out."
+        )
     if config.model_options.router_aux_loss and not router_modules(model):
         raise ConfigError(
             f"model_options.router_aux_loss must be 0 or null for a model without a mixture of experts: got "

@@ -97,7 +97,7 @@ def data_plan(
         ("model", _model(config)),
         *lora_rows(config, shape),
         *memory_rows(config, shape, session, gpu),
-        *_images(config, data.renderer, shape, getattr(data, "media", ())),
+        *_images(config, data.renderer, shape, data.media),
         ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
         ("loss", config.loss_in_words),
         ("optim", _optim(config.optim)),

@@ -14,6 +14,7 @@ from llmrl.data.llm.dataset_files import FILE_FORMATS, to_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
+from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import Sample
 from llmrl.train.dealing import deal_batch
@@ -45,7 +46,8 @@ class TokenizedPairs(TokenizedRows):
     def columns(self) -> dict[str, Any]:
         """As `DPOLoss` and `RewardLoss` read them, without the reference, and "row", the number of the pair."""
         margins = {"margin": torch.tensor(self.margins)} if self.margins else {}
-        return {"num_chosen": torch.tensor(self.num_chosen), "row": torch.arange(len(self.ids)), **margins}
+        numbers = {"num_chosen": torch.tensor(self.num_chosen), "row": torch.arange(len(self.ids))}
+        return super().columns() | numbers | margins
 
     def samples(self, count: int) -> list[Sample]:
         """Both conversations of the first pairs, with the tokens that count marked."""
@@ -144,6 +146,9 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: in
         raise DataError(
             f"{config.data.path}: the answers of a pair must differ in their tokens: row {number}'s do not."
         )
+    if chosen.media is not None:
+        places = torch.cat([chosen.media[POSITIONS], rejected.media[POSITIONS] + len(chosen.ids)])
+        pairs.media.append({**chosen.media, POSITIONS: places})  # the images are the prompt's: both have the same
     pairs.ids.append(torch.cat([chosen.ids, rejected.ids]))
     pairs.masks.append(torch.cat([last_answer(chosen), last_answer(rejected)]))
     pairs.num_chosen.append(len(chosen.ids))

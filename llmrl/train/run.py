@@ -103,7 +103,7 @@ class Run:
         self._on_start = on_start if session.is_first else None
         self._started = time.perf_counter()
         session.check_shared(path)
-        self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first)
+        self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first, who=session.who)
         self._state: dict[str, Any] = {}
         import_optimizer(config.optim)
         if resume:

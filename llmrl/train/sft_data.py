@@ -40,6 +40,7 @@ class TokenizedRows:
     renderer: Renderer
     ids: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)  # of each row, if the model reads images
     num_too_long: int = 0  # rows that were longer than allowed
     measured: str = ""  # what is measured beside them, in words
     unit: ClassVar[str]  # what a row is called
@@ -56,7 +57,7 @@ class TokenizedRows:
         return TensorDict(rows | self.columns(), batch_size=[len(self.ids)])
 
     def columns(self) -> dict[str, Any]:
-        return {}
+        return {MEDIA: write_media(self.media, [len(self.ids)])} if self.media else {}
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
@@ -71,13 +72,9 @@ class TokenizedRows:
 
 @dataclass
 class TokenizedChats(TokenizedRows):
-    """Conversations; "media" of each, if the model reads images."""
+    """Each row is a conversation."""
 
-    media: list[Media] = field(default_factory=list)
     unit: ClassVar[str] = "conversations"
-
-    def columns(self) -> dict[str, Any]:
-        return {MEDIA: write_media(self.media, [len(self.ids)])} if self.media else {}
 
     def samples(self, count: int) -> list[Sample]:
         """The first conversations, with the trained tokens marked."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
+from llmrl.data.llm.images import refuse_images
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.tasks.colours import colours_reward
 from llmrl.envs.llm.tasks.sums import sums_reward
@@ -163,13 +164,13 @@ class Task:
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
         """In tokens, as the environment asks them: with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
-        if any(reward.reward_model for reward in self.settings.rewards or ()):
-            env = self._asking(rows, self._acting, **options)
-        else:
-            env = self.make_env(rows, **options)
+        judged = any(reward.reward_model for reward in self.settings.rewards or ())
+        env = self._asking(rows, self._acting, **options) if judged else self.make_env(rows, **options)
         renderer, lengths = Renderer(self.processor), []
         while len(lengths) < len(rows):
             count = min(_AT_ONCE, len(rows) - len(lengths))
             chats = env.reset(TensorDict({}, batch_size=[count]))["history"].prompt.to_chats()
+            for chat in chats if judged else ():
+                refuse_images(chat, "rewards: reward_model")
             lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
         return lengths

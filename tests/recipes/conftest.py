@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmrl.modules.llm.vision import model_class
 from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
@@ -172,8 +173,11 @@ class Workplace:
 
         Step 0, the evaluation before training, is not among them.
         """
-        rows = [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
-        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in self.metrics(run)]
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """All metrics of a run's steps but step 0."""
+        return [row for row in read_metrics(self.path / "runs" / run) if row["step"]]
 
     def num_lines(self, run: str) -> int:
         """The lines of metrics of a run, which may be going on."""
@@ -193,7 +197,7 @@ class Workplace:
         folder = self.checkpoint(run, step)
         (architecture,) = AutoConfig.from_pretrained(folder).architectures
         judges = architecture.endswith("ForSequenceClassification")
-        kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+        kind = AutoModelForSequenceClassification if judges else model_class(str(folder))
         return kind.from_pretrained(folder).state_dict()
 
     def cut_back(self, run: str, copy: str, *, to: int) -> None:

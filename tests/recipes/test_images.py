@@ -2,16 +2,26 @@
 
 import io
 import json
+import math
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages, to_prompt
+from llmrl.data.llm.images import load_image
+from llmrl.envs.llm.rewards import JudgeReward
 from llmrl.envs.llm.tasks.colours import COLOURS, colours_problems
 from llmrl.errors import DataError
 from llmrl.modules.llm.vision import vision_tower
+from llmrl.objectives.llm import RewardLoss
 from llmrl.testing import tiny_model, tiny_processor
+from llmrl.train.lora import add_adapters
 from llmrl.train.memory import plan_memory
 from llmrl.train.model_shape import decoder_blocks, model_shape
+from llmrl.train.preference_data import tokenize_pairs
+from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.settings import SFTConfig
 from tests.support.images import noise
 
@@ -65,6 +75,117 @@ def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(pla
     place.train("grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of row 1", "FileNotFoundError"))
     data = {"path": place.rows("text.jsonl", rows[:1])}
     place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def pairs_of(place, sizes):
+    """A file of pairs, each about images of these sizes, perhaps none."""
+    rows = []
+    for n, row in enumerate(sizes):
+        names = [f"{n}-{k}.png" for k in range(len(row))]
+        for k, name in enumerate(names):
+            noise(*row[k], 10 * n + k).save(place.path / name)
+        rows.append({"prompt": f"What is {n}?", "images": names, "chosen": "a" * (n + 1), "rejected": "noise, I think"})
+    return place.rows("pairs.jsonl", rows)
+
+
+@torch.no_grad()
+def answer_log_prob(processor, model, row, answer, *, blank=False):
+    """Of an answer and its end of turn, by the processor's own template and one forward of the Transformers model."""
+    images = [load_image(name) for name in row["images"]]
+    images = [Image.new("RGB", image.size) for image in images] if blank else images
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": row["prompt"]}]
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template([chat], **options)
+    start = processor.apply_chat_template([chat[:1]], add_generation_prompt=True, **options)["input_ids"].shape[1]
+    ids = inputs["input_ids"][0]
+    end = start + ids[start:].tolist().index(processor.tokenizer.eos_token_id) + 1
+    log_p = model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return log_p[start - 1 : end - 1].sum().item()
+
+
+def test_pairs_with_images_have_the_log_probs_of_the_model_and_its_pixels(place):
+    data = {"path": pairs_of(place, [[(16, 24)], [], [(40, 20), (9, 9)], [(8, 60)]]), "rows": None}
+    rows = [json.loads(line) for line in (place.path / "pairs.jsonl").read_text().splitlines()]
+    settings = {"model": VISION, "data": data, "batch_size": 4, "steps": 2, "tokens_per_microbatch": 60}
+    place.train("dpo", "pairs", words=("4 pairs", "images the part that reads them is frozen"), **settings)
+    processor = tiny_processor()
+    model = tiny_model(processor, **VISION)
+    first, last = place.steps("pairs")
+    for column in ("chosen", "rejected"):
+        own = [answer_log_prob(processor, model, row, row[column]) for row in rows]
+        assert first[f"preference/{column}_logp"] == pytest.approx(sum(own) / 4, abs=1e-5)
+        blind = [answer_log_prob(processor, model, row, row[column], blank=True) for row in rows]
+        assert first[f"preference/{column}_logp"] != pytest.approx(sum(blind) / 4, abs=1e-3), "pixels count"
+    assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["preference/margin"] > 0
+
+
+def test_pairs_with_images_that_cannot_be_trained_are_refused(place):
+    path = pairs_of(place, [[(16, 24)], [(9, 9)]])
+    words = ("a reward model reads text alone", "Qwen2VLForConditionalGeneration", "llmrl dpo")
+    place.plan("reward", model=VISION, data={"path": path}, code=2, words=words)
+    place.plan("reward", data={"path": path}, code=3, words=("images need the model's processor",))
+    place.plan("dpo", data={"path": path}, code=3, words=("images need the model's processor",))
+    parts = [{"type": "image", "image": str(place.path / "0-0.png")}, {"type": "text", "text": "this"}]
+    row = {"prompt": "Which?", "chosen": [{"role": "assistant", "content": parts}], "rejected": "none"}
+    data = {"path": place.rows("answers.jsonl", [row])}
+    place.plan("dpo", model=VISION, data=data, code=3, words=("assistant message must have no image",))
+    place.plan("sft", model=VISION, data={**data, "completion_column": "chosen"}, code=3, words=("must have no image",))
+    pairs = tokenize_pairs(DPOConfig(model="tiny", data={"path": path}), tiny_processor())
+    with pytest.raises(DataError, match="a reward network reads text alone"):
+        RewardLoss(torch.nn.Identity()).count_step(pairs.as_rows())
+
+
+def test_rewards_that_read_text_refuse_images(place):
+    judged = {**COLOURS_GRPO["env"], "rewards": [{"reward_model": {"model": "judge"}}]}
+    changes = {**COLOURS_GRPO, "env": judged}
+    place.plan("grpo", code=3, words=("reward_model: reads text alone", "has images"), **changes)
+    asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    with pytest.raises(DataError, match="JudgeReward: reads text alone"):
+        JudgeReward("http://localhost:1/v1", "judge").message("red", query=asked)
+
+
+# --- adapters, several ranks ------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_those_of_the_text_layers_and_the_engine_samples_by_them(place):
+    pytest.importorskip("peft")
+    words = ("model_options.freeze_vision=true",)
+    place.plan("grpo", model_options={"freeze_vision": False}, lora={"r": 2}, code=2, words=words, **COLOURS_GRPO)
+    changes = {**COLOURS_GRPO, "prompts_per_step": 2, "zero_variance": "keep", "eval": {"rows": 2, "max_tokens": 2}}
+    place.train("grpo", "adapted", lora={"r": 2}, **changes)
+    assert [abs(row["mismatch/kl"]) < 1e-6 for row in place.steps("adapted")] == [True, True]
+    saved = load_file(place.checkpoint("adapted", 2) / "adapter" / "adapter_model.safetensors")
+    assert saved
+    assert not [name for name in saved if "visual" in name or ".layers." not in name]
+    model = tiny_model(tiny_processor(), **VISION)
+    model.model.visual.q_proj = torch.nn.Linear(4, 4)  # some families name its layers as those of the decoder
+    config = SFTConfig(model=VISION, data={"path": "colours"}, lora={"r": 2})
+    adapted = add_adapters(config, model, None, None)
+    assert not [name for name, _ in adapted.named_modules() if "visual" in name and "lora" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_two_processes_train_on_rows_with_and_without_images_as_one_does(place, recipe, layout):
+    path = pairs_of(place, [[(16, 24)], [], [(40, 20), (9, 9)], [], [], [(8, 60)]])
+    data = {"path": path, "rows": None} | ({"completion_column": "chosen"} if recipe == "sft" else {})
+    changes = {"data": data, "batch_size": 5, "tokens_per_microbatch": 60, "optim": {"lr": 1e-3}}
+    options = {"model": VISION, "model_options": {"freeze_vision": False}}
+    place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=3, steps=3, **changes, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_two_processes_sample_and_train_with_images_as_one_does(place, layout):
+    changes = {**COLOURS_GRPO, "prompts_per_step": 2, "zero_variance": "keep", "eval": {"rows": 2, "max_tokens": 2}}
+    changes |= {"model_options": {"freeze_vision": False}, "optim": {"lr": 1e-3}}
+    place.train_as_one_and_as_ranks("grpo", f"parallel.mode={layout}", step=2, **changes)
 
 
 # --- rows and shapes --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 
 import psutil
 import pytest
@@ -34,7 +35,9 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
     resume_without(place, 5)
 
 
-@pytest.mark.parametrize(("recipe", "layout"), [("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")])
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("dpo", "ddp"), ("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")]
+)
 def test_pairs_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
     changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM}
     place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=4, **changes)
@@ -143,7 +146,7 @@ def fill_the_disk():
     llmrl.run.checkpoint._seal = flush
 
 def limit_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 """
 
 
@@ -153,7 +156,6 @@ def limit_files():
         *((1, "vanish", "rank 1 is gone", layout) for layout in LAYOUTS),
         *((1, "fail", "ArithmeticError: rank 1 is out of luck", layout) for layout in LAYOUTS),
         *((0, "fill_the_disk", "No space left on device", layout) for layout in LAYOUTS),
-        (1, "limit_files", "File too large", "fsdp2"),
     ],
 )
 def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(place, layout, rank, ending, message):
@@ -164,6 +166,21 @@ def test_a_process_that_dies_ends_the_run_within_seconds_with_its_traceback(plac
     wait_until(lambda: place.num_lines("dies") or process.poll() is not None, 600)
     place.finish(process, timeout_s=180, code=None, words=[message])
     assert 1 <= len(place.steps("dies")) < 500
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(1, "fsdp2"), (0, "fsdp2"), (0, "ddp")])
+def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named_with_the_room_it_has(place, rank, layout):
+    place.module("dies", DIES.format(rank=rank, ending="limit_files"))
+    env = {"reward": None, "rewards": [{"fn": "dies:score", "process": False}]}
+    settings = place.recipe("dies", "grpo", steps=6, env=env, checkpoint={"every": 2}, parallel={"mode": layout})
+    written = place.ranks("grpo", settings, "--name", "dies", timeout_s=180, code=None).err
+    (line,) = [line for line in written.splitlines() if "error   " in line]
+    words = ["step 4 could not be written to runs/dies/checkpoints: ", f": rank {rank} on {socket.gethostname()}: "]
+    words += ["File too large", "GiB free of", "step2 is intact. Make room"]
+    assert [word for word in words if word not in line] == [], line
+    assert "CheckpointException" not in written
+    assert "[rank1]: Traceback" not in written
+    assert place.checkpoints("dies") == ["step2"]
 
 
 def ranks_in_training(place, process):

@@ -171,7 +171,7 @@ def to_pair(
             )
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        pair.append(messages)
+        pair.append(_with_images(messages, row, where))
     chosen, rejected = pair
     if chosen[:-1] != rejected[:-1]:
         raise DataError(f"dataset: the conversations of a pair must be the same up to the last answer: not in {where}.")

@@ -16,7 +16,7 @@ from llmrl.optional import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["image_key", "load_image", "take_images"]
+__all__ = ["image_key", "load_image", "refuse_images", "take_images"]
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -39,6 +39,12 @@ def take_images(chat: Chat) -> tuple[Chat, list[list[Any]]]:
             parts = [{"type": "image", "image": ""} if _is_image(part) else part for part in content]
             plain[number] = {**message, "content": parts}
     return (plain if any(images) else chat), images
+
+
+def refuse_images(chat: Chat, reader: str) -> None:
+    """Raises DataError, for a ``reader`` of text, if the conversation has images."""
+    if any(take_images(chat)[1]):
+        raise DataError(f"{reader}: reads text alone: the conversation has images; leave them out, or use another.")
 
 
 def _is_image(part: Any) -> bool:

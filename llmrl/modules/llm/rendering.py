@@ -98,8 +98,9 @@ class Renderer:
         """Ids and assistant masks of whole conversations, in one call of the tokenizer.
 
         Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s
-        Raises   TemplateError naming the conversation and the message that has no span or no token to train, or a
-                 conversation without any assistant message (unless a generation prompt is asked for)
+        Raises   TemplateError naming the conversation and the message that has no span or no token to train, or that
+                 the assistant wrote and has an image; or a conversation without any assistant message (unless a
+                 generation prompt is asked for)
         """
         chats, images = self._take_images(chats)
         texts, spans = self.codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
@@ -108,6 +109,12 @@ class Renderer:
             pairs = [self.vision.expand(*row) for row in zip(ids, map(_joined, images), token_spans, strict=True)]
             ids, token_spans = [list(column) for column in zip(*pairs, strict=True)] if pairs else (ids, token_spans)
         for row, found in enumerate(token_spans):
+            for index, (message, own) in enumerate(zip(chats[row], images[row], strict=True)):
+                if own and message["role"] == "assistant":
+                    raise TemplateError(
+                        f"Renderer: an assistant message must have no image, which cannot be trained: message {index} "
+                        f"of conversation {row} has {len(own)}; show it in a message of the user."
+                    )
             if not found and not add_generation_prompt:
                 raise TemplateError(
                     f"Renderer: a conversation to train on must hold an assistant message: conversation {row} has the "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.vision import Media
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
@@ -43,7 +44,9 @@ class DPOLoss(LossModule):
             ("masks", "all_assistant_mask")  bool ragged[T]   the answers' tokens, their ends of turn included
             "reference_log_probs"            float32[B, 2]    of both answers, as `sequence_log_probs` gives them, under
                                                               the reference; unless ``reference_free``
-    Calls   actor_network.token_scores(ids, attention mask, select, entropy=)
+            "media"                          of the images    if there are any: the tensors that both conversations
+                                                              share, "positions" in the ids of both
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=), with media= of both if there is "media"
     Returns DPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  DataError for a pair of which one answer has no trained token; MissingKeyError; ConfigError for settings
             that contradict each other
@@ -88,7 +91,7 @@ class DPOLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT = read_pairs(td, self.tensor_keys, "DPOLoss")
+        _, mask_CT, _ = read_pairs(td, self.tensor_keys, "DPOLoss")
         return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
 
     @torch.no_grad()
@@ -97,11 +100,11 @@ class DPOLoss(LossModule):
         return self._score(*read_pairs(td, self.tensor_keys, "DPOLoss"))
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> DPOLossOutput:
-        batch, mask_CT = read_pairs(td, self.tensor_keys, "DPOLoss")
+        batch, mask_CT, media = read_pairs(td, self.tensor_keys, "DPOLoss")
         length_B2 = torch.stack(mask_CT.sum(-1).chunk(2), -1)
         pair_B = length_B2.sum(-1) > 0  # not those that stand in for a rank without rows
         counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
-        log_prob_B2 = self._score(batch, mask_CT)
+        log_prob_B2 = self._score(batch, mask_CT, media)
         reference_B2 = torch.zeros_like(log_prob_B2)
         if not self.reference_free:
             reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
@@ -126,9 +129,10 @@ class DPOLoss(LossModule):
             batch_size=[],
         )
 
-    def _score(self, batch: PaddedBatch, mask_CT: Tensor) -> Tensor:
+    def _score(self, batch: PaddedBatch, mask_CT: Tensor, media: list[Media] | None) -> Tensor:
         """float32[B, 2], with grad."""
-        scores = self.actor_network.token_scores(batch.input_ids, batch.attention_mask, mask_CT, entropy=False)
+        given = {"entropy": False} | ({} if media is None else {"media": media})
+        scores = self.actor_network.token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
         log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
         if self.normalize_by_seq_length:
             log_prob_C = log_prob_C / mask_CT.sum(-1).clamp(min=1)

@@ -11,13 +11,14 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError
 from llmrl.modules.llm.log_probs import with_predecessor
+from llmrl.modules.llm.vision import POSITIONS, Media, read_media
 from llmrl.objectives.llm.batch import PaddedBatch
 
 __all__ = ["read_pairs"]
 
 
-def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch, Tensor]:
-    """The 2 B conversations, the chosen ones first, and bool[2 B, T], the tokens of their answers.
+def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch, Tensor, list[Media] | None]:
+    """The 2 B conversations, the chosen ones first, bool[2 B, T], the tokens of their answers, and their media.
 
     Reads   ``keys.tokens``, ``keys.assistant_mask`` and ``keys.num_chosen``, as `DPOLoss` says
     Raises  DataError for a pair of which one answer, but not the other, has no token; MissingKeyError
@@ -40,4 +41,9 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch,
         raise DataError(
             f"{reader}: both answers of a pair must have a token: row {int(lonely.nonzero()[0])} has one without."
         )
-    return batch, mask_CT
+    media = read_media(td)
+    if media is not None:  # one row's tensors are those of both its conversations
+        rows = list(zip(cuts.flatten().tolist(), media, strict=True))
+        media = [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] < cut]} for cut, own in rows]
+        media += [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] >= cut] - cut} for cut, own in rows]
+    return batch, mask_CT, media

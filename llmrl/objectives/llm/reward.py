@@ -9,6 +9,7 @@ from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.vision import has_images
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
@@ -39,7 +40,7 @@ class RewardLoss(LossModule):
             "margin"  float32[B]  by how much the rewards are to differ, if the batch has it
     Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
     Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
-    Raises  DataError for a pair of which one answer has no token; MissingKeyError
+    Raises  DataError for a pair of which one answer has no token, and for images; MissingKeyError
 
     level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
             which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that
@@ -70,17 +71,17 @@ class RewardLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT = read_pairs(td, self.tensor_keys, "RewardLoss")
+        _, mask_CT = self._read(td)
         return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
 
     @torch.no_grad()
     def pair_rewards(self, td: TensorDictBase) -> Tensor:
         """float32[B, 2]: the rewards of the chosen and the rejected answers."""
-        batch, _ = read_pairs(td, self.tensor_keys, "RewardLoss")
+        batch, _ = self._read(td)
         return _last(self._rewards(batch), batch)
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> RewardLossOutput:
-        batch, mask_CT = read_pairs(td, self.tensor_keys, "RewardLoss")
+        batch, mask_CT = self._read(td)
         pair_B = mask_CT.any(-1).chunk(2)[0]  # not those that stand in for a rank without rows
         counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
         reward_CT = self._rewards(batch)
@@ -108,6 +109,12 @@ class RewardLoss(LossModule):
             tokens=mask_CT.sum().to(loss_B.dtype),
             batch_size=[],
         )
+
+    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
+        batch, mask_CT, media = read_pairs(td, self.tensor_keys, "RewardLoss")
+        if has_images(media):
+            raise DataError("RewardLoss: a reward network reads text alone: the batch has images.")
+        return batch, mask_CT
 
     def _rewards(self, batch: PaddedBatch) -> Tensor:
         return self.reward_network(batch.input_ids, batch.attention_mask)

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from llmrl.data.llm.images import refuse_images
 from llmrl.envs.llm.answers import find_blocks
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.strict_json import parse_json
@@ -55,7 +56,8 @@ class JudgeReward:
             is searched for, the last match's first group counts; a function gets the text and may return None.
             A score within [0, ``scale``] is divided by ``scale``
     Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError if it gave no usable
-            answer within ``timeout_s`` seconds, ``retries`` more tries included: the row then has no reward
+            answer within ``timeout_s`` seconds, ``retries`` more tries included: the row then has no reward; DataError
+            for messages with images
 
     The key is read from the environment variable ``api_key_env``, if it is set; it appears in no settings file.
 
@@ -162,6 +164,7 @@ def _last_score(pattern: re.Pattern[str], text: str) -> float:
 def _shown(value: Any) -> str:
     """A column in the prompt: text as it is, messages as a dialogue."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(message, Mapping) for message in value):
+        refuse_images(value, "JudgeReward")
         return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
     return "" if value is None else str(value)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from llmrl.data.llm.images import refuse_images
 from llmrl.errors import ConfigError
 from llmrl.optional import require
 
@@ -27,7 +28,7 @@ class RewardModelScorer:
     Returns the logit ``label`` of each row, float; None for a conversation of more than ``max_tokens`` tokens: a cut
             conversation is not the one that is to be scored
     Raises  ConfigError for a model with several labels and no choice of one, without a padding token, or a tokenizer
-            without a chat template
+            without a chat template; DataError for a prompt with images
 
     >>> from llmrl.testing import tiny_tokenizer
     >>> from transformers import Qwen2Config, Qwen2ForSequenceClassification
@@ -119,6 +120,7 @@ class RewardModelScorer:
         before = [{"role": "user", "content": query}] if isinstance(query, str) else list(query)
         if self.system_prompt is not None and before[0]["role"] != "system":
             before.insert(0, {"role": "system", "content": self.system_prompt})
+        refuse_images(before, "RewardModelScorer")
         return [*before, {"role": "assistant", "content": completion}]
 
     def ids(self, conversations: list[list[dict[str, Any]]]) -> list[list[int]]:
