@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 
 from llmrl.report.curves import charts
-from llmrl.report.intervals import Score, evaluations
+from llmrl.report.intervals import evaluations
 from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import RunFiles, one_line, read_run
 from llmrl.report.warnings import findings
@@ -103,9 +102,12 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
     cards = []
     for name, scores in evaluations(run.steps).items():
         first, last = scores[0], scores[-1]
-        note = f"95% interval {_interval(last)}, {last.count:,} problems" if last.count and last.interval else ""
+        note = f"step {last.step}"
+        if last.count and last.interval:
+            low, high = map(format_number, last.interval)
+            note = f"95% interval {low} to {high}, {last.count:,} problems"
         before = first.mean if len(scores) > 1 else None
-        cards.append(_change(f"evaluation {name}", before, last.mean, note or f"step {last.step}"))
+        cards.append(_change(f"evaluation {name}", before, last.mean, note))
     for metric, label in {
         "reward/mean": "reward",
         "preference/right_frac": "pairs ranked right",
@@ -137,24 +139,17 @@ def _change(label: str, before: float | None, after: float, note: str) -> dict[s
     return {"label": label, "value": value, "note": " · ".join(filter(None, [gain, note]))}
 
 
-def _interval(score: Score) -> str:
-    low, high = score.interval or (math.nan, math.nan)
-    return f"{format_number(low)} to {format_number(high)}"
-
-
 def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:
-    plan = info.get("plan")
-    rows = [[str(cell) for cell in row] for row in plan] if isinstance(plan, list) else []
+    rows = [[str(cell) for cell in row] for row in info.get("plan", ())]
     return {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
 
 
 def _settings_table(run: RunFiles) -> dict[str, Any]:
     """The settings that were given and are not the default; an older run has not recorded the defaults."""
-    origins, defaults = run.info.get("origins"), run.info.get("defaults")
-    rows = []
-    for name, place in origins.items() if isinstance(origins, dict) else ():
+    rows, defaults = [], run.info.get("defaults", {})
+    for name, place in run.info.get("origins", {}).items():
         under = [key for key in run.settings if key == name or key.startswith(f"{name}.")]
-        text = str(defaults.get(name, "")) if isinstance(defaults, dict) else ""
+        text = str(defaults.get(name, ""))
         default = one_line(yaml.load(text, YamlLoader)) if text not in ("", "required") else ""
         rows += [[key, run.settings[key], default, str(place)] for key in under if run.settings[key] != default]
     title = "Settings that differ from their defaults"

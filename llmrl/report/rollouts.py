@@ -113,10 +113,9 @@ def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
 
 
 def _records(run_dir: Path, step: int) -> Mapping[int, TokenRecord]:
-    """The tokens of a step's conversations by their place; none of a file that cannot be read."""
     try:
         return read_tokens(run_dir, step)
-    except DataError:
+    except DataError:  # as above
         return {}
 
 
