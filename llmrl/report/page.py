@@ -24,9 +24,7 @@ from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 from llmrl.run.yaml_source import YamlLoader
 
-__all__ = ["page", "report_data", "rollouts_of", "write_report"]
-
-ROLLOUT_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
+__all__ = ["page", "report_data", "write_report"]
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -35,7 +33,7 @@ def write_report(run_dir: Path | str) -> Path:
     Raises  DataError if the run's files are damaged, RunFolderError if the page cannot be written
     """
     path = Path(run_dir) / "report.html"
-    replace_file(path, page(report_data(read_run(run_dir)), rollouts_of(run_dir)))
+    replace_file(path, page(report_data(read_run(run_dir)), rollouts_data(Path(run_dir))))
     return path
 
 
@@ -55,11 +53,6 @@ def report_data(run: RunFiles) -> dict[str, Any]:
         "tables": [_plan_table(info), _settings_table(run), _metrics_table(run)],
         "notes": run.notes + ([] if run.steps else ["No step is finished yet."]),
     }
-
-
-def rollouts_of(run_dir: Path | str) -> dict[str, Any] | None:
-    """The data of the rollout viewer; None for a run without rollouts."""
-    return rollouts_data(Path(run_dir), max_bytes=ROLLOUT_BYTES)
 
 
 def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, live: bool = False) -> str:

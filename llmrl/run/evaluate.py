@@ -113,14 +113,11 @@ def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
 def _sets(
     run_dir: Path, command: str, config: SFTConfig | GRPOConfig, data: Sequence[str]
 ) -> list[tuple[EvalSettings, Sequence[Mapping[str, Any]]]]:
-    """The problems of each set that was asked for, and the settings that name it."""
-    if config.env is None:
-        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say env=...")
-    sets = [(settings, eval_rows(config.env, settings)) for settings in _asked(config.eval, data)]
+    asked = _asked(config.eval, data)
+    sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
-        raise ConfigError(
-            f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say eval.dataset=..."
-        )
+        remedy = "env=..." if config.env is None else "eval.dataset=..."
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {remedy}")
     return sets
 
 

@@ -17,6 +17,7 @@ from llmrl.train.lora import add_adapters
 from llmrl.train.models import load_files, made_model
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import TinyModelSettings
+from llmrl.train.sft_data import AT_ONCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from llmrl.train.updater import Updater
 
 __all__ = ["PairEvaluator", "load_reward_model"]
-
-_AT_ONCE = 1024  # pairs
 
 
 def load_reward_model(
@@ -77,8 +76,8 @@ class PairEvaluator:
 
     def run(self) -> float:
         right = 0.0
-        for start in range(0, self.num_rows, _AT_ONCE):
-            mine, _ = deal_batch(self.session, self.rows[start : start + _AT_ONCE], self.share, everywhere=True)
+        for start in range(0, self.num_rows, AT_ONCE):
+            mine, _ = deal_batch(self.session, self.rows[start : start + AT_ONCE], self.share, everywhere=True)
             with evaluating(self.updater.scorer):  # without the dropout of adapters
                 rewards = self.updater.score(mine, self.loss.pair_rewards)
             own = 0 if mine is None else sum(float(chosen > rejected) for chosen, rejected in rewards)
