@@ -37,7 +37,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
-    loss = SFTLoss(updater.scorer)
+    loss = SFTLoss(policy)
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
     share = attention_share(model)
