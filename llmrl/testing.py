@@ -128,7 +128,7 @@ def _trained(texts: tuple[str, ...], vocab_size: int, controls: tuple[str, ...])
     return tokenizer.to_str()
 
 
-def tiny_processor(texts: Sequence[str] | None = None, vocab_size: int = 512) -> ProcessorMixin:
+def tiny_processor() -> ProcessorMixin:
     """A processor like Qwen2-VL's: :func:`tiny_tokenizer` with tokens for images, and patches of 4 x 4 pixels.
 
     One token stands for 8 x 8 pixels; images are made as large as 1 to 16 tokens. For ``tiny_model(...,
@@ -142,7 +142,7 @@ def tiny_processor(texts: Sequence[str] | None = None, vocab_size: int = 512) ->
     from transformers import Qwen2VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = tiny_tokenizer(texts, vocab_size)
+    tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *_IMAGE_TOKENS]})
     tokenizer.chat_template = _IMAGE_TEMPLATE
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}

@@ -41,7 +41,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
     reference = ReferenceLogProbs()
     rows = pairs.as_rows()
-    buffer = deal_epochs(rows, config)
+    buffer = deal_epochs(len(rows), config)
     share = attention_share(model)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
@@ -51,7 +51,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
         run.evaluate_before(evaluator)
         for step in run.steps(steps, DPO_COLUMNS):
             # 1. All ranks draw the same pairs and train a part of them each: one more rank changes no number.
-            batch = buffer.sample()
+            batch = rows[buffer.sample()]
             if not loss.reference_free:
                 batch.set("reference_log_probs", reference.values[batch["row"]])
             batch, imbalance = deal_batch(session, batch, share, everywhere=True)

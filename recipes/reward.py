@@ -42,15 +42,16 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     share = attention_share(model)
     evaluator = None
     if pairs.held_out is not None:
-        rows = pairs.held_out.as_rows()
-        evaluator = PairEvaluator(session, updater, loss, rows, split=config.eval.split, share=share)
-    buffer = deal_epochs(pairs.as_rows(), config)
+        held_out = pairs.held_out.as_rows()
+        evaluator = PairEvaluator(session, updater, loss, held_out, split=config.eval.split, share=share)
+    rows = pairs.as_rows()
+    buffer = deal_epochs(len(rows), config)
 
     run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
     run.evaluate_before(evaluator)
     for step in run.steps(steps, REWARD_COLUMNS):
         # 1. All ranks draw the same pairs and train a part of them each: one more rank changes no number.
-        batch, imbalance = deal_batch(session, buffer.sample(), share, everywhere=True)
+        batch, imbalance = deal_batch(session, rows[buffer.sample()], share, everywhere=True)
 
         # 2. Micro-batches, loss, clipping, AdamW.
         metrics = updater.train(loss, [batch], step)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: ``llmrl sft sums_sft``, or ``torchrun -m llmrl.recipes.sft sums_sft.yaml``.
 
-Conversations are rendered and tokenised once, into a replay buffer that deals each out once per epoch; the loss is the
-mean over all trained tokens of a step, however it is cut. Read `train` from top to bottom: that is the whole recipe.
+Conversations are rendered and tokenised once, and a replay buffer deals each out once per epoch; the loss is the mean
+over all trained tokens of a step, however it is cut. Read `train` from top to bottom: that is the whole recipe.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
-    buffer = deal_epochs(chats.as_rows(), config)
+    rows = chats.as_rows()
+    buffer = deal_epochs(len(rows), config)
     share = attention_share(model)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
@@ -46,7 +47,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
         run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
             # 1. All ranks draw the same rows and train a part of them each: one more rank changes no number.
-            batch, imbalance = deal_batch(session, buffer.sample(), share, everywhere=True)
+            batch, imbalance = deal_batch(session, rows[buffer.sample()], share, everywhere=True)
 
             # 2. Micro-batches, loss, clipping, AdamW.
             metrics = updater.train(loss, [batch], step)

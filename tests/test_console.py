@@ -14,6 +14,7 @@ from llmrl.run.console import (
     print_plan,
     print_summary,
     print_table,
+    warn,
 )
 from llmrl.run.metrics import METRICS
 
@@ -79,7 +80,7 @@ def test_on_a_terminal_warnings_stand_above_the_panel_and_are_printed_once():
     with StepDisplay(2, COLUMNS, console=console, title="grpo", clock=clock) as display:
         clock.now += 1
         display.step(1, {"reward/mean": 0.25})
-        display.warn("3 rollouts [dropped]")
+        warn(console, "3 rollouts [dropped]")
         clock.now += 1
         display.step(2, {"reward/mean": 0.75}, summary="eval .604")
     text = written(console)
@@ -113,7 +114,7 @@ def test_other_ranks_print_nothing(capsys, monkeypatch):
     print_plan(console, "grpo", [("machine", "cpu")])
     with StepDisplay(1, COLUMNS, console=console) as display:
         display.step(1, {})
-        display.warn("unseen")
+        warn(console, "unseen")
     print_summary(console, ["1 step"])
     assert capsys.readouterr().out == ""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -28,12 +27,12 @@ _SHOWN = ("reward/mean", "policy/loss", "preference/right_frac", "tokens/complet
 _SHOWN += ("mismatch/logp_abs_mean", "perf/gen_tok_s", "perf/train_tok_s", "perf/peak_gb", "time/step")
 
 
-def compare(paths: Sequence[Path], *, html: Path | None = None, console: Console | None = None) -> int:
+def compare(paths: Sequence[Path], *, html: Path | None = None) -> int:
     """Prints evaluations, metrics and settings that differ; with ``html`` writes a page with overlaid curves too.
 
     Raises  DataError if a run is damaged, RunFolderError if the page cannot be written
     """
-    console = console or make_console()
+    console = make_console()
     runs = _named([read_run(path) for path in paths])
     for run in runs.values():
         if not run.steps:

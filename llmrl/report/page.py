@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 
 from llmrl.report.curves import charts
-from llmrl.report.intervals import Score, evaluations
+from llmrl.report.intervals import evaluations
 from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import RunFiles, one_line, read_run
 from llmrl.report.warnings import findings
@@ -25,9 +24,7 @@ from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 from llmrl.run.yaml_source import YamlLoader
 
-__all__ = ["page", "report_data", "rollouts_of", "write_report"]
-
-ROLLOUT_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
+__all__ = ["page", "report_data", "write_report"]
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -36,7 +33,7 @@ def write_report(run_dir: Path | str) -> Path:
     Raises  DataError if the run's files are damaged, RunFolderError if the page cannot be written
     """
     path = Path(run_dir) / "report.html"
-    replace_file(path, page(report_data(read_run(run_dir)), rollouts_of(run_dir)))
+    replace_file(path, page(report_data(read_run(run_dir)), rollouts_data(Path(run_dir))))
     return path
 
 
@@ -56,11 +53,6 @@ def report_data(run: RunFiles) -> dict[str, Any]:
         "tables": [_plan_table(info), _settings_table(run), _metrics_table(run)],
         "notes": run.notes + ([] if run.steps else ["No step is finished yet."]),
     }
-
-
-def rollouts_of(run_dir: Path | str) -> dict[str, Any] | None:
-    """The data of the rollout viewer; None for a run without rollouts."""
-    return rollouts_data(Path(run_dir), max_bytes=ROLLOUT_BYTES)
 
 
 def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, live: bool = False) -> str:
@@ -103,9 +95,12 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
     cards = []
     for name, scores in evaluations(run.steps).items():
         first, last = scores[0], scores[-1]
-        note = f"95% interval {_interval(last)}, {last.count:,} problems" if last.count and last.interval else ""
+        note = f"step {last.step}"
+        if last.count and last.interval:
+            low, high = map(format_number, last.interval)
+            note = f"95% interval {low} to {high}, {last.count:,} problems"
         before = first.mean if len(scores) > 1 else None
-        cards.append(_change(f"evaluation {name}", before, last.mean, note or f"step {last.step}"))
+        cards.append(_change(f"evaluation {name}", before, last.mean, note))
     for metric, label in {
         "reward/mean": "reward",
         "preference/right_frac": "pairs ranked right",
@@ -137,24 +132,17 @@ def _change(label: str, before: float | None, after: float, note: str) -> dict[s
     return {"label": label, "value": value, "note": " · ".join(filter(None, [gain, note]))}
 
 
-def _interval(score: Score) -> str:
-    low, high = score.interval or (math.nan, math.nan)
-    return f"{format_number(low)} to {format_number(high)}"
-
-
 def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:
-    plan = info.get("plan")
-    rows = [[str(cell) for cell in row] for row in plan] if isinstance(plan, list) else []
+    rows = [[str(cell) for cell in row] for row in info.get("plan", ())]
     return {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
 
 
 def _settings_table(run: RunFiles) -> dict[str, Any]:
     """The settings that were given and are not the default; an older run has not recorded the defaults."""
-    origins, defaults = run.info.get("origins"), run.info.get("defaults")
-    rows = []
-    for name, place in origins.items() if isinstance(origins, dict) else ():
+    rows, defaults = [], run.info.get("defaults", {})
+    for name, place in run.info.get("origins", {}).items():
         under = [key for key in run.settings if key == name or key.startswith(f"{name}.")]
-        text = str(defaults.get(name, "")) if isinstance(defaults, dict) else ""
+        text = str(defaults.get(name, ""))
         default = one_line(yaml.load(text, YamlLoader)) if text not in ("", "required") else ""
         rows += [[key, run.settings[key], default, str(place)] for key in under if run.settings[key] != default]
     title = "Settings that differ from their defaults"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from llmrl.report.page import write_report
@@ -21,7 +22,7 @@ _SCRIPT = (
 )
 
 
-class ReportRefresher:
+class ReportRefresher(AbstractContextManager):
     """Keeps ``<run>/report.html`` up to date; used as a context manager around the steps.
 
     `refresh` begins a page in a process of its own, of a lower priority: at most every `PAUSE_S`, never two at a
@@ -72,9 +73,6 @@ class ReportRefresher:
         if fault not in self._warned:
             self._warned.add(fault)
             self._warn(f"{self.path} was not written: {fault}; llmrl report {self._run_dir} tries again.")
-
-    def __enter__(self) -> ReportRefresher:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._process is not None:  # it may have read older steps, and must not come last

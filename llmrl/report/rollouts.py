@@ -21,6 +21,7 @@ from llmrl.run.rollout_log import Rollout, TokenRecord, ToolCallRecord, read_rol
 
 __all__ = ["rollouts_data"]
 
+_MAX_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
 _MAX_STEPS = 24
 _MAX_CHARS, _MAX_TOKENS, _MAX_CALLS = 4000, 1200, 50  # of one conversation
 _NUMBERS = {  # name in the page: in the log
@@ -33,7 +34,7 @@ _NUMBERS = {  # name in the page: in the log
 Group = dict[int, Rollout]  # by their place in the file of their step
 
 
-def rollouts_data(run_dir: Path, *, max_bytes: int) -> dict[str, Any] | None:
+def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, Any] | None:
     """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
     Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
@@ -113,10 +114,9 @@ def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
 
 
 def _records(run_dir: Path, step: int) -> Mapping[int, TokenRecord]:
-    """The tokens of a step's conversations by their place; none of a file that cannot be read."""
     try:
         return read_tokens(run_dir, step)
-    except DataError:
+    except DataError:  # as above
         return {}
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.errors import ConfigError, LLMRLError
-from llmrl.report.page import as_json, page, report_data, rollouts_of
+from llmrl.report.page import as_json, page, report_data
+from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import read_run
 
 __all__ = ["ReportServer", "watch"]
@@ -76,7 +77,7 @@ class ReportServer(ThreadingHTTPServer):
         if found == self._read.get(part) or time.monotonic() < self._next[part]:
             return False
         clock = time.thread_time()
-        read = report_data(read_run(self.run_dir)) if part == "report" else rollouts_of(self.run_dir)
+        read = report_data(read_run(self.run_dir)) if part == "report" else rollouts_data(self.run_dir)
         self._parts[part], self._read[part] = read, found
         self._next[part] = time.monotonic() + (time.thread_time() - clock) / SHARE
         return True

@@ -308,7 +308,6 @@ def _run_of_name(
 
 
 def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: Sequence[str]) -> None:
-    """Writes the settings and what was asked into the run's folder."""
     info = {
         "command": command,
         "recipe": recipe,

@@ -43,7 +43,6 @@ def _with_folder(run: str, **given: Any) -> dict[str, Any]:
 
 
 def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any) -> dict[str, Any]:
-    """The run, its settings with the overrides, and the checkpoint of that name."""
     folder = RunDir.open(run)
     _, _, loaded = load_run(folder, overrides)
     return {"run": folder, "config": loaded.config, "checkpoint": checkpoint_of(folder, checkpoint), **given}

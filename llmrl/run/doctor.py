@@ -13,8 +13,6 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-
 from llmrl.errors import MissingDependencyError, UnsupportedError
 from llmrl.run.console import Finding, make_console, print_findings
 from llmrl.tools.browser import find_chromium
@@ -65,13 +63,13 @@ def checks() -> list[Finding]:
     return [*found, _verdict(found)]
 
 
-def report(*, as_json: bool = False, console: Console | None = None) -> int:
+def report(*, as_json: bool = False) -> int:
     """Prints the lines; returns 0 if something can be trained here, else 1."""
     found = checks()
     if as_json:
         print(json.dumps([asdict(check) for check in found]))
     else:
-        print_findings(console or make_console(), found)
+        print_findings(make_console(), found)
     return 0 if found[-1].ok else 1
 
 

@@ -7,8 +7,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,22 +75,9 @@ def evaluate(
         policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         with closing(Task(config.env, tokenizer)) as task:
             for settings, rows in sets:
-                started = time.perf_counter()
-                evaluator = Evaluator(session, policy, task, rows, settings, samples=samples, temperature=temperature)
-                evaluator.run()
-                if session.is_first:
-                    found = {
-                        "run": str(run_dir),
-                        "checkpoint": checkpoint.name,
-                        "env": config.env.name,
-                        "dataset": settings.dataset,
-                        "split": settings.split,
-                        "rows": len(rows),
-                        "failed": evaluator.failed,
-                        **sample_metrics(evaluator.answers),
-                        **({} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}),
-                    }
-                    _print(session, evaluator, found, checkpoint, time.perf_counter() - started, as_json=as_json)
+                asking = {"samples": samples, "temperature": temperature}
+                make = partial(Evaluator, session, policy, task, rows, settings, **asking)
+                _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     return 0
 
 
@@ -107,21 +95,9 @@ def _rank_pairs(
         updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
         loss = RewardLoss(updater.scorer, **config.reward.model_dump())
         for settings, held_out in zip(sets, pairs, strict=True):
-            started = time.perf_counter()
             options = {"split": settings.split, "share": attention_share(model)}
-            evaluator = PairEvaluator(session, updater, loss, held_out.as_rows(), **options)
-            mean = evaluator.run()
-            if session.is_first:
-                found = {
-                    "run": str(run_dir),
-                    "checkpoint": checkpoint.name,
-                    "dataset": settings.dataset,
-                    "split": settings.split,
-                    "rows": len(held_out),
-                    "mean": mean,
-                    "interval": interval(mean, evaluator.metrics["eval/pairs/std"], len(held_out)),
-                }
-                _print(session, evaluator, found, checkpoint, time.perf_counter() - started, as_json=as_json)
+            make = partial(PairEvaluator, session, updater, loss, held_out.as_rows(), **options)
+            _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     return 0
 
 
@@ -137,14 +113,11 @@ def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
 def _sets(
     run_dir: Path, command: str, config: SFTConfig | GRPOConfig, data: Sequence[str]
 ) -> list[tuple[EvalSettings, Sequence[Mapping[str, Any]]]]:
-    """The problems of each set that was asked for, and the settings that name it."""
-    if config.env is None:
-        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say env=...")
-    sets = [(settings, eval_rows(config.env, settings)) for settings in _asked(config.eval, data)]
+    asked = _asked(config.eval, data)
+    sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
-        raise ConfigError(
-            f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say eval.dataset=..."
-        )
+        remedy = "env=..." if config.env is None else "eval.dataset=..."
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {remedy}")
     return sets
 
 
@@ -200,19 +173,35 @@ def _final_answer(text: str) -> str:
     return normalize_answer(next(part for part in (answer, last_boxed(text), text) if part is not None))
 
 
-def _print(
+def _measure(
+    run_dir: Path,
     session: Session,
-    evaluator: Evaluator | PairEvaluator,
-    found: Mapping[str, Any],
     checkpoint: Path,
-    seconds: float,
+    settings: EvalSettings,
+    make: Callable[[], Evaluator | PairEvaluator],
     *,
     as_json: bool,
 ) -> None:
+    """Measures one set of problems or pairs, and prints what the first rank found."""
+    clock = time.perf_counter()
+    evaluator = make()
+    mean = evaluator.run()
+    if not session.is_first:
+        return
+    answers = isinstance(evaluator, Evaluator)
+    found: dict[str, Any] = {"run": str(run_dir), "checkpoint": checkpoint.name}
+    found |= {"env": evaluator.task.settings.name} if answers else {}
+    found |= {"dataset": settings.dataset, "split": settings.split, "rows": evaluator.num_rows}
+    if answers:
+        found |= {"failed": evaluator.failed, **sample_metrics(evaluator.answers)}
+        found |= {} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}
+    else:
+        std = evaluator.metrics["eval/pairs/std"]
+        found |= {"mean": mean, "interval": interval(mean, std, evaluator.num_rows)}
     if as_json:
         print(json.dumps(found))
         return
-    name = evaluator.name if found["dataset"] is None else f"{found['dataset']} {found['split']}"
+    name = evaluator.name if settings.dataset is None else f"{settings.dataset} {settings.split}"
     bounds = "" if found["interval"] is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
     average = f"avg@{found['samples']} " if "samples" in found else ""
     called = "" if evaluator.call_rate is None else f", {evaluator.call_rate:.0%} call"
@@ -222,8 +211,8 @@ def _print(
         session.console,
         [
             f"{name} {average}{found['mean']:.3f}{bounds}{called}",
-            f"{found['rows']} {'problems' if isinstance(evaluator, Evaluator) else 'pairs'}{lost}",
-            format_duration(seconds),
+            f"{evaluator.num_rows} {'problems' if answers else 'pairs'}{lost}",
+            format_duration(time.perf_counter() - clock),
         ],
         facts=[("samples", " · ".join(others))] if others else [],
         files=str(checkpoint),

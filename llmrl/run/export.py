@@ -140,12 +140,10 @@ def _copy(checkpoint: Path, draft: Path, left_out: set[str]) -> None:
 
 
 def _set_dtype(path: Path, dtype: str) -> None:
-    def change(settings: dict[str, Any]) -> dict[str, Any]:
-        for name, value in settings.items():
-            settings[name] = (
-                change(value) if isinstance(value, dict) else dtype if name in ("dtype", "torch_dtype") else value
-            )
-        return settings
+    def change(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {inner: change(own, inner) for inner, own in value.items()}
+        return dtype if name in ("dtype", "torch_dtype") else value
 
     path.write_text(json.dumps(change({"dtype": dtype, **json.loads(path.read_text())}), indent=2) + "\n")
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.run.mirrors import Mirror, make_mirror
-from llmrl.run.run_dir import writing
-
-if TYPE_CHECKING:
-    from llmrl.run.rollout_log import Rollout
+from llmrl.run.rollout_log import Rollout
+from llmrl.run.run_dir import replace_file, writing
 
 __all__ = ["METRICS", "MetricsLog", "check_metric_name", "evenly", "read_metrics"]
 
@@ -126,7 +124,7 @@ def check_metric_name(name: str) -> None:
         raise ConfigError(f"metrics: {name!r} is not a metric.{did_you_mean(name, [*METRICS, *_FAMILIES.values()])}")
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager):
     """Appends one line per step to ``<run>/metrics.jsonl``; each line is on its way to the disk when `log` returns.
 
     ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
@@ -166,13 +164,10 @@ class MetricsLog:
             self._file = self.path.open("a", encoding="utf-8")
 
     def _remove_steps_after(self, last: int) -> None:
-        """Rewrites the file through a second one, so that a kill loses nothing."""
         with writing(self.path):
             if self.path.exists():
                 kept = [json.dumps(row) + "\n" for row in _rows(self.path) if row["step"] <= last]
-                draft = self.path.with_suffix(".jsonl.tmp")
-                draft.write_text("".join(kept), encoding="utf-8")
-                os.replace(draft, self.path)
+                replace_file(self.path, "".join(kept))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
@@ -207,9 +202,6 @@ class MetricsLog:
         for mirror in self._mirrors:
             mirror.close()
         self._mirrors = []
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

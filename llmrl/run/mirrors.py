@@ -7,13 +7,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.optional import require
-
-if TYPE_CHECKING:
-    from llmrl.run.rollout_log import Rollout
+from llmrl.run.rollout_log import Rollout
 
 __all__ = ["MIRRORS", "MLflowMirror", "Mirror", "TensorBoardMirror", "WandbMirror", "make_mirror"]
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,13 +23,13 @@ __all__ = ["describe_runs", "list_runs"]
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
-def list_runs(root: Path, *, as_json: bool = False, console: Console | None = None) -> int:
+def list_runs(root: Path, *, as_json: bool = False) -> int:
     """Prints the runs below ``root``, those that changed last first, and returns 0."""
     rows = describe_runs(root)
     if as_json:
         print(json.dumps(rows))
         return 0
-    console = console or make_console()
+    console = make_console()
     if not rows:
         note(console, f"there are no runs in {root}/; begin one: llmrl sft sums_sft")
         return 0

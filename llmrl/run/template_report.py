@@ -200,7 +200,6 @@ def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> N
 
 
 def _check_tool_calls(diagnosis: Diagnosis, renderer: Renderer) -> None:
-    """Checks that a call is trained and its result is not."""
     try:
         [row] = renderer.render([_WITH_TOOL], tools=[_TOOL])
     except TemplateError as error:
@@ -225,7 +224,6 @@ def _check_preamble(diagnosis: Diagnosis, renderer: Renderer) -> None:
 
 
 def _check_parser(diagnosis: Diagnosis, renderer: Renderer) -> None:
-    """Reads a rendered conversation back into messages."""
     parse = renderer.template.parse
     if parse is None:
         diagnosis.add("reading back", None, "text cannot be read back into messages: give add_chat_template a parser")

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDictBase
 
+from llmrl.collectors.llm import LLMCollector
+from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.train.distributed import Session
+from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.rollout_queue import RolloutQueue
-
-if TYPE_CHECKING:
-    from llmrl.collectors.llm import LLMCollector
-    from llmrl.modules.llm.log_probs import TokenScorer
-    from llmrl.train.distributed import Session
-    from llmrl.train.rollout_engine import RolloutEngine
-    from llmrl.train.settings import GRPOConfig
+from llmrl.train.settings import GRPOConfig
 
 __all__ = ["RolloutSource"]
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.train.model_shape import model_shape
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["attention_share", "deal", "deal_batch", "deal_epochs", "imbalance", "row_costs"]
 
 
-def deal_epochs(rows: TensorDictBase, config: SFTConfig) -> ReplayBuffer:
-    """A buffer whose `sample` deals every row out once per epoch, in another order each time: a batch of each step."""
+def deal_epochs(num_rows: int, config: SFTConfig) -> ReplayBuffer:
+    """A buffer of row numbers: `sample` deals out those of a step, each once per epoch, in another order each time."""
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(len(rows)),
+        storage=LazyTensorStorage(num_rows),
         sampler=SamplerWithoutReplacement(),
         batch_size=config.batch_size,
         generator=torch.Generator().manual_seed(config.seed),
     )
-    buffer.extend(rows)
+    buffer.extend(torch.arange(num_rows))
     return buffer
 
 

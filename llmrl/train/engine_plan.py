@@ -16,7 +16,7 @@ from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.routers import why_not_replayed
 from llmrl.modules.llm.vision import vision_tower
-from llmrl.train.memory import GPU, engine_share, trainer_gpus
+from llmrl.train.memory import GPU, engine_share, longest_row, trainer_gpus
 from llmrl.train.model_shape import model_shape
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings import GRPOConfig
@@ -329,9 +329,8 @@ def _needed_length(config: GRPOConfig, longest_evaluated: int) -> int:
     """Tokens of the longest prompt with its longest answers, and the one more that vLLM wants for scoring. What tools
     and users say in between is not in it.
     """
-    env, answer = config.env, config.sampling.max_tokens
     evaluated = longest_evaluated + config.eval.max_tokens if longest_evaluated else 0
-    return max(env.max_prompt_tokens + env.max_turns * answer, evaluated) + 1
+    return max(longest_row(config), evaluated) + 1
 
 
 def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | None:

@@ -38,15 +38,12 @@ def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
     if ":" not in name:
         return _PUBLIC.get(name, DatasetChatEnv)
     made = load_object(name, what="environment")
-    if inspect.isclass(made) and not issubclass(made, DatasetChatEnv):
+    is_class = inspect.isclass(made)
+    if not (issubclass(made, DatasetChatEnv) if is_class else callable(made)):
+        kind = f"a subclass of {made.__mro__[1].__name__}" if is_class else f"of type {type(made).__name__}"
         raise ConfigError(
             f"environment: {name!r} must be a subclass of TaskEnv or DatasetChatEnv (llmrl.envs.llm), or a function "
-            f"that returns one: it is a subclass of {made.__mro__[1].__name__}."
-        )
-    if not callable(made):
-        raise ConfigError(
-            f"environment: {name!r} must be a subclass of TaskEnv or DatasetChatEnv, or a function that returns one: "
-            f"it is of type {type(made).__name__}."
+            f"that returns one: it is {kind}."
         )
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from llmrl.modules.llm.routers import RouterLoad, Routers
 from llmrl.objectives.llm.functional import expert_balance
-
-if TYPE_CHECKING:
-    from llmrl.train.distributed import Session
+from llmrl.train.distributed import Session
 
 __all__ = ["ExpertBalance"]
 

@@ -84,21 +84,17 @@ def lora_rows(config: ModelSource, shape: ModelShape) -> list[tuple[str, str]]:
             "sampled from."
         )
     if lora.quantize:
-        _check_quantization(config)
+        require("bitsandbytes", extra="qlora", used_by="lora.quantize=nf4")
+        if isinstance(config.model, TinyModelSettings):
+            raise ConfigError("lora.quantize: needs a model that is read from files: got one that is made on the spot.")
+        if config.parallel.mode == "fsdp2":
+            raise ConfigError(
+                "lora.quantize: cannot be used with parallel.mode fsdp2: 4-bit weights are packed as a whole and "
+                "cannot be read shard by shard; use parallel.mode=ddp, or leave lora.quantize out."
+            )
     kind = f" · the model's linear layers in {lora.quantize}" if lora.quantize else ""
     count = f"{trained:,} of {shape.parameters:,} parameters trained".replace(",", " ")
     return [("lora", f"{count} · r {lora.r}, alpha {lora.alpha:g} on {', '.join(targets)}{kind}")]
-
-
-def _check_quantization(config: ModelSource) -> None:
-    require("bitsandbytes", extra="qlora", used_by="lora.quantize=nf4")
-    if isinstance(config.model, TinyModelSettings):
-        raise ConfigError("lora.quantize: needs a model that is read from files: got one that is made on the spot.")
-    if config.parallel.mode == "fsdp2":
-        raise ConfigError(
-            "lora.quantize: cannot be used with parallel.mode fsdp2: 4-bit weights are packed as a whole and cannot be "
-            "read shard by shard; use parallel.mode=ddp, or leave lora.quantize out."
-        )
 
 
 def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:

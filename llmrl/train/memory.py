@@ -211,7 +211,6 @@ def longest_row(config: ModelSource) -> int:
 
 
 def _rows(config: ModelSource, num_gpus: int) -> int:
-    """Rows of a step on one GPU."""
     if isinstance(config, GRPOConfig):
         return -(-config.prompts_per_step * config.group_size * config.env.max_records // num_gpus)
     return -(-config.batch_size // num_gpus) if isinstance(config, SFTConfig) else 1
@@ -265,7 +264,6 @@ def _engine_sleeps(config: GRPOConfig) -> bool:
 
 
 def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool) -> dict[str, float]:
-    """The least that the engine on a trainer's GPU needs."""
     if config.rollout.engine == "transformers":
         return {"KV cache": 4.0 * shape.cache_numbers(longest_row(config)) * _rows(config, num_gpus)}
     return {} if config.rollout.elsewhere else engine_memory(config, shape, low_precision=low_precision)
@@ -314,9 +312,7 @@ def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precisi
 def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
     """True if decoder layers keep their inputs alone in this run on these GPUs: the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
-    if config.memory.offload == "activations" or config.memory.checkpointing != "auto" or gpu is None:
-        return config.memory.offload == "activations" or config.memory.checkpointing == "on"
-    given = {"num_gpus": gpu.count, "low_precision": session.low_precision, "capacity": gpu.bytes}
+    given = {"num_gpus": session.world_size, "low_precision": session.low_precision, "capacity": gpu and gpu.bytes}
     return session.any(plan_memory(config, model_shape(model), **given).checkpointing)
 
 
@@ -467,7 +463,6 @@ def memory_rows(
 
 
 def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU, low_precision: bool) -> str:
-    """Raises ConfigError if the GPUs of the engines cannot hold them."""
     needs = engine_memory(config, shape, low_precision=low_precision) | {"reserve": _reserve(gpu.bytes)}
     if not engine_fits(config, shape, gpu, low_precision=low_precision):
         raise ConfigError(

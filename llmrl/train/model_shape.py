@@ -153,11 +153,6 @@ def _elements(weight: nn.Parameter) -> int:
     return weight.numel() if state is None else state.shape.numel()
 
 
-def _experts(block: nn.Module) -> list[nn.Parameter]:
-    """The weights of a mixture of experts: one tensor for all experts, [E, ., .]."""
-    return [parameter for parameter in block.parameters() if parameter.ndim == 3]
-
-
 def _chosen(config: Any) -> int:
     """Experts per token."""
     return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
@@ -203,7 +198,7 @@ def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic)
     named_norms = [(name, module) for name, module in block.named_modules() if "Norm" in type(module).__name__]
     on_heads = [name for name, _ in named_norms if name.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm"))]
     norms = [module for name, module in named_norms if name not in on_heads]
-    experts = _experts(block)
+    experts = [weight for weight in block.parameters() if weight.ndim == 3]  # one tensor for all experts, [E, ., .]
 
     # Norms: the input, in float32, and the normalised values; and what linear layers read of two of them, of which
     # autocast makes a copy for each reader. The output layers of attention and MLP read something else.

@@ -55,7 +55,7 @@ def plan_recipe(
     tokenizer = load_tokenizer(config, runs=runs)
     with Session(config) as session:
         shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        return data_plan(config, session, tokenizer, tokenize(config, tokenizer), shape, gpu)
+        return data_plan(config, session, tokenize(config, tokenizer), shape, gpu)
 
 
 def read_data(
@@ -71,17 +71,12 @@ def read_data(
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     data = tokenize(config, tokenizer)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, tokenizer, data, shape))
+    run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, data, shape))
     return tokenizer, data, *sft_steps(config, len(data))
 
 
 def data_plan(
-    config: SFTConfig,
-    session: Session,
-    tokenizer: PreTrainedTokenizerBase,
-    data: TokenizedRows,
-    shape: ModelShape,
-    gpu: GPU | None = None,
+    config: SFTConfig, session: Session, data: TokenizedRows, shape: ModelShape, gpu: GPU | None = None
 ) -> Rows:
     """The plan of a run that trains on ``data``."""
     steps, per_epoch = sft_steps(config, len(data))
@@ -93,15 +88,12 @@ def data_plan(
         what = {"drop": "dropped"}.get(config.too_long, config.too_long)
         too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
     return [
-        ("machine", session.describe()),
-        ("model", _model(config)),
-        *lora_rows(config, shape),
-        *memory_rows(config, shape, session, gpu),
+        *_model_rows(config, session, shape, gpu),
         *_images(config, data.renderer, shape, data.media),
         ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
         ("loss", config.loss_in_words),
         ("optim", _optim(config.optim)),
-        ("template", check_template(data.renderer, tokenizer, share=data.trained_share())),
+        ("template", check_template(data.renderer, share=data.trained_share())),
         ("data", f"{data.source} · {len(data)} {data.unit}{too_long} · {sum(map(len, data.ids))} tokens"),
         ("length", length),
         ("keep", _checkpoints(config)),
@@ -145,10 +137,7 @@ def grpo_plan(
     epochs = f"{config.steps} steps = {config.steps * prompts / num_prompts:.2f} epochs"
     several = {"several_turns": env.max_turns > 1, "new_records": env.on_rewrite == "new_record"}
     return [
-        ("machine", session.describe()),
-        ("model", _model(config)),
-        *lora_rows(config, shape),
-        *memory_rows(config, shape, session, gpu),
+        *_model_rows(config, session, shape, gpu),
         *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
@@ -158,7 +147,7 @@ def grpo_plan(
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),
         ("optim", _optim(config.optim)),
-        ("template", check_template(Renderer(task.tokenizer), task.tokenizer, **several)),
+        ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
         ("keep", _checkpoints(config)),
@@ -201,12 +190,7 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
 
 
 def check_template(
-    renderer: Renderer,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    share: float | None = None,
-    several_turns: bool = False,
-    new_records: bool = False,
+    renderer: Renderer, *, share: float | None = None, several_turns: bool = False, new_records: bool = False
 ) -> str:
     """The template's verdict in words.
 
@@ -241,11 +225,12 @@ def _tools_and_user(task: Task) -> Rows:
     return rows
 
 
-def _model(config: ModelSource) -> str:
-    if isinstance(config.model, TinyModelSettings):
-        tiny = config.model
-        return f"tiny {tiny.architecture}, {tiny.layers} layers of {tiny.hidden_size}, random (seed {config.seed})"
-    return config.model
+def _model_rows(config: ModelSource, session: Session, shape: ModelShape, gpu: GPU | None) -> Rows:
+    model = config.model
+    if isinstance(model, TinyModelSettings):
+        model = f"tiny {model.architecture}, {model.layers} layers of {model.hidden_size}, random (seed {config.seed})"
+    rows = [("machine", session.describe()), ("model", model), *lora_rows(config, shape)]
+    return rows + memory_rows(config, shape, session, gpu)
 
 
 def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: Sequence[Media] = ()) -> Rows:
@@ -278,15 +263,9 @@ def _sampling(config: GRPOConfig) -> str:
 
 
 def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
-    """A row for the engine, if it is not the trainer itself."""
-    rollout = config.rollout
-    words = []
-    if engine is not None:
-        words.append(engine.place)
-        words.append(_staleness(config))
-        words += engine.describe()
-    if rollout.concurrency:
-        words.append(f"{rollout.concurrency} conversations at a time, each on its own")
+    words = [] if engine is None else [engine.place, _staleness(config), *engine.describe()]
+    if config.rollout.concurrency:
+        words.append(f"{config.rollout.concurrency} conversations at a time, each on its own")
     return [("engine", " · ".join(words))] if words else []
 
 

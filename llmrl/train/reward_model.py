@@ -17,6 +17,7 @@ from llmrl.train.lora import add_adapters
 from llmrl.train.models import load_files, made_model
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import TinyModelSettings
+from llmrl.train.sft_data import AT_ONCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from llmrl.train.updater import Updater
 
 __all__ = ["PairEvaluator", "load_reward_model"]
-
-_AT_ONCE = 1024  # pairs
 
 
 def load_reward_model(
@@ -73,23 +72,23 @@ class PairEvaluator:
         self, session: Session, updater: Updater, loss: RewardLoss, rows: TensorDict, *, split: str, share: float
     ) -> None:
         self.session, self.updater, self.loss, self.rows, self.share = session, updater, loss, rows, share
-        self.name, self.score = f"pairs {split}", math.nan
+        self.name, self.score, self.num_rows = f"pairs {split}", math.nan, len(rows)
 
     def run(self) -> float:
         right = 0.0
-        for start in range(0, len(self.rows), _AT_ONCE):
-            mine, _ = deal_batch(self.session, self.rows[start : start + _AT_ONCE], self.share, everywhere=True)
+        for start in range(0, self.num_rows, AT_ONCE):
+            mine, _ = deal_batch(self.session, self.rows[start : start + AT_ONCE], self.share, everywhere=True)
             with evaluating(self.updater.scorer):  # without the dropout of adapters
                 rewards = self.updater.score(mine, self.loss.pair_rewards)
             own = 0 if mine is None else sum(float(chosen > rejected) for chosen, rejected in rewards)
             right += self.session.sum({"right": own})["right"]
-        self.score = right / len(self.rows)
+        self.score = right / self.num_rows
         return self.score
 
     @property
     def metrics(self) -> dict[str, float]:
         std = math.sqrt(self.score * (1 - self.score))  # of scores that are 0 or 1
-        return eval_metrics(self.metric, self.score, std, len(self.rows))
+        return eval_metrics(self.metric, self.score, std, self.num_rows)
 
     @property
     def summary(self) -> str:

@@ -22,7 +22,6 @@ from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLM
 from llmrl.modules.llm.vision import POSITIONS, read_media
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan
-from llmrl.train.plan import samples_exactly
 from llmrl.train.ray_servers import RayServers, connect
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, adapter_folder, publish
@@ -44,7 +43,6 @@ class RolloutEngine:
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
     ``reports_routes``  of Transformers: of vLLM the plan says it
     ``policy``  for the collector; without vLLM it shares the trainer's module
-    ``exact``   its log-probs are the trainer's to float32 rounding
     ``warning`` what the probe found after the last push; "" if nothing was wrong
     """
 
@@ -72,7 +70,6 @@ class RolloutEngine:
         if plan is not None and plan.ray is not None:
             servers = self._place_servers(config, plan, tokenizer)
         self._on_servers = bool(servers)
-        self.exact = samples_exactly(config, session)
         prefer = True if config.env.on_rewrite == "new_record" else "always"
         wrapping = {"tokenizer": tokenizer, "generate_kwargs": options, "prefer_tokens": prefer}
         self.policy: LLMWrapperBase

@@ -9,18 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens
 from llmrl.train.step_rollouts import oldest_versions
-
-if TYPE_CHECKING:
-    from llmrl.collectors.llm import LLMCollector
 
 __all__ = ["RolloutQueue"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class RunTotals:
     trained: int = 0  # tokens
 
 
-class Run:
+class Run(AbstractContextManager):
     """A run of ``config`` in the folder ``path``; ``session`` is this process's part in it. Used as a context manager.
 
     ``resume``    continues from the newest whole checkpoint; damaged ones are named and set aside
@@ -259,7 +259,7 @@ class Run:
         if self._report is not None:
             self._report.refresh()
         if warning:
-            self._display.warn(f"step {step}: {warning}")
+            warn(self.session.console, f"step {step}: {warning}")
         every = self.config.checkpoint.every
         if self._is_last or (every and step % every == 0):
             self._save(step)
@@ -310,9 +310,6 @@ class Run:
     @property
     def exit_code(self) -> int:
         return 130 if self._interrupted else 0
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._in_steps.close()

@@ -133,23 +133,20 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
 
 def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, config: SFTConfig) -> None:
     limit, ids, media = config.max_length, rendered.ids, rendered.media
-    if len(ids) <= limit:
-        chats.ids.append(ids)
-        chats.masks.append(mask)
-        chats.media += [] if media is None else [media]
-        return
-    if config.too_long == "error" or has_images([media] if media else None):  # an image cannot be cut
-        raise DataError(
-            f"{config.data.path}: a conversation must be at most max_length = {limit} tokens long: row {number} has "
-            f"{len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
-        )
-    chats.num_too_long += 1
-    # a piece begins with the last token of the one before: the first token of a row has no log-prob, and is not trained
-    starts = range(0, len(ids) - 1, max(limit - 1, 1)) if config.too_long == "split" else (0,)
+    starts, is_too_long = range(1), len(ids) > limit
+    if is_too_long:
+        if config.too_long == "error" or has_images([media] if media else None):  # an image cannot be cut
+            raise DataError(
+                f"{config.data.path}: a conversation must be at most max_length = {limit} tokens long: row {number} "
+                f"has {len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
+            )
+        chats.num_too_long += 1
+        if config.too_long == "split":  # a piece begins with the last token of the one before, which it does not train
+            starts = range(0, len(ids) - 1, max(limit - 1, 1))
     for start in starts:
         piece = mask[start : start + limit].clone()
-        piece[0] &= start == 0
-        if piece.any():
+        piece[0] &= start == 0  # the first token of a row has no log-prob
+        if piece.any() or not is_too_long:
             chats.ids.append(ids[start : start + limit])
             chats.masks.append(piece)
             chats.media += [] if media is None else [media]

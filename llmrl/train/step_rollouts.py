@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -134,11 +133,9 @@ class StepRollouts:
         rows = [(self._seeds[self._last[place]], lengths[place]) for place in self._kept]
         return TokenWatch(set(self._session.gather(rows)))
 
-    @contextmanager
-    def watch(self, loss: GRPOLoss) -> Iterator[None]:
+    def watch(self, loss: GRPOLoss) -> AbstractContextManager[None]:
         """Around the step's updates with ``loss``: what it computes at the tokens is kept, of some conversations."""
-        with self._watch.active(loss):
-            yield
+        return self._watch.active(loss)
 
     def records_with_tokens(self) -> list[Rollout]:
         """`records`, some of them with their tokens; a collective."""

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,22 +153,20 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     return [texts[number] for number in ids]
 
 
+@cache
 def _byte_letters() -> dict[str, int]:
     """The byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTES = _byte_letters()
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _from_bytes(token: str) -> str | None:
     """The text of a token of a byte-level vocabulary; None if it is not one."""
-    if not all(letter in _BYTES for letter in token):
+    known = _byte_letters()
+    if not all(letter in known for letter in token):
         return None
-    raw = bytes(_BYTES[letter] for letter in token)
+    raw = bytes(known[letter] for letter in token)
     return re.sub(
         "[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) & 0xFF:02X}>", raw.decode("utf-8", "surrogateescape")
     )

@@ -31,11 +31,10 @@ class Ours:
     """The body of the loops of `llmrl.recipes.dpo` and `llmrl.recipes.reward`."""
 
     def __init__(self, kind: str, model: Any, tokenizer: Any, rows: int, pairs: int):
-        from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.modules.llm.reward_scorer import RewardScorer
         from llmrl.objectives.llm import DPOLoss, RewardLoss
-        from llmrl.train.dealing import attention_share
+        from llmrl.train.dealing import attention_share, deal_epochs
         from llmrl.train.distributed import Session
         from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
         from llmrl.train.preference_settings import DPOConfig, RewardConfig
@@ -44,7 +43,7 @@ class Ours:
         settings = {"model": {}, "data": {"path": "sums", "rows": rows}, "optim": {"lr": LEARNING_RATE, "warmup": 0}}
         config = (DPOConfig if kind == "dpo" else RewardConfig)(**settings, batch_size=pairs)
         self.session, self.share, self.step = Session(config), attention_share(model), 0
-        data = tokenize_pairs(config, tokenizer).as_rows()
+        self.rows = tokenize_pairs(config, tokenizer).as_rows()
         if kind == "dpo":
             policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
         else:
@@ -53,17 +52,14 @@ class Ours:
         self.loss = DPOLoss(self.updater.scorer) if kind == "dpo" else RewardLoss(self.updater.scorer)
         self.reference = ReferenceLogProbs() if kind == "dpo" else None
         if self.reference:
-            self.reference.compute(self.session, self.updater, self.loss, data, self.share)
-        self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(rows), sampler=SamplerWithoutReplacement(), batch_size=pairs
-        )
-        self.buffer.extend(data)
+            self.reference.compute(self.session, self.updater, self.loss, self.rows, self.share)
+        self.buffer = deal_epochs(len(self.rows), config)
 
     def __call__(self) -> None:
         from llmrl.train.dealing import deal_batch
 
         self.step += 1
-        batch = self.buffer.sample()
+        batch = self.rows[self.buffer.sample()]
         if self.reference:
             batch.set("reference_log_probs", self.reference.values[batch["row"]])
         batch, _ = deal_batch(self.session, batch, self.share, everywhere=True)

@@ -55,12 +55,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
 def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place):
     place.train("sft", "run")
-    (place.path / "runs/run/metrics.jsonl.tmp").symlink_to("/dev/full")
+    draft = place.path / f"runs/run/.metrics.jsonl.{os.getpid()}.draft"  # of the command, which runs in this process
+    draft.symlink_to("/dev/full")
     words = ["metrics.jsonl: cannot be written: No space left on device; "]
     result = place.run("resume", "run", "steps=4", code=3, words=words)
     assert len(result.err.splitlines()) == 1
     assert "steps: 3" in (place.path / "runs/run/config.yaml").read_text()
-    (place.path / "runs/run/metrics.jsonl.tmp").unlink()
+    draft.unlink()
     place.run("resume", "run", "steps=4")
     assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
 

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmrl.run.console.lines import ascii_only, note, print_line, warn
+from llmrl.run.console.lines import ascii_only, note, print_line
 from llmrl.run.console.numbers import format_duration, format_number
 
 __all__ = [
@@ -109,7 +109,7 @@ class StepDisplay:
     """Shows a training loop as it goes; used as a context manager around it. A quiet console shows nothing.
 
     On a terminal: a panel with the last rows, the course of the first column, a progress bar and the time left.
-    Anywhere else: a header, then one line per `step`. What `warn` or any ``print`` writes appears above it.
+    Anywhere else: a header, then one line per `step`. What `console.warn` or any ``print`` writes appears above it.
 
     ``total``  steps of the run; ``start`` is the number of those already done (a resumed run)
     """
@@ -172,10 +172,6 @@ class StepDisplay:
         if not self._durations:
             return math.nan
         return max(0, self.total - self._done) * sum(self._durations) / len(self._durations)
-
-    def warn(self, text: str) -> None:
-        """`llmrl.run.console.warn` on this display's console."""
-        warn(self.console, text)
 
     def _panel(self) -> Panel:
         head = Text(_header(self.columns, "eta"), "bold", no_wrap=True, overflow="ellipsis")
