@@ -59,9 +59,7 @@ class MCPServers(contextlib.AbstractContextManager):
                 "pip install 'llmrl[mcp]'."
             )
         if not isinstance(servers, Mapping) or not servers:
-            raise ConfigError(
-                f"MCPServers: servers must be a mapping of at least one name to its settings: got {servers!r:.80}."
-            )
+            raise ConfigError(f"MCPServers: servers must map at least one name to its settings: got {servers!r:.80}.")
         self._loop = BackgroundLoop("mcp")
         self._connections = [
             _Connection(name, _settings(name, given), start_timeout_s) for name, given in servers.items()
@@ -328,7 +326,6 @@ def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
 
 
 def _text_of(result: Any) -> str:
-    """The content of a result as text; content of other kinds is named."""
     parts = []
     for block in result.content:
         resource = getattr(block, "resource", None)

@@ -83,9 +83,8 @@ class Signature:
             if not texts:
                 raise
             try:
-                filled = self._model.model_validate(
-                    {**arguments, **{name: parse_json(arguments[name]) for name in texts}}
-                )
+                parsed = {name: parse_json(arguments[name]) for name in texts}
+                filled = self._model.model_validate({**arguments, **parsed})
             except (ValidationError, JSONError):
                 raise failure from None
         return {str(field.alias): getattr(filled, name) for name, field in self._model.model_fields.items()}

@@ -31,12 +31,12 @@ def _spec_property(part: str, *, leaf: bool = False) -> property:
 
 
 def _keys_property(part: str) -> property:
-    return property(lambda self: self._leaf_keys(part), doc=f"The keys of the {part} spec's leaves.")
+    return property(lambda self: self._get_spec(part).leaf_keys, doc=f"The keys of the {part} spec's leaves.")
 
 
 def _key_property(part: str) -> property:
     def get(self: EnvSpecs) -> NestedKey:
-        keys = self._leaf_keys(part)
+        keys = self._get_spec(part).leaf_keys
         if len(keys) != 1:
             raise ConfigError(
                 f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
@@ -117,9 +117,6 @@ class EnvSpecs:
             spec = _with_done_keys(spec)
         self._specs[part] = spec.lock_()
         self._spec_version += 1
-
-    def _leaf_keys(self, part: str) -> tuple[NestedKey, ...]:
-        return self._get_spec(part).leaf_keys
 
     def _action_root_names(self) -> tuple[str, ...]:
         if self._action_roots is None or self._action_roots[0] != self.spec_version:

@@ -71,9 +71,7 @@ class GymWrapper(EnvBase):
             raise ConfigError(f"{who}: frame_skip is the number of times an action is taken: got {frame_skip!r}.")
         if from_pixels:
             if env.render_mode != "rgb_array":
-                raise ConfigError(
-                    f"{who}: from_pixels needs an env made with render_mode='rgb_array': got {env.render_mode!r}."
-                )
+                raise ConfigError(f"{who}: from_pixels needs render_mode='rgb_array': got {env.render_mode!r}.")
             env = gymnasium.wrappers.AddRenderObservation(env, render_only=pixels_only, obs_key="observation")
         super().__init__(device=device)
         self.gym_env, self.frame_skip = env, frame_skip
@@ -170,7 +168,6 @@ class GymWrapper(EnvBase):
         return self._specs_read[1]
 
     def _spec_of(self, space: Any, what: str) -> TensorSpec:
-        """The spec that stands for a space."""
         kind, device = type(space).__name__, self.device
         if kind == "Box":
             dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
@@ -241,7 +238,6 @@ class GymEnv(GymWrapper):
 
 
 def _parts(space: Any) -> list[tuple[str, Any]]:
-    """The spaces of a Dict or a Tuple by name."""
     if type(space).__name__ == "Dict":
         return list(space.items())
     return [(str(number), part) for number, part in enumerate(space)]
@@ -260,7 +256,6 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
-    """An action entry as what gymnasium takes."""
     kind = type(space).__name__
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}

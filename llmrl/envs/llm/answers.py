@@ -250,7 +250,6 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    """A decimal if it has an end, else a fraction in lowest terms."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

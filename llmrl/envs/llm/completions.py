@@ -188,7 +188,6 @@ def _whole_chats(
 
 
 def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
-    """The ids of each response, or of all of a conversation, without padding."""
     holder, masks = inner(tokens), inner(td.get("masks", None))
     ids = holder.get(field, None, as_list=True)
     if ids is None:

@@ -75,8 +75,7 @@ class Transform:
     def _apply_transform(self, value: Any) -> Any:
         return value
 
-    def _inv_apply_transform(self, value: Any) -> Any:
-        return value
+    _inv_apply_transform = _apply_transform
 
     # -- in an env -----------------------------------------------------------------------------------------------------
 
@@ -132,20 +131,11 @@ class Transform:
 
     # -- specs: each gets a copy that it may change and return ---------------------------------------------------------
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        return observation_spec
+    def _same_spec(self, spec: Composite) -> Composite:
+        return spec
 
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        return state_spec
-
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        return action_spec
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        return reward_spec
-
-    def transform_done_spec(self, done_spec: Composite) -> Composite:
-        return done_spec
+    transform_observation_spec = transform_state_spec = transform_action_spec = _same_spec
+    transform_reward_spec = transform_done_spec = _same_spec
 
     # -- where it stands -----------------------------------------------------------------------------------------------
 

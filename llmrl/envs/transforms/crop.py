@@ -11,7 +11,7 @@ from torch import Tensor
 from llmrl.data.ted_utils import expand_right
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ShapeError, check_at_least
 
 __all__ = ["RandomCropTensorDict"]
 
@@ -42,8 +42,7 @@ class RandomCropTensorDict(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if sub_seq_len < 1:
-            raise ConfigError(f"RandomCropTensorDict: sub_seq_len must be at least 1: got {sub_seq_len}.")
+        check_at_least("RandomCropTensorDict", 1, sub_seq_len=sub_seq_len)
         self.sub_seq_len, self.sample_dim, self.mask_key = sub_seq_len, sample_dim, mask_key
         self.generator = generator
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, check_at_least
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class RewardModelScorer:
     ):
         labels = model.config.num_labels
         if label is None and labels != 1:
-            raise ConfigError(
-                f"RewardModelScorer: a model with {labels} labels needs label, the one that is the reward."
-            )
+            raise ConfigError(f"RewardModelScorer: a model with {labels} labels needs label, that of the reward.")
         if label is not None and not 0 <= label < labels:
             raise ConfigError(f"RewardModelScorer: label must be within [0, {labels}): got {label}.")
         if model.config.pad_token_id is None:
@@ -67,8 +65,7 @@ class RewardModelScorer:
             )
         if not tokenizer.chat_template:
             raise ConfigError("RewardModelScorer: the reward model's tokenizer must have a chat template.")
-        if tokens_per_batch < 1:
-            raise ConfigError(f"RewardModelScorer: tokens_per_batch must be at least 1: got {tokens_per_batch}.")
+        check_at_least("RewardModelScorer", 1, tokens_per_batch=tokens_per_batch)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = label or 0

@@ -101,8 +101,7 @@ class GSM8KPrepareQuestion(Transform):
         super().__init__(in_keys=["query"] if in_keys is None else in_keys, out_keys=out_keys)
         if len(self.in_keys) != 1 or len(self.out_keys) != 1:
             raise ConfigError(
-                f"GSM8KPrepareQuestion: in_keys and out_keys must name one key each: got {self.in_keys} and "
-                f"{self.out_keys}."
+                f"GSM8KPrepareQuestion: in_keys, out_keys must name one each: got {self.in_keys}, {self.out_keys}."
             )
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
@@ -127,6 +126,7 @@ class GSM8KEnv(TaskEnv):
 
     DATASET = "openai/gsm8k"
     CONFIG = "main"
+    SCORER = GSM8KRewardParser
     SYSTEM_PROMPT = (
         "You solve word problems. Think step by step between <think> and </think>, then give the final number alone "
         "between <answer> and </answer>, for example <think>2 bags of 3 apples are 6 "
@@ -138,10 +138,6 @@ class GSM8KEnv(TaskEnv):
         prompt = cls.row_with_reference(row, number)
         reference_answer(prompt["answer"], number, cls.__name__, "dataset")
         return prompt
-
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> GSM8KRewardParser:
-        return GSM8KRewardParser(tokenizer=tokenizer)
 
 
 def make_gsm8k_env(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -33,12 +33,10 @@ from llmrl.errors import ConfigError, DataError, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.optional import require
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 __all__ = ["IFEvalEnv", "IFEvalScoreData", "IfEvalScorer", "Instructions", "Verdict", "evaluate"]
 
 RELATIONS = ("less than", "at least")
+_CUT = (StopReason.LENGTH, StopReason.ABORT)
 _PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
 
@@ -208,9 +206,7 @@ class IfEvalScorer(ScoringTransform):
     ):
         super().__init__()
         if len(format_weights) != 4 or abs(sum(format_weights) - 1) > 1e-6:
-            raise ConfigError(
-                f"IfEvalScorer: format_weights must be four numbers that add up to 1: got {list(format_weights)}."
-            )
+            raise ConfigError(f"IfEvalScorer: format_weights must be four numbers that sum to 1: got {format_weights}.")
         if not (isinstance(aggregate_reward, bool) or aggregate_reward == "structured" or callable(aggregate_reward)):
             raise ConfigError(
                 "IfEvalScorer: aggregate_reward must be True, False, 'structured' or a function: got "
@@ -255,9 +251,10 @@ class IfEvalScorer(ScoringTransform):
         if self.aggregate_reward is not False:
             aggregate = self.aggregate_reward
             aggregate = aggregate if callable(aggregate) else self.default_reward_aggregator
+            reasons = column_values(td, "stop_reason") or [None] * len(texts)
             values = [
-                float(aggregate(score, found.thoughts, found.answers, complete))
-                for score, found, complete in zip(scores, blocks, _complete(td, len(texts)), strict=True)
+                float(aggregate(score, found.thoughts, found.answers, reason not in _CUT))
+                for score, found, reason in zip(scores, blocks, reasons, strict=True)
             ]
             add_reward(next_td, torch.tensor(values, dtype=torch.float32, device=td.device))
         if self.set_done_if_answer:
@@ -282,13 +279,6 @@ class IfEvalScorer(ScoringTransform):
         ]
 
 
-def _complete(td: TensorDictBase, count: int) -> list[bool]:
-    reasons = column_values(td, "stop_reason")
-    if reasons is None:
-        return [True] * count
-    return [reason not in (StopReason.LENGTH, StopReason.ABORT) for reason in reasons]
-
-
 class IFEvalEnv(TaskEnv):
     """IFEval as an environment: a prompt with instructions, a reward for following them (see `IfEvalScorer`).
 
@@ -304,6 +294,7 @@ class IFEvalEnv(TaskEnv):
     """
 
     DATASET = "google/IFEval"
+    SCORER = IfEvalScorer
     SYSTEM_PROMPT = (
         "You follow instructions exactly. Think between <think> and </think> about what is asked for, then give the "
         "whole response, and nothing else, between <answer> and </answer>."
@@ -321,7 +312,3 @@ class IFEvalEnv(TaskEnv):
         instructions = Instructions.of(row["instruction_id_list"], row["kwargs"], where)
         kept = {name: value for name, value in super().prompt_row(row, number).items() if name != "answer"}
         return {**kept, "instruction_id_list": instructions.names, "kwargs": instructions.arguments}
-
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> IfEvalScorer:
-        return IfEvalScorer(tokenizer=tokenizer)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from llmrl.data.llm.parsers import thought_key
 from llmrl.envs.llm.tool_calls import formats
@@ -49,9 +47,6 @@ class AnyFormat(CallFormat):
         patterns["hermes"] += r"(?!\s*<function=)"
         self.opening = re.compile("|".join(patterns.values()), re.MULTILINE)
         self.example = self._formats["hermes"].example
-
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self._formats["hermes"].render(name, arguments)
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         for call_format in self._formats.values():

@@ -18,7 +18,15 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
+from llmrl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LLMRLError,
+    MissingKeyError,
+    check_at_least,
+    did_you_mean,
+)
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
 
 if TYPE_CHECKING:
@@ -84,9 +92,7 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer: use_ray_service must be False: every rank reads its own part of the data by rank "
                 "and world_size, without a process that all of them ask."
             )
-        for name, value, least in (("repeats", repeats, 1), ("epochs", epochs, 1), ("world_size", world_size, 1)):
-            if value is not None and value < least:
-                raise ConfigError(f"DataLoadingPrimer: {name} must be at least {least}: got {value}.")
+        check_at_least("DataLoadingPrimer", 1, repeats=repeats, epochs=epochs, world_size=world_size)
         if not 0 <= rank < world_size:
             raise ConfigError(f"DataLoadingPrimer: rank must be within [0, {world_size}), the world size: got {rank}.")
         self.repeats = repeats or 1
@@ -150,8 +156,7 @@ class DataLoadingPrimer(Transform):
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
-                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share "
-                "evenly."
+                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share."
             )
         self._handed_out = rows
 
@@ -377,9 +382,7 @@ def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> IndexedRows | It
     if hasattr(dataloader, "__getitem__") and hasattr(dataloader, "__len__"):
         return IndexedRows(dataloader, shuffle=shuffle, seed=seed)
     if not hasattr(dataloader, "__iter__"):
-        raise DataError(
-            f"DataLoadingPrimer: the data must be a sequence of rows or an iterable: got {type(dataloader).__name__}."
-        )
+        raise DataError(f"DataLoadingPrimer: the data must be an iterable of rows: got {type(dataloader).__name__}.")
     if shuffle:
         raise DataError(
             f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose "

@@ -142,7 +142,6 @@ class MCPToolTransform(ToolTransform):
 
 
 def _service(services: Mapping[str, Any] | None, name: str, namespace: str | None) -> Tool | None:
-    """The tool of that name among the services; None if there are none."""
     if namespace is not None:
         services = None if services is None else services.get(namespace)
         if services is None:

@@ -27,7 +27,7 @@ from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
-from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
+from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
@@ -164,7 +164,7 @@ class ToolTransform(Transform):
                 first, self._num_conversations = self._num_conversations, self._num_conversations + count
             ids = torch.arange(first, first + count, device=reset_td.device).reshape(reset_td.batch_size)
             reset_td.set("conversation_id", ids)
-            reset_td.set("tool_use", no_tool_use(reset_td.batch_size, reset_td.device))
+            reset_td.set("tool_use", tool_use_spec(reset_td.batch_size, reset_td.device).zero())
             reset_td.set("tool_calls", column([""] * count))
         return reset_td
 
@@ -239,9 +239,7 @@ class ToolTransform(Transform):
         for (turn, _), result in zip(owned, results, strict=True):
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
-            turn.messages.append(
-                {"role": self.options.role, "content": content, **name, "tool_call_id": result.call.id}
-            )
+            turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
             turn.results.append(result)
             for count, value in ((result.status, 1), ("cut", result.cut > 0), ("seconds", result.duration_s)):
                 turn.counts[count] = turn.counts.get(count, 0) + value
@@ -369,7 +367,6 @@ class ToolTransform(Transform):
         return other
 
     def close(self) -> None:
-        """Closes the tools."""
         self.runner.close()
 
     def __repr__(self) -> str:
@@ -391,11 +388,9 @@ def _lines(turn: _Turn, answer: str, number: int) -> str:
 
 def _cut_off(td: TensorDictBase) -> Tensor:
     """Rows whose turn did not end by itself, bool[B]."""
-    reasons = td.get("stop_reason", None)
-    cut = [False] * td.batch_size.numel()
-    if reasons is not None:
-        cut = [not StopReason(reason).natural for reason in reasons.flatten().tolist()]
-    return torch.tensor(cut)
+    if (reasons := td.get("stop_reason", None)) is None:
+        return torch.zeros(td.batch_size.numel(), dtype=torch.bool)
+    return torch.tensor([not StopReason(reason).natural for reason in reasons.flatten().tolist()])
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

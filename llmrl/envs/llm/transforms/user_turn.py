@@ -17,7 +17,7 @@ from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, check_at_least
 
 if TYPE_CHECKING:
     from llmrl.envs.base import EnvBase
@@ -63,10 +63,8 @@ class UserTurn(Transform):
     ):
         if not callable(reply):
             raise ConfigError(f"UserTurn: reply must be a function: got a {type(reply).__name__}.")
-        if retries < 0 or concurrency < 1:
-            raise ConfigError(
-                f"UserTurn: retries must not be negative and concurrency at least 1: got {retries} and {concurrency}."
-            )
+        check_at_least("UserTurn", 0, retries=retries)
+        check_at_least("UserTurn", 1, concurrency=concurrency)
         super().__init__()
         self.reply = reply
         self.deadline_s = deadline_s
@@ -127,7 +125,6 @@ class UserTurn(Transform):
         return other
 
     def close(self) -> None:
-        """Ends the threads."""
         self._runner.close()
 
     def _failed(self, outcome: Outcome) -> bool:
