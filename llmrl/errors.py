@@ -132,11 +132,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {match!r}?" if match else ""
 
 
-def check_choice(who: str, name: str, value: object, known: Iterable[str]) -> None:
+def check_choice(who: str, name: str, value: object, known: Iterable[object]) -> None:
     """Raises ConfigError, with a near name, if the value of a setting is not a known one."""
     if value not in (known := list(known)):
-        hint = did_you_mean(str(value), known)
-        raise ConfigError(f"{who}: {name} must be one of {', '.join(known)}: got {value!r}.{hint}")
+        names = list(map(str, known))
+        hint = did_you_mean(str(value), names)
+        raise ConfigError(f"{who}: {name} must be one of {', '.join(names)}: got {value!r}.{hint}")
 
 
 def check_at_least(who: str, least: int, **settings: float | None) -> None:

@@ -38,9 +38,8 @@ def _key_property(part: str) -> property:
     def get(self: EnvSpecs) -> NestedKey:
         keys = self._get_spec(part).leaf_keys
         if len(keys) != 1:
-            raise ConfigError(
-                f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
-            )
+            who = f"{type(self).__name__}.{part}_key"
+            raise ConfigError(f"{who}: there must be one {part}: got {list(keys)}; use {part}_keys.")
         return keys[0]
 
     return property(get, doc=f"The key of the {part}. Raises  ConfigError if there is not exactly one")
@@ -102,10 +101,8 @@ class EnvSpecs:
         batch_size = self.batch_size
         if not isinstance(spec, Composite):
             if part in ("observation", "state"):
-                raise ConfigError(
-                    f"{type(self).__name__}.{part}_spec: must be a Composite that names its entries: got "
-                    f"{type(spec).__name__}."
-                )
+                who, got = f"{type(self).__name__}.{part}_spec", type(spec).__name__
+                raise ConfigError(f"{who}: must be a Composite that names its entries: got {got}.")
             spec = Composite({part: spec}, shape=batch_size, device=spec.device)
         elif spec.shape != batch_size:
             spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)

@@ -162,10 +162,7 @@ _dtype, _is_nested = operator.attrgetter("dtype"), operator.attrgetter("is_neste
 
 
 def _dense_stack(
-    steps: Sequence[TensorDictBase],
-    dim: int,
-    without: Collection[tuple[str, ...]],
-    path: tuple[str, ...] = (),
+    steps: Sequence[TensorDictBase], dim: int, without: Collection[tuple[str, ...]], path: tuple[str, ...] = ()
 ) -> TensorDict:
     # entry by entry: tensordict's own stack takes ten times as long
     if any(type(step) is not TensorDict for step in steps):

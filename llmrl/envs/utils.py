@@ -54,11 +54,7 @@ class RandomPolicy:
     """
 
     def __init__(
-        self,
-        action_spec: TensorSpec,
-        action_key: NestedKey = "action",
-        *,
-        generator: torch.Generator | None = None,
+        self, action_spec: TensorSpec, action_key: NestedKey = "action", *, generator: torch.Generator | None = None
     ):
         named = isinstance(action_spec, Composite)
         self.action_spec, self.generator = action_spec, generator

@@ -161,10 +161,8 @@ class ChatEnv(EnvBase):
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         view = td.get(self.input_mode, None)
         if view is None or view.rows("prompt") is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}.rand_action: goes on from {(self.input_mode, 'prompt')!r}, which is not there; "
-                "reset the env first."
-            )
+            who, key = f"{type(self).__name__}.rand_action", (self.input_mode, "prompt")
+            raise MissingKeyError(f"{who}: goes on from {key!r}, which is not there; reset the env first.")
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
         td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
@@ -283,10 +281,8 @@ def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
     """The rows themselves. Raises DataError with the number of one that is not a mapping."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"{who}: a row must be a mapping of its columns, as {{'question': '2 + 2?', 'answer': '4'}}: row "
-                f"{number} is a {type(row).__name__}."
-            )
+            form, got = {"question": "2 + 2?", "answer": "4"}, type(row).__name__
+            raise DataError(f"{who}: a row must be a mapping of its columns, as {form}: row {number} is a {got}.")
     return rows
 
 

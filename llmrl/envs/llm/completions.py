@@ -1,8 +1,4 @@
-"""The text of the policy's turn in any input mode, and the base of the transforms that score it.
-
-Rewards and parsers call `completion_texts`: they see the response only, never the prompt, and the same string whether
-the batch carries messages, text or token ids.
-"""
+"""The text of the policy's turn, the same in any input mode, and the base of the transforms that score it."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError, MissingKeyError, TemplateError
+from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.policies.rows import unpadded_rows
 
@@ -115,12 +111,6 @@ def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) ->
         keys = "none" if td is None else present_keys(td)
         raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}.")
     return values
-
-
-def check_view(mode: str | None, who: str) -> None:
-    """Raises ConfigError if a scorer is to read an unknown view."""
-    if mode not in (None, *MODES):
-        raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
 
 
 def view_of(td: TensorDictBase) -> str | None:

@@ -48,10 +48,8 @@ class RandomCropTensorDict(Transform):
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         if not -td.batch_dims <= self.sample_dim < td.batch_dims:
-            raise ShapeError(
-                f"RandomCropTensorDict: sample_dim must be a dimension of the batch: got {self.sample_dim}, batch size "
-                f"{list(td.batch_size)}."
-            )
+            got = f"{self.sample_dim}, batch size {list(td.batch_size)}"
+            raise ShapeError(f"RandomCropTensorDict: sample_dim must be a dimension of the batch: got {got}.")
         dim = self.sample_dim % td.batch_dims
         start = self._starts(td, dim)
         where = (start.unsqueeze(-1) + torch.arange(self.sub_seq_len, device=start.device)).movedim(-1, dim)

@@ -142,10 +142,8 @@ class CountdownEnv(TaskEnv):
         except (TypeError, ValueError):
             nums, target = [], 0
         if not nums:
-            raise DataError(
-                f"CountdownEnv: nums must be a list of whole numbers and target one: {where} has {row['nums']!r:.60} "
-                f"and {row['target']!r:.30}."
-            )
+            had = f"{where} has {row['nums']!r:.60} and {row['target']!r:.30}"
+            raise DataError(f"CountdownEnv: nums must be a list of whole numbers and target one: {had}.")
         query = f"Make {target} out of the numbers {', '.join(map(str, nums))}. Use each of them at most once."
         return {"query": query, "answer": str(target), "nums": nums, "target": target}
 

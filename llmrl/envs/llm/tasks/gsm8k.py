@@ -1,7 +1,4 @@
-"""GSM8K: grade-school word problems with one number as the answer.
-
-The parser serves any task whose reference is a number; `normalize_answer` decides which answers are equal.
-"""
+"""GSM8K: grade-school word problems. The parser serves any task whose reference is one number."""
 
 from __future__ import annotations
 
@@ -28,8 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GSM8KEnv", "GSM8KPrepareQuestion", "GSM8KRewardParser", "make_gsm8k_env"]
 
-
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_FORMAT = (
+    "Think step by step between <think> and </think>, then give the final number alone between <answer> and </answer>, "
+    "for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
+)
 
 
 class GSM8KRewardParser(AnswerParser):
@@ -92,10 +92,7 @@ class GSM8KPrepareQuestion(Transform):
     True
     """
 
-    INSTRUCTIONS = (
-        "Solve the problem. Think step by step between <think> and </think>, then give the final number alone between "
-        "<answer> and </answer>, for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
-    )
+    INSTRUCTIONS = f"Solve the problem. {_FORMAT}"
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None):
         super().__init__(in_keys=["query"] if in_keys is None else in_keys, out_keys=out_keys)
@@ -127,11 +124,7 @@ class GSM8KEnv(TaskEnv):
     DATASET = "openai/gsm8k"
     CONFIG = "main"
     SCORER = GSM8KRewardParser
-    SYSTEM_PROMPT = (
-        "You solve word problems. Think step by step between <think> and </think>, then give the final number alone "
-        "between <answer> and </answer>, for example <think>2 bags of 3 apples are 6 "
-        "apples.</think><answer>6</answer>."
-    )
+    SYSTEM_PROMPT = f"You solve word problems. {_FORMAT}"
 
     @classmethod
     def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:

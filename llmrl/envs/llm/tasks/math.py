@@ -143,7 +143,6 @@ class MathEquality:
             return list(pool.map(lambda pair: self.equal(*pair), pairs))
 
     def close(self) -> None:
-        """Ends the processes that are idle; the next comparison starts another one."""
         self._pool.close()
 
     def _decide(self, reference: str, answer: str) -> bool:

@@ -1,8 +1,4 @@
-"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers.
-
-`MLGymWrapper` puts any gym of that interface, strings in and strings out, behind a `ChatEnv`; `make_mlgym` builds the
-gyms of the mlgym package.
-"""
+"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers."""
 
 from __future__ import annotations
 

@@ -71,10 +71,8 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
     if ":" not in name:
         if name not in FORMATS:
             known = ("auto", *FORMATS)
-            raise ConfigError(
-                f"format: must be one of {', '.join(known)}, or 'package.module:Class': got "
-                f"{name!r}.{did_you_mean(name, known)}"
-            )
+            hint, names = did_you_mean(name, known), ", ".join(known)
+            raise ConfigError(f"format: must be one of {names}, or 'package.module:Class': got {name!r}.{hint}")
         return FORMATS[name]()
     found = load_object(name, what="format")
     if inspect.isclass(found) and issubclass(found, CallFormat):

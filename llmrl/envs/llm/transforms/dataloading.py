@@ -18,15 +18,7 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LLMRLError,
-    MissingKeyError,
-    check_at_least,
-    did_you_mean,
-)
+from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
 
 if TYPE_CHECKING:
@@ -92,7 +84,9 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer: use_ray_service must be False: every rank reads its own part of the data by rank "
                 "and world_size, without a process that all of them ask."
             )
-        check_at_least("DataLoadingPrimer", 1, repeats=repeats, epochs=epochs, world_size=world_size)
+        for name, value in (("repeats", repeats), ("epochs", epochs), ("world_size", world_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"DataLoadingPrimer: {name} must be at least 1: got {value}.")
         if not 0 <= rank < world_size:
             raise ConfigError(f"DataLoadingPrimer: rank must be within [0, {world_size}), the world size: got {rank}.")
         self.repeats = repeats or 1
@@ -220,11 +214,9 @@ class DataLoadingPrimer(Transform):
         for draw, row in by_draw.items():
             present = self._names_of(row, draw)
             if missing := [name for name in self._names if name not in present]:
-                raise MissingKeyError(
-                    f"DataLoadingPrimer: every row must have the column {missing[0]!r}: row "
-                    f"{self._source.number(draw)} has {', '.join(map(str, present))}."
-                    f"{did_you_mean(missing[0], present)}"
-                )
+                had = f"row {self._source.number(draw)} has {', '.join(map(str, present))}"
+                hint = did_you_mean(missing[0], present)
+                raise MissingKeyError(f"DataLoadingPrimer: every row must have the column {missing[0]!r}: {had}.{hint}")
         return {name: self._column([by_draw[draw][name] for draw in draws]) for name in self._names}
 
     def _names_of(self, row: Any, draw: int) -> tuple[str, ...]:
@@ -260,10 +252,8 @@ def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> Non
     known = list(columns)
     for name in names:
         if name not in known:
-            raise ConfigError(
-                f"{who}: its parameter {name!r} must be a column of the dataset: the columns are "
-                f"{', '.join(known)}.{did_you_mean(name, known)}"
-            )
+            columns = f"{', '.join(known)}.{did_you_mean(name, known)}"
+            raise ConfigError(f"{who}: its parameter {name!r} must be a column of the dataset: they are {columns}")
 
 
 class IndexedRows:

@@ -73,12 +73,9 @@ class KLComputation(Transform):
         self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
         self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
         if self.gen_log_probs_full_key == self.ref_log_probs_full_key:
-            raise ConfigError(
-                f"{who}: the log-probs of policy and reference must be under different keys: got "
-                f"{self.gen_log_probs_full_key!r} for both."
-            )
-        if reduction not in (None, "token", "sum", "mean"):
-            raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
+            got = f"{self.gen_log_probs_full_key!r} for both"
+            raise ConfigError(f"{who}: the log-probs of policy and reference must be under different keys: got {got}.")
+        check_choice(who, "reduction", reduction, ("token", "sum", "mean", None))
         self.kl_key = kl_key
         self.add_to_reward = add_to_reward
         self.coeff = coeff

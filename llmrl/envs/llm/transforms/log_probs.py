@@ -173,10 +173,8 @@ def _scoring_wrapper(
     given = {"tokenizer": tokenizer} if tokenizer is not None else {}
     if isinstance(model, LLMWrapperBase):
         if model.generate:
-            raise ConfigError(
-                "RetrieveLogProb: the model must score, not generate: got generate=True; give "
-                "model.get_new_version(generate=False)."
-            )
+            hint = "give model.get_new_version(generate=False)"
+            raise ConfigError(f"RetrieveLogProb: the model must score, not generate: got generate=True; {hint}.")
         given |= _encoding(tokenizer_kwargs or {}, model.mode.name)
         return model.get_new_version(**given) if given else model
     if isinstance(model, Engine):

@@ -150,8 +150,6 @@ def _service(services: Mapping[str, Any] | None, name: str, namespace: str | Non
         return None
     if not isinstance(services, Mapping) or not isinstance(tool := services.get(name), Tool):
         known = list(services) if isinstance(services, Mapping) else []
-        raise ConfigError(
-            f"PythonInterpreter: services must hold a tool called {name!r}: got {known or services!r}."
-            f"{did_you_mean(name, map(str, known))}"
-        )
+        got = f"{known or services!r}.{did_you_mean(name, map(str, known))}"
+        raise ConfigError(f"PythonInterpreter: services must hold a tool called {name!r}: got {got}")
     return tool

@@ -223,10 +223,8 @@ class RewardFunction(ScoringTransform):
         """The value of `plain_number`; None if there is no number to use. Raises ShapeError if it is not one."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
-            raise ShapeError(
-                f"RewardFunction {self.name!r}: a reward must be one number, or None if there is none: got {kind} "
-                f"for {where}: {shown}."
-            )
+            problem = f"a reward must be one number, or None if there is none: got {kind} for {where}: {shown}"
+            raise ShapeError(f"RewardFunction {self.name!r}: {problem}.")
         if value is None or math.isnan(value):
             return None
         if abs(value) > _LARGEST or abs(value * self.weight) > _LARGEST:

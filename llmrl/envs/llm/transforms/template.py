@@ -115,10 +115,8 @@ class TemplateTransform(Transform):
     def _rendered(self, td: TensorDictBase, key: NestedKey) -> Sequence[str]:
         history = td.get(key, None)
         if not isinstance(history, History):
-            raise MissingKeyError(
-                f"TemplateTransform: there must be a History in {key!r}: got {type(history).__name__}; keys present: "
-                f"{present_keys(td)}."
-            )
+            got = f"{type(history).__name__}; keys present: {present_keys(td)}"
+            raise MissingKeyError(f"TemplateTransform: there must be a History in {key!r}: got {got}.")
         asks = isinstance(key, tuple) and key[-1] == "prompt"
         chats = history_chats(history, 1, asks=asks)
         return self.renderer.prompt_texts(chats) if asks else self.renderer.codec.render(chats)

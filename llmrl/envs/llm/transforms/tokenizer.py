@@ -1,7 +1,4 @@
-"""`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation.
-
-Conversations need none: the wrapper's renderer makes their ids, and sampled ids are never made from text.
-"""
+"""`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation."""
 
 from __future__ import annotations
 
@@ -117,9 +114,8 @@ class Tokenizer(Transform):
         """Ids int64[B, T] and attention mask bool[B, T] of B strings."""
         texts = value if isinstance(value, list) else value.tolist()
         texts = [texts] if isinstance(texts, str) else texts
-        if not all(isinstance(text, str) for text in texts):
-            wrong = next(text for text in texts if not isinstance(text, str))
-            raise DataError(f"Tokenizer: every entry must be a string: got {type(wrong).__name__}.")
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise DataError(f"Tokenizer: every entry must be a string: got {type(wrong[0]).__name__}.")
         rows = self.tokenizer(texts, add_special_tokens=self.add_special_tokens)["input_ids"]
         rows = [torch.tensor(row[: self.max_length], dtype=torch.int64) for row in rows]
         lengths = [len(row) for row in rows]

@@ -1,7 +1,4 @@
-"""Counts of tool calls in each conversation, as entries of the batch, and the metrics of a batch that recipes log.
-
-Counted per conversation and carried from turn to turn, so that the row of its last turn has all of it.
-"""
+"""Counts of tool calls in each conversation so far, as entries of the batch, and the metrics that recipes log."""
 
 from __future__ import annotations
 

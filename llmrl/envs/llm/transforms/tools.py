@@ -214,9 +214,8 @@ class ToolTransform(Transform):
         mine, turns = self._is_mine(self._peers()), []
         rows = zip(answers, self._structured(td), self._opened_thoughts(td), ids, numbers, cut, skipped, strict=True)
         for text, structured, thinking, conversation, number, is_cut, is_skipped in rows:
-            parsed = structured
-            if parsed is None:
-                parsed = self.format.parse(text, self._parameters, thinking=thinking)
+            written = structured is None
+            parsed = self.format.parse(text, self._parameters, thinking=thinking) if written else structured
             calls = [
                 (call, call.id or self.format.call_id(conversation, number, place))
                 for place, call in enumerate([] if is_cut else parsed)
@@ -224,7 +223,7 @@ class ToolTransform(Transform):
             found = [(call, call_id) for call, call_id in calls if mine(call.name)]
             run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
-            turns.append(_Turn(calls, found, run, structured is not None, counts))
+            turns.append(_Turn(calls, found, run, not written, counts))
         return turns
 
     def _run(self, turns: list[_Turn], ids: list[int]) -> None:
