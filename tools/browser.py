@@ -26,14 +26,7 @@ __all__ = ["BrowserTool", "find_chromium"]
 _START_S, _CLOSE_S = 30.0, 8.0
 _PAGE_S = 5.0  # to open or close a page; a browser that takes longer is started again
 _ELEMENT_S = 3.0  # to wait for an element that a page may still be making
-_FLAGS = (
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+_DISABLED = ("gpu", "quic", "background-networking", "component-update", "sync")
 _WEBRTC_POLICY = ("webrtc-ip-handling-policy", "force-webrtc-ip-handling-policy")  # its names over the versions
 _VISIBLE_TEXT = """() => {
   const walker = document.createTreeWalker(document.body || document, NodeFilter.SHOW_TEXT), found = [];
@@ -296,7 +289,7 @@ class BrowserTool(Tool):
 
     async def _launch(self) -> Any:
         api = require("playwright.async_api", extra="browser", used_by="BrowserTool")
-        flags = [*_FLAGS]
+        flags = ["--no-first-run", *(f"--disable-{name}" for name in _DISABLED)]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             flags.append("--no-sandbox")
         if self.allowed_hosts is not None:

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
@@ -23,8 +24,6 @@ from llmrl.envs.utils import check_env_specs
 from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from llmrl.envs.transforms.base import Transform
 
 __all__ = ["EnvBase"]

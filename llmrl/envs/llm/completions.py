@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -14,6 +14,7 @@ from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column_values, inner
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import present_keys, shallow_copy
@@ -21,10 +22,7 @@ from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.policies.rows import unpadded_rows
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
-    from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llmrl.envs.llm.tool_calls import CallFormat
 from llmrl.errors import ConfigError, check_at_least, did_you_mean
-
-if TYPE_CHECKING:
-    from llmrl.envs.llm.tool_calls import CallFormat
 
 __all__ = ["MODES", "ToolOptions", "keywords_of", "split_keywords"]
 

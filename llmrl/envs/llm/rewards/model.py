@@ -86,9 +86,8 @@ class RewardModelScorer:
         if adapters and not any(Path(model).glob("model*.safetensors")):
             peft = require("peft", extra="lora", used_by="RewardModelScorer")
             base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                base, config=AutoConfig.from_pretrained(model), dtype=dtype
-            )
+            config = AutoConfig.from_pretrained(model)
+            loaded = AutoModelForSequenceClassification.from_pretrained(base, config=config, dtype=dtype)
             loaded = peft.PeftModel.from_pretrained(loaded, adapters[0]).merge_and_unload()
         else:
             loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)

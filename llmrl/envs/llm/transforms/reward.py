@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -22,15 +22,13 @@ from torch import Tensor
 from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner, is_coroutine_function, runner_of
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, check_at_least, did_you_mean
 from llmrl.loading import load_function
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
 
 __all__ = ["RewardFunction", "load_reward", "make_rewards"]
 

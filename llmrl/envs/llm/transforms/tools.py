@@ -22,6 +22,7 @@ from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
 from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
@@ -34,14 +35,12 @@ from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
 from llmrl.tools.runner import ToolRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from llmrl.envs.base import EnvBase
-    from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ToolTransform"]
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 
 from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.data.specs import Composite, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import add_reward, required_column
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, check_at_least
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
 
 __all__ = ["UserTurn"]
 
