@@ -28,6 +28,8 @@ __all__ = [
     "UnsupportedError",
     "WeightSyncError",
     "WorkerError",
+    "check_at_least",
+    "check_choice",
     "closest",
     "did_you_mean",
 ]
@@ -128,3 +130,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     match = closest(name, known)
     return f" Did you mean {match!r}?" if match else ""
+
+
+def check_choice(who: str, name: str, value: object, known: Iterable[object]) -> None:
+    """Raises ConfigError, with a near name, if the value of a setting is not a known one."""
+    if value not in (known := list(known)):
+        names = list(map(str, known))
+        hint = did_you_mean(str(value), names)
+        raise ConfigError(f"{who}: {name} must be one of {', '.join(names)}: got {value!r}.{hint}")
+
+
+def check_at_least(who: str, least: int, **settings: float | None) -> None:
+    """Raises ConfigError for a setting that is less; None is a setting without a value."""
+    for name, value in settings.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{who}: {name} must be at least {least}: got {value!r}.")

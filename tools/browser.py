@@ -26,14 +26,7 @@ __all__ = ["BrowserTool", "find_chromium"]
 _START_S, _CLOSE_S = 30.0, 8.0
 _PAGE_S = 5.0  # to open or close a page; a browser that takes longer is started again
 _ELEMENT_S = 3.0  # to wait for an element that a page may still be making
-_FLAGS = (
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+_DISABLED = ("gpu", "quic", "background-networking", "component-update", "sync")
 _WEBRTC_POLICY = ("webrtc-ip-handling-policy", "force-webrtc-ip-handling-policy")  # its names over the versions
 _VISIBLE_TEXT = """() => {
   const walker = document.createTreeWalker(document.body || document, NodeFilter.SHOW_TEXT), found = [];
@@ -178,7 +171,7 @@ class BrowserTool(Tool):
         except Exception as error:  # Playwright's, and what it lets through when its driver has ended
             if page.is_closed() or any(word in str(error).lower() for word in ("closed", "crashed")):
                 self._drop(conversation, page)
-            raise ToolError(f"browser: {action}: {_first_line(error)}") from None
+            raise ToolError(f"browser: {action}: {_error_text(error)}") from None
 
     async def _navigate(self, page: Any, url: str, timeout_ms: float) -> str:
         if not self._allows(url):
@@ -206,7 +199,6 @@ class BrowserTool(Tool):
         return self._shown("\n".join(texts))
 
     async def _state(self, page: Any) -> str:
-        """The page's title, address and text."""
         text = await page.locator("body").first.inner_text(timeout=1000 * _ELEMENT_S)
         limit = self.max_chars // 4
         title, url = (s if len(s) <= limit else f"{s[:limit]}..." for s in (await page.title(), page.url))
@@ -248,13 +240,11 @@ class BrowserTool(Tool):
             try:
                 launched = await asyncio.shield(browser)
             except Exception as error:
-                raise ToolError(
-                    f"browser: it could not be started: {_first_line(error) or type(error).__name__}"
-                ) from error
+                raise ToolError(f"browser: could not be started: {_error_text(error)}") from error
             try:
                 return await asyncio.wait_for(self._page_of(launched, conversation), 2 * _PAGE_S)
             except Exception as error:  # the page, the browser or Playwright's driver ended or hangs
-                reason = _first_line(error) or type(error).__name__
+                reason = _error_text(error)
                 if (page := self._pages.get(conversation)) is not None:
                     self._drop(conversation, page)
                 elif self._browser is browser:
@@ -262,7 +252,6 @@ class BrowserTool(Tool):
         raise ToolError(f"browser: no page could be opened: {reason}")
 
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
-        """The conversation's page, opened if it has none."""
         page = self._pages.get(conversation)
         if page is None:
             context = await browser.new_context(accept_downloads=False, service_workers="block")
@@ -300,7 +289,7 @@ class BrowserTool(Tool):
 
     async def _launch(self) -> Any:
         api = require("playwright.async_api", extra="browser", used_by="BrowserTool")
-        flags = [*_FLAGS]
+        flags = ["--no-first-run", *(f"--disable-{name}" for name in _DISABLED)]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             flags.append("--no-sandbox")
         if self.allowed_hosts is not None:
@@ -337,9 +326,7 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         # A model may write arguments of other actions, as long as they are the schema's defaults.
         if name not in ("action", *known) and value != BrowserTool.parameters["properties"][name]["default"]:
-            raise ToolError(
-                f"browser: {action} takes no {name!r}: known are {', '.join(known)}.{did_you_mean(name, known)}"
-            )
+            raise ToolError(f"browser: {action} takes no {name!r}, only {', '.join(known)}.{did_you_mean(name, known)}")
     return given
 
 
@@ -363,9 +350,9 @@ def _environment() -> dict[str, str | float | bool]:
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "DISPLAY") if name in os.environ}
 
 
-def _first_line(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0].removeprefix("Error: ") if lines else ""
+    return lines[0].removeprefix("Error: ") if lines else type(error).__name__
 
 
 async def _new_page(context: Any) -> Any:

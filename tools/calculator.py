@@ -119,9 +119,8 @@ def _value(node: ast.expr) -> Number:
                 number = " or ".join(map(str, counts[:2])) + (" number" if counts == (1,) else " numbers")
                 raise ToolError(f"calculator: {name} takes {number}: got {len(args)}.")
             return _checked(function(*(_value(argument) for argument in args)))
-    raise ToolError(
-        f"calculator: {_shown(ast.unparse(node))} is not arithmetic; functions are {', '.join(sorted(_FUNCTIONS))}."
-    )
+    names = ", ".join(sorted(_FUNCTIONS))
+    raise ToolError(f"calculator: {_shown(ast.unparse(node))} is not arithmetic; functions are {names}.")
 
 
 def _power(base: Number, exponent: Number) -> Number:

@@ -56,17 +56,13 @@ class FunctionTool(Tool):
             check_constructor(target)
         self.name = name or _name_of(target)
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
-            raise ConfigError(
-                f"FunctionTool: a tool's name must be of letters, digits, _ and -, at most 64: got {self.name!r}; "
-                "pass name=."
-            )
+            raise ConfigError(f"FunctionTool: name= must be letters, digits, _ and -, at most 64: got {self.name!r}.")
         self._signature = Signature(function, self.name, skip_self=self._per_conversation)
         own = parse_docstring(inspect.getdoc(target) or "")[0]
         self.description = description or self._signature.description or own
         if not self.description:
             raise ConfigError(
-                f"tool {self.name!r}: needs a docstring, which tells the model what it does; write one or pass "
-                "description=."
+                f"tool {self.name!r}: needs a docstring, or description=, which tells the model what it does."
             )
         self.parameters = self._signature.json_schema
         self.timeout_s = timeout_s

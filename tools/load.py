@@ -45,16 +45,12 @@ def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def _find(name: str, settings: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The named object, and whether it is a class to be called with the settings.
-
-    A class without settings that is not a `Tool` is not: it has an object per conversation.
-    """
+    """The named object, and whether it is a class to be called with the settings."""
     if name not in BUILT_IN and ":" not in name:
-        raise ConfigError(
-            f"tool: must be one of {', '.join(sorted(BUILT_IN))}, or 'package.module:name': got {name!r}."
-            + did_you_mean(name, BUILT_IN)
-        )
+        names, hint = ", ".join(sorted(BUILT_IN)), did_you_mean(name, BUILT_IN)
+        raise ConfigError(f"tool: must be one of {names}, or 'package.module:name': got {name!r}.{hint}")
     target = load_object(BUILT_IN.get(name, name), what="tool")
+    # A class without settings that is not a Tool has an object per conversation.
     is_constructor = inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))
     if is_constructor:
         check_constructor(target, settings, f"tool: {name!r}")

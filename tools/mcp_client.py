@@ -54,14 +54,10 @@ class MCPServers(contextlib.AbstractContextManager):
 
     def __init__(self, servers: Mapping[str, Mapping[str, Any] | str], *, start_timeout_s: float = 30.0):
         if not hasattr(_mcp(), "Client"):
-            raise MissingDependencyError(
-                "MCPServers: needs version 2 of the package 'mcp': an older one is installed; run: "
-                "pip install 'llmrl[mcp]'."
-            )
+            advice = "an older one is installed; run: pip install 'llmrl[mcp]'"
+            raise MissingDependencyError(f"MCPServers: needs version 2 of the package 'mcp': {advice}.")
         if not isinstance(servers, Mapping) or not servers:
-            raise ConfigError(
-                f"MCPServers: servers must be a mapping of at least one name to its settings: got {servers!r:.80}."
-            )
+            raise ConfigError(f"MCPServers: servers must map at least one name to its settings: got {servers!r:.80}.")
         self._loop = BackgroundLoop("mcp")
         self._connections = [
             _Connection(name, _settings(name, given), start_timeout_s) for name, given in servers.items()
@@ -99,9 +95,8 @@ class MCPServers(contextlib.AbstractContextManager):
                 f"{connection.stderr()}"
             ) from None
         except Exception as error:
-            raise ConfigError(
-                f"MCPServers: server {connection.name!r} must start: {_reason(error)}.{connection.stderr()}"
-            ) from error
+            reason = f"{_reason(error)}.{connection.stderr()}"
+            raise ConfigError(f"MCPServers: server {connection.name!r} must start: {reason}") from error
 
 
 class MCPTool(Tool):
@@ -115,10 +110,8 @@ class MCPTool(Tool):
         known = {made.name: made for made in servers.tools}
         if tool not in known:
             servers.close()
-            raise ConfigError(
-                f"MCPTool: the server must have the tool {tool!r}: it has {', '.join(known) or 'none'}."
-                f"{did_you_mean(tool, known)}"
-            )
+            names, hint = ", ".join(known) or "none", did_you_mean(tool, known)
+            raise ConfigError(f"MCPTool: the server must have the tool {tool!r}: it has {names}.{hint}")
         self.__dict__.update(known[tool].__dict__)
 
     @classmethod
@@ -328,7 +321,6 @@ def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
 
 
 def _text_of(result: Any) -> str:
-    """The content of a result as text; content of other kinds is named."""
     parts = []
     for block in result.content:
         resource = getattr(block, "resource", None)

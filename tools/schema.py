@@ -43,10 +43,8 @@ class Signature:
         parameters = list(inspect.signature(function).parameters.values())[int(skip_self) :]
         self._parameters = {parameter.name: parameter for parameter in parameters}
         if unknown := [name for name in described if name not in self._parameters]:
-            raise ConfigError(
-                f"tool {tool_name!r}: the docstring describes {unknown[0]!r}, which is not an argument."
-                + did_you_mean(unknown[0], self._parameters)
-            )
+            hint = did_you_mean(unknown[0], self._parameters)
+            raise ConfigError(f"tool {tool_name!r}: the docstring has {unknown[0]!r}, which is not an argument.{hint}")
         hints = self._hints(function)
         fields: dict[str, Any] = {}
         for number, parameter in enumerate(parameters):
@@ -83,9 +81,8 @@ class Signature:
             if not texts:
                 raise
             try:
-                filled = self._model.model_validate(
-                    {**arguments, **{name: parse_json(arguments[name]) for name in texts}}
-                )
+                parsed = {name: parse_json(arguments[name]) for name in texts}
+                filled = self._model.model_validate({**arguments, **parsed})
             except (ValidationError, JSONError):
                 raise failure from None
         return {str(field.alias): getattr(filled, name) for name, field in self._model.model_fields.items()}
@@ -135,10 +132,8 @@ class Signature:
             TypeAdapter(hints[name]).json_schema(schema_generator=_Quiet)
         except (PydanticUserError, TypeError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"tool {self._tool!r}: the type of parameter {name!r} cannot be written as a JSON schema: got "
-                f"{hints[name]}: {reason}"
-            ) from None
+            problem = f"the type of parameter {name!r} cannot be written as a JSON schema"
+            raise ConfigError(f"tool {self._tool!r}: {problem}: got {hints[name]}: {reason}") from None
         return hints[name]
 
 

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
@@ -20,11 +21,9 @@ from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
 from llmrl.envs.utils import check_env_specs
-from llmrl.errors import ConfigError, RolloutError, ShapeError
+from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from llmrl.envs.transforms.base import Transform
 
 __all__ = ["EnvBase"]
@@ -242,8 +241,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         Returns the steps stacked along a last dim named "time": dense, or a lazy stack if the steps are ragged
         Raises  ConfigError for ``max_steps`` below 1, or ``auto_reset=False`` without ``tensordict``
         """
-        if max_steps < 1:
-            raise ConfigError(f"{type(self).__name__}.rollout: max_steps must be at least 1: got {max_steps}.")
+        check_at_least(f"{type(self).__name__}.rollout", 1, max_steps=max_steps)
         if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
         td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)
@@ -292,8 +290,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         spec = self.full_action_spec
         if spec.is_empty():
             raise ConfigError(
-                f"{type(self).__name__}.rand_action: needs an action_spec to draw from, and none is declared; "
-                "pass a policy."
+                f"{type(self).__name__}.rand_action: needs an action_spec to draw from, or a policy: none is declared."
             )
         if tensordict.batch_size == self.batch_size:
             action = spec.rand(generator=self._generator)
@@ -334,9 +331,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     def insert_transform(self, index: int, transform: Transform) -> EnvBase:
         """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
         if index != 0:
-            raise ConfigError(
-                f"{type(self).__name__}.insert_transform: an env without transforms takes index 0: got {index}."
-            )
+            raise ConfigError(f"{type(self).__name__}.insert_transform: an env without any takes index 0: got {index}.")
         return self.append_transform(transform)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------

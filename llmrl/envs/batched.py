@@ -123,7 +123,6 @@ class BatchedEnv(EnvBase):
         ]
 
     def _input_rows(self, td: TensorDictBase) -> list[TensorDictBase]:
-        """The entries that each env reads at a step."""
         keys = td.keys()
         names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self._input_keys)
         return self._rows(td, [name for name in names if name in keys])

@@ -23,7 +23,7 @@ from llmrl.data.ragged.tensordicts import entry
 from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
 from llmrl.envs.parallel_worker import CLOSE, DONE, MESSAGE, RESTARTED, STEP, STEP_AND_RESTART, SharedRows, serve
 from llmrl.envs.step import next_seed
-from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from llmrl.errors import ConfigError, DeadlineError, WorkerError, check_choice
 
 __all__ = ["ParallelEnv"]
 
@@ -62,10 +62,7 @@ class ParallelEnv(BatchedEnv):
         mp_start_method: str = "forkserver",
         **options: Any,
     ):
-        if mp_start_method not in (known := multiprocessing.get_all_start_methods()):
-            raise ConfigError(
-                f"ParallelEnv: mp_start_method must be one of {', '.join(known)}: got {mp_start_method!r}."
-            )
+        check_choice("ParallelEnv", "mp_start_method", mp_start_method, multiprocessing.get_all_start_methods())
         if not (timeout_s > 0 and start_timeout_s > 0):
             raise ConfigError(
                 f"ParallelEnv: seconds must be positive: got timeout_s={timeout_s}, start_timeout_s={start_timeout_s}."
@@ -238,7 +235,6 @@ class ParallelEnv(BatchedEnv):
         return list(answers.values())
 
     def _taken(self, number: int, what: str) -> Any:
-        """The reply of a worker that has sent one."""
         try:
             answer = os.read(self._replies[number].fileno(), 1)
             if answer == DONE:

@@ -31,16 +31,15 @@ def _spec_property(part: str, *, leaf: bool = False) -> property:
 
 
 def _keys_property(part: str) -> property:
-    return property(lambda self: self._leaf_keys(part), doc=f"The keys of the {part} spec's leaves.")
+    return property(lambda self: self._get_spec(part).leaf_keys, doc=f"The keys of the {part} spec's leaves.")
 
 
 def _key_property(part: str) -> property:
     def get(self: EnvSpecs) -> NestedKey:
-        keys = self._leaf_keys(part)
+        keys = self._get_spec(part).leaf_keys
         if len(keys) != 1:
-            raise ConfigError(
-                f"{type(self).__name__}.{part}_key: there must be one {part}: got {list(keys)}; use {part}_keys."
-            )
+            who = f"{type(self).__name__}.{part}_key"
+            raise ConfigError(f"{who}: there must be one {part}: got {list(keys)}; use {part}_keys.")
         return keys[0]
 
     return property(get, doc=f"The key of the {part}. Raises  ConfigError if there is not exactly one")
@@ -102,10 +101,8 @@ class EnvSpecs:
         batch_size = self.batch_size
         if not isinstance(spec, Composite):
             if part in ("observation", "state"):
-                raise ConfigError(
-                    f"{type(self).__name__}.{part}_spec: must be a Composite that names its entries: got "
-                    f"{type(spec).__name__}."
-                )
+                who, got = f"{type(self).__name__}.{part}_spec", type(spec).__name__
+                raise ConfigError(f"{who}: must be a Composite that names its entries: got {got}.")
             spec = Composite({part: spec}, shape=batch_size, device=spec.device)
         elif spec.shape != batch_size:
             spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)
@@ -117,9 +114,6 @@ class EnvSpecs:
             spec = _with_done_keys(spec)
         self._specs[part] = spec.lock_()
         self._spec_version += 1
-
-    def _leaf_keys(self, part: str) -> tuple[NestedKey, ...]:
-        return self._get_spec(part).leaf_keys
 
     def _action_root_names(self) -> tuple[str, ...]:
         if self._action_roots is None or self._action_roots[0] != self.spec_version:

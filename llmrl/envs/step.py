@@ -106,8 +106,7 @@ def _pruned(value: Any, tree: _KeyTree | None, keep_opaque: bool = False) -> Any
         return value if keep_opaque else None
     out = shallow_copy(value)
     for key, below in tree.items():
-        keys = out.keys()
-        if key in keys:
+        if key in out.keys():
             rest = _pruned(out.get(key), below, keep_opaque)
             out = shallow_copy(out, without=(key,)) if rest is None else out.set(key, rest)
     return out

@@ -151,7 +151,7 @@ def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, 
     dim = steps[0].batch_dims
     try:
         return _dense_stack(steps, dim, without)
-    except (KeyError, RuntimeError, _Ragged):
+    except (KeyError, RuntimeError, ShapeError):
         pass
     # named as it is made: naming the finished stack would go down to every row of every entry
     steps = [step.exclude(*without) for step in steps] if without else list(steps)
@@ -161,19 +161,12 @@ def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, 
 _dtype, _is_nested = operator.attrgetter("dtype"), operator.attrgetter("is_nested")
 
 
-class _Ragged(Exception):
-    """An entry cannot be stacked densely."""
-
-
 def _dense_stack(
-    steps: Sequence[TensorDictBase],
-    dim: int,
-    without: Collection[tuple[str, ...]],
-    path: tuple[str, ...] = (),
+    steps: Sequence[TensorDictBase], dim: int, without: Collection[tuple[str, ...]], path: tuple[str, ...] = ()
 ) -> TensorDict:
     # entry by entry: tensordict's own stack takes ten times as long
     if any(type(step) is not TensorDict for step in steps):
-        raise _Ragged
+        raise ShapeError("ragged")
     rows = [entries_of(step) for step in steps]
     entries: dict[str, Any] = {}
     for key, first in rows[0].items():
@@ -182,16 +175,16 @@ def _dense_stack(
         values = [row[key] for row in rows]
         if isinstance(first, Tensor):
             if len(set(map(_dtype, values))) > 1 or any(map(_is_nested, values)):
-                raise _Ragged
+                raise ShapeError("ragged")
             entries[key] = torch.stack(values, dim)
         elif type(first) is TensorDict:
             entries[key] = _dense_stack(values, dim, without, (*path, key))
         elif isinstance(first, (NonTensorData, NonTensorStack)):
             entries[key] = lazy_stack(values, dim)
         else:
-            raise _Ragged
+            raise ShapeError("ragged")
     if any(len(row) != len(rows[0]) for row in rows):
-        raise _Ragged
+        raise ShapeError("ragged")
     batch_size = [*steps[0].batch_size[:dim], len(steps), *steps[0].batch_size[dim:]]
     names = [*(dim_names(steps[0]) or [None] * steps[0].batch_dims)]
     return new_tensordict(entries, batch_size, steps[0].device, [*names[:dim], "time", *names[dim:]])
@@ -208,8 +201,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))
     if is_tensorclass(old):
         return rewrap(old, _replaced(inner(old), rows, inner(new), reader))
-    merged = _merged(_members(old), rows, _members(new))
-    return LazyStackedTensorDict.lazy_stack(merged, 0)
+    return LazyStackedTensorDict.lazy_stack(_merged(_members(old), rows, _members(new)), 0)
 
 
 def _members(value: Any) -> list[Any]:

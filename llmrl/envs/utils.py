@@ -54,11 +54,7 @@ class RandomPolicy:
     """
 
     def __init__(
-        self,
-        action_spec: TensorSpec,
-        action_key: NestedKey = "action",
-        *,
-        generator: torch.Generator | None = None,
+        self, action_spec: TensorSpec, action_key: NestedKey = "action", *, generator: torch.Generator | None = None
     ):
         named = isinstance(action_spec, Composite)
         self.action_spec, self.generator = action_spec, generator
@@ -138,9 +134,7 @@ def check_env_specs(
     """
     known = {None: (True,), True: (True,), False: (False,), "both": (True, False)}
     if break_when_any_done not in known:
-        raise ConfigError(
-            f"check_env_specs: break_when_any_done must be a bool or 'both': got {break_when_any_done!r}."
-        )
+        raise ConfigError(f"check_env_specs: break_when_any_done must be bool or 'both': got {break_when_any_done!r}.")
     found: dict[str, None] = {}  # an ordered set: several runs and steps find the same
     with _random_state_kept(env, seed):
         for mode in known[break_when_any_done]:
@@ -236,9 +230,7 @@ def _stacked(rows: list[Any], dim: int) -> Any:
     # The spec of a stack of values with these specs: -1 where they differ in size, the entries that all of them have.
     first = rows[0]
     if len({len(row.shape) for row in rows}) > 1:
-        raise ShapeError(
-            f"make_composite_from_td: stacked rows must have as many dims: got {[row.shape for row in rows]}."
-        )
+        raise ShapeError(f"make_composite_from_td: stacked rows need as many dims: got {[row.shape for row in rows]}.")
     shape = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*(row.shape for row in rows), strict=True)]
     shape.insert(dim, len(rows))
     if isinstance(first, Composite):

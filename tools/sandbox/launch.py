@@ -16,9 +16,9 @@ from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, did_you_mean
+from llmrl.errors import ConfigError, MissingDependencyError, UnsupportedError, check_choice
 from llmrl.tools.sandbox.limits import Limits
 from llmrl.tools.sandbox.session import Session
 from llmrl.tools.sandbox.system_calls import filter_pipe
@@ -26,7 +26,6 @@ from llmrl.tools.sandbox.system_calls import filter_pipe
 __all__ = ["Kind", "Sandbox"]
 
 Kind = Literal["bubblewrap", "subprocess"]
-KINDS = ("bubblewrap", "subprocess")
 
 # Shown in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
 _SYSTEM = ["/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/nix/store"]
@@ -72,10 +71,7 @@ class Sandbox:
     """
 
     def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str | None = None):
-        if kind not in KINDS:
-            raise ConfigError(
-                f"Sandbox: kind must be one of {', '.join(KINDS)}: got {kind!r}.{did_you_mean(str(kind), KINDS)}"
-            )
+        check_choice("Sandbox", "kind", kind, get_args(Kind))
         self.kind = kind
         self.limits = limits or Limits()
         self.python = os.path.abspath(python) if python else os.path.realpath(sys.executable)

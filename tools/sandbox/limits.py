@@ -138,14 +138,12 @@ class Processes:
         return int(fields[1]) * _PAGE_KIB if fields else 0
 
     def _proportional_kib(self, pid: str) -> int:
-        """Resident memory with the process's part of shared pages."""
         for line in self._read(pid, "smaps_rollup").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1])
         return self._resident_kib(pid)
 
     def _socket_kib(self, pids: list[str]) -> int:
-        """The memory that their sockets can hold."""
         found = set()
         for pid in pids:
             with contextlib.suppress(OSError):

@@ -85,9 +85,7 @@ class InterpreterPool:
     def warm_up(self, count: int, deadline: float) -> None:
         """Waits until ``count`` interpreters are ready, and keeps as many from now on."""
         if count > self.max_interpreters:
-            raise ConfigError(
-                f"InterpreterPool: must not exceed max_interpreters={self.max_interpreters}: got {count}."
-            )
+            raise ConfigError(f"InterpreterPool: cannot exceed max_interpreters={self.max_interpreters}: got {count}.")
         with self._changed:
             self.spare = max(self.spare, count)
             self._notify_launcher()
@@ -130,7 +128,6 @@ class InterpreterPool:
 
     @contextlib.contextmanager
     def _slot(self, conversation: Hashable) -> Iterator[_Slot]:
-        """The conversation's slot, in use inside the block."""
         key = object() if conversation is None else conversation
         with self._changed:
             if self._closed:
@@ -152,7 +149,6 @@ class InterpreterPool:
                 self._changed.notify_all()
 
     def _fill(self, slot: _Slot, deadline: float) -> None:
-        """Gives the slot an interpreter, within the bound."""
         with self._changed:
             self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy with other calls")
             self._in_use += 1

@@ -22,15 +22,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, Unbounded
-from llmrl.envs.llm.completions import (
-    ScoringTransform,
-    add_reward,
-    check_view,
-    completion_texts,
-    required_column,
-    tokenizer_of,
-)
-from llmrl.errors import ConfigError, DataError
+from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, required_column, tokenizer_of
+from llmrl.envs.llm.options import MODES
+from llmrl.errors import ConfigError, DataError, check_choice
 
 __all__ = [
     "AnswerParser",
@@ -250,7 +244,6 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    """A decimal if it has an end, else a fraction in lowest terms."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -305,7 +298,7 @@ class AnswerParser(ScoringTransform, ABC):
         correct_reward: float = 1.0,
     ):
         who = type(self).__name__
-        check_view(input_mode, who)
+        check_choice(who, "input_mode", input_mode, (None, *MODES))
         if in_keys is not None and len(in_keys) != 2:
             raise ConfigError(f"{who}: in_keys must be (response view, reference): got {in_keys!r}.")
         if out_keys is not None and len(out_keys) != len(self.OUT_KEYS):

@@ -23,7 +23,7 @@ from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
+from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
 from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import TokenStream
@@ -74,11 +74,7 @@ class ChatEnv(EnvBase):
         data_key: str | None = None,
         device: torch.device | str | None = None,
     ):
-        if input_mode not in MODES:
-            raise ConfigError(
-                f"ChatEnv: input_mode must be one of {', '.join(MODES)}: got "
-                f"{input_mode!r}.{did_you_mean(str(input_mode), MODES)}"
-            )
+        check_choice("ChatEnv", "input_mode", input_mode, MODES)
         if input_mode != "history" and tokenizer is None:
             raise ConfigError(f"ChatEnv: input_mode={input_mode!r} renders the prompt at reset and needs a tokenizer.")
         batch_size = one_batch_size(batch_size, "ChatEnv", "conversations")
@@ -133,7 +129,10 @@ class ChatEnv(EnvBase):
             device=self.device,
         )
         chats = [self._chat(query) for query in queries]
-        _declare_tools(chats, column_values(td, "tools"))
+        # Where the renderer looks: in the first message of each row.
+        for row, (chat, schemas) in enumerate(zip(chats, column_values(td, "tools") or (), strict=False), 1):
+            if schemas:
+                chat[0]["tools"] = declared_tools(schemas, f"row {row} of the batch")
         out.set(self.input_mode, self._prompt(chats))
         return out
 
@@ -162,10 +161,8 @@ class ChatEnv(EnvBase):
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         view = td.get(self.input_mode, None)
         if view is None or view.rows("prompt") is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}.rand_action: goes on from {(self.input_mode, 'prompt')!r}, which is not there; "
-                "reset the env first."
-            )
+            who, key = f"{type(self).__name__}.rand_action", (self.input_mode, "prompt")
+            raise MissingKeyError(f"{who}: goes on from {key!r}, which is not there; reset the env first.")
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
         td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))
@@ -180,8 +177,7 @@ class ChatEnv(EnvBase):
             chat = query.to_chats()
         else:
             raise DataError(
-                f"ChatEnv.reset: {self.data_key!r} must be a string, a list of messages or a History: got "
-                f"{query!r:.80}."
+                f"ChatEnv.reset: {self.data_key!r} must be text, a list of messages or a History: got {query!r:.80}."
             )
         if self.system_prompt is not None and chat[0]["role"] != self.system_role:
             chat.insert(0, {"role": self.system_role, "content": self.system_prompt})
@@ -254,8 +250,7 @@ class DatasetChatEnv(TransformedEnv):
                 f"{who}: ray_backend must be False and dataloader_actor_name None: got {ray_backend} and "
                 f"{dataloader_actor_name!r}; share rows between processes with rank and world_size."
             )
-        if batch_size_dl < 1:
-            raise ConfigError(f"{who}: batch_size_dl must be at least 1: got {batch_size_dl}.")
+        check_at_least(who, 1, batch_size_dl=batch_size_dl)
         rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
         if collate_fn is None:
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
@@ -286,18 +281,9 @@ def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
     """The rows themselves. Raises DataError with the number of one that is not a mapping."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"{who}: a row must be a mapping of its columns, as {{'question': '2 + 2?', 'answer': '4'}}: row "
-                f"{number} is a {type(row).__name__}."
-            )
+            form, got = {"question": "2 + 2?", "answer": "4"}, type(row).__name__
+            raise DataError(f"{who}: a row must be a mapping of its columns, as {form}: row {number} is a {got}.")
     return rows
-
-
-def _declare_tools(chats: list[list[Message]], tools: list[Any] | None) -> None:
-    """Puts the tool schemas of each row (a list, or JSON text) where the renderer looks: into its first message."""
-    for row, (chat, schemas) in enumerate(zip(chats, tools or [None] * len(chats), strict=True), 1):
-        if schemas:
-            chat[0]["tools"] = declared_tools(schemas, f"row {row} of the batch")
 
 
 def answered(

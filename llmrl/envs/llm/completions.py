@@ -1,15 +1,11 @@
-"""The text of the policy's turn in any input mode, and the base of the transforms that score it.
-
-Rewards and parsers call `completion_texts`: they see the response only, never the prompt, and the same string whether
-the batch carries messages, text or token ids.
-"""
+"""The text of the policy's turn, the same in any input mode, and the base of the transforms that score it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -18,17 +14,15 @@ from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column_values, inner
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError, MissingKeyError, TemplateError
+from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.policies.rows import unpadded_rows
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
-    from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
 
@@ -117,12 +111,6 @@ def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) ->
     return values
 
 
-def check_view(mode: str | None, who: str) -> None:
-    """Raises ConfigError if a scorer is to read an unknown view."""
-    if mode not in (None, *MODES):
-        raise ConfigError(f"{who}: input_mode must be one of {', '.join(MODES)}: got {mode!r}.")
-
-
 def view_of(td: TensorDictBase) -> str | None:
     """The view in which a batch holds its conversations: "history", "text" or "tokens"; None without any."""
     return next((view for view in MODES if td.get(view, None) is not None), None)
@@ -188,7 +176,6 @@ def _whole_chats(
 
 
 def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
-    """The ids of each response, or of all of a conversation, without padding."""
     holder, masks = inner(tokens), inner(td.get("masks", None))
     ids = holder.get(field, None, as_list=True)
     if ids is None:

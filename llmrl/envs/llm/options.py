@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmrl.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from llmrl.envs.llm.tool_calls import CallFormat
+from llmrl.envs.llm.tool_calls import CallFormat
+from llmrl.errors import ConfigError, check_at_least, did_you_mean
 
 __all__ = ["MODES", "ToolOptions", "keywords_of", "split_keywords"]
 
@@ -45,10 +43,8 @@ class ToolOptions:
     role: str = "tool"
 
     def __post_init__(self) -> None:
-        for name in ("max_calls_per_turn", "max_tool_turns"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"ToolTransform: {name} must be at least 1: got {value}.")
+        limits = {"max_calls_per_turn": self.max_calls_per_turn, "max_tool_turns": self.max_tool_turns}
+        check_at_least("ToolTransform", 1, **limits)
 
 
 def keywords_of(receiver: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -246,10 +246,8 @@ class LLMHashingEnv(EnvBase):
         rows = self.tokenizer([text] if isinstance(text, str) else list(text), add_special_tokens=False)["input_ids"]
         lengths = sorted({len(row) for row in rows})
         if len(lengths) != 1:
-            raise ShapeError(
-                "LLMHashingEnv.make_tensordict: the texts of one batch must have as many tokens: got "
-                f"{lengths}; make one tensordict for each length."
-            )
+            got = f"{lengths}; make one tensordict for each length"
+            raise ShapeError(f"LLMHashingEnv.make_tensordict: texts of one batch must have as many tokens: got {got}.")
         ids_BN = torch.tensor(rows, dtype=torch.int64)
         if isinstance(text, str):
             return self.reset(TensorDict({self.observation_key: ids_BN[0]}, batch_size=[]))

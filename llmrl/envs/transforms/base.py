@@ -68,15 +68,14 @@ class Transform:
         self.out_keys = self.in_keys if out_keys is None else _as_keys(out_keys)
         self.in_keys_inv = _as_keys(in_keys_inv)
         self.out_keys_inv = self.in_keys_inv if out_keys_inv is None else _as_keys(out_keys_inv)
-        self._container: EnvSpecs | None = None
+        self.container: EnvSpecs | None = None  # the env that it was appended to; None in a buffer or on its own
 
     # -- one entry -----------------------------------------------------------------------------------------------------
 
     def _apply_transform(self, value: Any) -> Any:
         return value
 
-    def _inv_apply_transform(self, value: Any) -> Any:
-        return value
+    _inv_apply_transform = _apply_transform
 
     # -- in an env -----------------------------------------------------------------------------------------------------
 
@@ -132,27 +131,13 @@ class Transform:
 
     # -- specs: each gets a copy that it may change and return ---------------------------------------------------------
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        return observation_spec
+    def _same_spec(self, spec: Composite) -> Composite:
+        return spec
 
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        return state_spec
-
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        return action_spec
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        return reward_spec
-
-    def transform_done_spec(self, done_spec: Composite) -> Composite:
-        return done_spec
+    transform_observation_spec = transform_state_spec = transform_action_spec = _same_spec
+    transform_reward_spec = transform_done_spec = _same_spec
 
     # -- where it stands -----------------------------------------------------------------------------------------------
-
-    @property
-    def container(self) -> EnvSpecs | None:
-        """The env that this transform was appended to; None in a buffer or on its own."""
-        return self._container
 
     @property
     def parent(self) -> EnvSpecs | None:
@@ -160,25 +145,25 @@ class Transform:
 
         Built at each access: read what is needed once, in ``set_container``, not at every step.
         """
-        return None if self._container is None else self._container.env_below(self)
+        return None if self.container is None else self.container.env_below(self)
 
     def set_container(self, container: EnvSpecs) -> None:
         """Called when the transform is put into an env. Raises ConfigError if it is in another one already."""
-        if self._container is not None and self._container is not container:
+        if self.container is not None and self.container is not container:
             raise ConfigError(
                 f"{type(self).__name__}: a transform belongs to one env at a time and this one is in a "
-                f"{type(self._container).__name__} already; append transform.clone() instead."
+                f"{type(self.container).__name__} already; append transform.clone() instead."
             )
-        self._container = container
+        self.container = container
 
     def reset_container(self) -> None:
         """Called when the transform is taken out of its env."""
-        self._container = None
+        self.container = None
 
     def clone(self) -> Self:
         """A shallow copy that belongs to no env."""
         other = copy.copy(self)
-        other._container = None
+        other.container = None
         return other
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,10 +215,8 @@ def _each_in_turn(hook: str) -> Callable[..., Any]:
         for transform in self.transforms:
             value = getattr(transform, hook)(*before, value)
             if value is None:
-                raise ConfigError(
-                    f"{type(transform).__name__}.{hook}: must return {_DUE.get(hook, 'spec')}, got None; is a return "
-                    "missing?"
-                )
+                who, due = f"{type(transform).__name__}.{hook}", _DUE.get(hook, "spec")
+                raise ConfigError(f"{who}: must return {due}, got None; is a return missing?")
         return value
 
     return run
@@ -263,8 +246,8 @@ class Compose(Transform):
             raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
-        if self._container is not None:
-            transform.set_container(self._container)
+        if self.container is not None:
+            transform.set_container(self.container)
         self.transforms.insert(index, transform)
         self._members_changed()
 
@@ -279,8 +262,8 @@ class Compose(Transform):
         return transform
 
     def _members_changed(self) -> None:
-        if self._container is not None:
-            self._container.transforms_changed()
+        if self.container is not None:
+            self.container.transforms_changed()
 
     def reset_container(self) -> None:
         super().reset_container()
@@ -350,10 +333,8 @@ class Compose(Transform):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {str(index) for index in range(len(self.transforms))}:
-            raise ConfigError(
-                f"Compose: the state must have one entry per transform: got {len(state)}, expected "
-                f"{len(self.transforms)}."
-            )
+            due = len(self.transforms)
+            raise ConfigError(f"Compose: the state must have one entry per transform: got {len(state)}, not {due}.")
         for index, transform in enumerate(self.transforms):
             transform.load_state_dict(state[str(index)])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from llmrl.data.ted_utils import expand_right
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ShapeError, check_at_least
 
 __all__ = ["RandomCropTensorDict"]
 
@@ -42,17 +42,14 @@ class RandomCropTensorDict(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if sub_seq_len < 1:
-            raise ConfigError(f"RandomCropTensorDict: sub_seq_len must be at least 1: got {sub_seq_len}.")
+        check_at_least("RandomCropTensorDict", 1, sub_seq_len=sub_seq_len)
         self.sub_seq_len, self.sample_dim, self.mask_key = sub_seq_len, sample_dim, mask_key
         self.generator = generator
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         if not -td.batch_dims <= self.sample_dim < td.batch_dims:
-            raise ShapeError(
-                f"RandomCropTensorDict: sample_dim must be a dimension of the batch: got {self.sample_dim}, batch size "
-                f"{list(td.batch_size)}."
-            )
+            got = f"{self.sample_dim}, batch size {list(td.batch_size)}"
+            raise ShapeError(f"RandomCropTensorDict: sample_dim must be a dimension of the batch: got {got}.")
         dim = self.sample_dim % td.batch_dims
         start = self._starts(td, dim)
         where = (start.unsqueeze(-1) + torch.arange(self.sub_seq_len, device=start.device)).movedim(-1, dim)

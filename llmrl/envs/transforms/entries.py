@@ -76,9 +76,8 @@ class SelectTransform(Transform):
         return td.select(*self.selected_keys, strict=False)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        return _without(
-            observation_spec, [key for key in observation_spec.leaf_keys if not _is_part(key, self.selected_keys)]
-        )
+        keys = [key for key in observation_spec.leaf_keys if not _is_part(key, self.selected_keys)]
+        return _without(observation_spec, keys)
 
 
 class ExcludeTransform(Transform):
@@ -274,9 +273,7 @@ class ObservationNorm(EntryTransform):
     ):
         super().__init__("observation" if in_keys is None else in_keys, out_keys, in_keys_inv, out_keys_inv)
         if (loc is None) != (scale is None):
-            raise ConfigError(
-                "ObservationNorm: loc and scale go together: got one of them; without both, init_stats()."
-            )
+            raise ConfigError("ObservationNorm: loc and scale go together: got one; without both, init_stats().")
         self.standard_normal = standard_normal
         self.loc = None if loc is None else torch.as_tensor(loc)
         self.scale = None if scale is None else torch.as_tensor(scale)

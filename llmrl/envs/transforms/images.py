@@ -50,9 +50,8 @@ class ToTensorImage(EntryTransform):
         shape = (*lead, channels, height, width)
         if not isinstance(spec, Bounded):
             return Unbounded(shape, spec.device, self.dtype)
-        return Bounded(
-            self._apply_transform(spec.low), self._apply_transform(spec.high), shape, spec.device, self.dtype
-        )
+        ends = map(self._apply_transform, (spec.low, spec.high))
+        return Bounded(*ends, shape, spec.device, self.dtype)
 
 
 class Resize(EntryTransform):

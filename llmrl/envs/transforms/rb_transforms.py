@@ -82,10 +82,8 @@ class MultiStepTransform(Transform):
                     f"{list(rows.batch_size)} after {list(self._held.batch_size)}; call flush() when a stream ends."
                 )
             if leaf_keys(self._held) != leaf_keys(rows):
-                raise MissingKeyError(
-                    "MultiStepTransform: all batches of a stream must have the same entries: got "
-                    f"{leaf_keys(rows)} after {leaf_keys(self._held)}."
-                )
+                got = f"{leaf_keys(rows)} after {leaf_keys(self._held)}"
+                raise MissingKeyError(f"MultiStepTransform: batches of a stream must have the same entries: got {got}.")
             rows = torch.cat([self._held, rows], time)
         complete = max(rows.batch_size[time] - (self.n_steps - 1), 0)
         out = self._look_ahead(rows)[(slice(None),) * time + (slice(0, complete),)] if complete else None
@@ -156,10 +154,8 @@ class NextStateReconstructor(Transform):
         for key, out_key in zip(self.in_keys, self.out_keys, strict=True):
             value = required(td, key, "NextStateReconstructor")
             if self.fill_value != self.fill_value and not (value.is_floating_point() or value.is_complex()):
-                raise TypeError(
-                    f"NextStateReconstructor: {key!r} is {value.dtype} and cannot hold NaN; give a fill_value, for "
-                    "instance fill_value=0."
-                )
+                hint = "give a fill_value, for instance fill_value=0"
+                raise TypeError(f"NextStateReconstructor: {key!r} is {value.dtype} and cannot hold NaN; {hint}.")
             fill = torch.full_like(value, self.fill_value)
             out.set(out_key, torch.where(expand_right(goes_on, value.ndim), value.roll(-1, 0), fill))
         return out

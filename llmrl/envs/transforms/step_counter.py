@@ -8,7 +8,7 @@ from tensordict import NestedKey, TensorDictBase
 from llmrl.data.specs import BoundedDiscrete, Categorical, Composite
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError
+from llmrl.errors import check_at_least
 
 __all__ = ["StepCounter"]
 
@@ -34,8 +34,7 @@ class StepCounter(Transform):
         step_count_key: NestedKey = "step_count",
         update_done: bool = True,
     ):
-        if max_steps is not None and max_steps < 1:
-            raise ConfigError(f"StepCounter: max_steps counts steps and must be at least 1: got {max_steps}.")
+        check_at_least("StepCounter", 1, max_steps=max_steps)
         super().__init__()
         self.max_steps = max_steps
         self.truncated_key = truncated_key
@@ -61,12 +60,9 @@ class StepCounter(Transform):
         return next_td
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        shape = (*observation_spec.shape, 1)
-        limit = torch.iinfo(torch.int64).max
-        observation_spec[self.step_count_key] = BoundedDiscrete(
-            0, limit, shape=shape, dtype=torch.int64, device=observation_spec.device
-        )
-        return observation_spec
+        shape, limit = (*observation_spec.shape, 1), torch.iinfo(torch.int64).max
+        spec = BoundedDiscrete(0, limit, shape=shape, dtype=torch.int64, device=observation_spec.device)
+        return observation_spec.set(self.step_count_key, spec)
 
     def transform_done_spec(self, done_spec: Composite) -> Composite:
         if self.max_steps is not None and self.truncated_key not in done_spec:

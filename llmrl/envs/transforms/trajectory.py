@@ -40,10 +40,8 @@ class InitTracker(Transform):
         return td.set(self.init_key, torch.full((*td.batch_size, 1), value, device=td.device))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        shape = (*observation_spec.shape, 1)
-        return observation_spec.set(
-            self.init_key, Categorical(2, shape, device=observation_spec.device, dtype=torch.bool)
-        )
+        spec = Categorical(2, (*observation_spec.shape, 1), device=observation_spec.device, dtype=torch.bool)
+        return observation_spec.set(self.init_key, spec)
 
 
 class RewardSum(Transform):
@@ -60,9 +58,9 @@ class RewardSum(Transform):
 
     def __init__(self, in_keys: Keys | None = None, out_keys: Keys | None = None):
         in_keys = "reward" if in_keys is None else in_keys
-        super().__init__(
-            in_keys, "episode_reward" if out_keys is None and in_keys in ("reward", ["reward"]) else out_keys
-        )
+        if out_keys is None and in_keys in ("reward", ["reward"]):
+            out_keys = "episode_reward"
+        super().__init__(in_keys, out_keys)
         if self.in_keys == self.out_keys:
             raise ConfigError(f"RewardSum: out_keys must name where the sums go: got {self.out_keys}.")
         self._check_pairs()

@@ -154,7 +154,7 @@ test_what_cannot_be_checked_is_named_when_the_environment_is_made = refusals(
     (DataError, "row 2 .*one entry of kwargs per", lambda: with_row(instruction_id_list=[QUOTED, QUOTED])),
     (DataError, "row 2 .*column 'instruction_id_list'", lambda: with_row(instruction_id_list=None)),
     (DataError, "relation .*row 2 .*'less than' or 'at least': got 'more than'", lambda: with_row(**MORE_THAN)),
-    (ConfigError, "four numbers that add up to 1", lambda: IfEvalScorer(format_weights=[1, 1, 1, 1])),
+    (ConfigError, "four numbers that sum to 1", lambda: IfEvalScorer(format_weights=[1, 1, 1, 1])),
     (ConfigError, "True, False, 'structured' or a function", lambda: IfEvalScorer(aggregate_reward="sum")),
 )
 

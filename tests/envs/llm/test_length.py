@@ -68,7 +68,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(MissingKeyError, match="stop_reason"):
         MaskTruncated().inv(turn())
     for wrong in ({"budget": 0}, {"budget": 1, "coef": -1.0}):
-        with pytest.raises(ConfigError, match="budget counts tokens"):
+        with pytest.raises(ConfigError, match="must be at least"):
             LengthPenalty(**wrong)
     for wrong in ({"buffer": 0}, {"buffer": 11}, {"buffer": 2, "penalty": -1.0}):
         with pytest.raises(ConfigError, match="0 < buffer <= max_length"):

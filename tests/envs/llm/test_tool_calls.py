@@ -271,7 +271,7 @@ def test_an_answer_with_calls_is_given_to_the_template_as_a_message_with_calls(f
     ("form", "text", "content", "arguments"),
     [
         (MistralFormat(), "Hm. [TOOL_CALLS]a[ARGS]{x: 1}", "Hm.", "a[ARGS]{x: 1}"),
-        (DeepSeekFormat(), f"Hm.\n{DeepSeekFormat()._written('a', '{x: 1}')}", "Hm.\n", "{x: 1}"),
+        (DeepSeekFormat(), f"Hm.\n{DeepSeekFormat().render('a', {})}".replace("{}", "{x: 1}"), "Hm.\n", "{x: 1}"),
         (DeepSeekFormat(), "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{x: 1}<｜tool▁call▁end｜>", "", "{x: 1}"),
         (HarmonyFormat(), "<|channel|>commentary to=functions.a<|message|>{x: 1}<|call|>", "", "{x: 1}"),
     ],

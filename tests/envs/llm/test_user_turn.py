@@ -99,8 +99,8 @@ def test_a_conversation_of_ids_is_refused():
 
 
 test_settings_and_functions_that_cannot_be_used_are_refused = refusals(
-    (ConfigError, "retries .*concurrency at least 1", lambda: UserTurn(lambda messages: None, retries=-1)),
-    (ConfigError, "retries .*concurrency at least 1", lambda: UserTurn(lambda messages: None, concurrency=0)),
+    (ConfigError, "retries must be at least 0", lambda: UserTurn(lambda messages: None, retries=-1)),
+    (ConfigError, "concurrency must be at least 1", lambda: UserTurn(lambda messages: None, concurrency=0)),
     (ConfigError, "first parameter .*messages", lambda: UserTurn(lambda *, messages: None)),
     (ConfigError, "must be a function: got a str", lambda: UserTurn("reply")),
 )

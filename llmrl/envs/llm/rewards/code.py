@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from llmrl.envs.llm.answers import code_block
-from llmrl.errors import ConfigError, DataError
+from llmrl.errors import ConfigError, DataError, check_choice
 from llmrl.strict_json import parse_json
 from llmrl.tools.python import PythonTool
 from llmrl.tools.sandbox import Limits
@@ -72,8 +72,7 @@ class CodeReward:
         sandbox: Kind = "bubblewrap",
         limits: Limits | Mapping[str, int] | None = None,
     ):
-        if mode not in ("fraction", "all"):
-            raise ConfigError(f"CodeReward: mode must be 'fraction' or 'all': got {mode!r}.")
+        check_choice("CodeReward", "mode", mode, ("fraction", "all"))
         if timeout_s <= 0 or concurrency < 1:
             raise ConfigError(
                 f"CodeReward: timeout_s must be positive and concurrency at least 1: got {timeout_s} and {concurrency}."

@@ -98,9 +98,7 @@ class JudgeReward:
             try:
                 pattern = re.compile(parse, re.IGNORECASE)
             except re.error as error:
-                raise ConfigError(
-                    f"JudgeReward: parse must be a regular expression: got {parse!r}: {error}."
-                ) from error
+                raise ConfigError(f"JudgeReward: parse is not a regular expression: {parse!r}: {error}.") from error
             if pattern.groups < 1:
                 raise ConfigError(f"JudgeReward: parse must have a group, (...), for the score: got {parse!r}.")
             self._parse: Callable[[str], float | None] = lambda text: _last_score(pattern, text)
@@ -124,10 +122,9 @@ class JudgeReward:
         )
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
-        message = self.message(completion, **columns)
-        before = [{"role": "system", "content": self.system}] if self.system else []
-        said = self.api.ask([*before, {"role": "user", "content": message}], model=self.model, **self.sampling)
-        return self.score(said)
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.message(completion, **columns)})
+        return self.score(self.api.ask(messages, model=self.model, **self.sampling))
 
     def message(self, completion: str, **columns: Any) -> str:
         """The question to the judge about a response."""
@@ -180,10 +177,8 @@ class ChatAPI:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"ChatAPI: url must begin with http:// or https://, as http://host:8000/v1: got {url!r}.")
         if timeout_s <= 0 or retries < 0 or backoff_s < 0:
-            raise ConfigError(
-                f"ChatAPI: timeout_s must be positive, retries and backoff_s not negative: got {timeout_s}, {retries} "
-                f"and {backoff_s}."
-            )
+            given = f"timeout_s={timeout_s}, retries={retries}, backoff_s={backoff_s}"
+            raise ConfigError(f"ChatAPI: timeout_s must be positive, retries and backoff_s not negative: got {given}.")
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.timeout_s = timeout_s
         self.retries = retries

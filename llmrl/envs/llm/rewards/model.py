@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmrl.data.llm.images import refuse_images
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, check_at_least
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ class RewardModelScorer:
     ):
         labels = model.config.num_labels
         if label is None and labels != 1:
-            raise ConfigError(
-                f"RewardModelScorer: a model with {labels} labels needs label, the one that is the reward."
-            )
+            raise ConfigError(f"RewardModelScorer: a model with {labels} labels needs label, that of the reward.")
         if label is not None and not 0 <= label < labels:
             raise ConfigError(f"RewardModelScorer: label must be within [0, {labels}): got {label}.")
         if model.config.pad_token_id is None:
@@ -68,8 +66,7 @@ class RewardModelScorer:
             )
         if not tokenizer.chat_template:
             raise ConfigError("RewardModelScorer: the reward model's tokenizer must have a chat template.")
-        if tokens_per_batch < 1:
-            raise ConfigError(f"RewardModelScorer: tokens_per_batch must be at least 1: got {tokens_per_batch}.")
+        check_at_least("RewardModelScorer", 1, tokens_per_batch=tokens_per_batch)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.label = label or 0
@@ -90,9 +87,8 @@ class RewardModelScorer:
         if adapters and not any(Path(model).glob("model*.safetensors")):
             peft = require("peft", extra="lora", used_by="RewardModelScorer")
             base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
-            loaded = AutoModelForSequenceClassification.from_pretrained(
-                base, config=AutoConfig.from_pretrained(model), dtype=dtype
-            )
+            config = AutoConfig.from_pretrained(model)
+            loaded = AutoModelForSequenceClassification.from_pretrained(base, config=config, dtype=dtype)
             loaded = peft.PeftModel.from_pretrained(loaded, adapters[0]).merge_and_unload()
         else:
             loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)

@@ -11,7 +11,7 @@ import random
 from functools import cache
 from typing import Any
 
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import check_choice
 from llmrl.optional import require
 
 __all__ = ["COLOURS", "colours_demonstrations", "colours_problems", "colours_reward"]
@@ -31,10 +31,7 @@ def colours_problems(split: str = "train") -> Rows:
     >>> row["question"], row["answer"], row["image"].mode
     ('What colour is it?', 'red', 'RGB')
     """
-    if split not in SPLITS:
-        raise ConfigError(
-            f"colours: split must be one of {', '.join(SPLITS)}: got {split!r}.{did_you_mean(split, SPLITS)}"
-        )
+    check_choice("colours", "split", split, SPLITS)
     make = require("PIL.Image", extra="vision", used_by="the task colours").new
     return [
         {"question": "What colour is it?", "image": make("RGB", size, shade), "answer": COLOURS[number % len(COLOURS)]}
@@ -63,7 +60,6 @@ def colours_reward(completion: str, answer: str) -> float:
 
 @cache
 def _shades() -> dict[str, list[tuple[tuple[int, int, int], tuple[int, int]]]]:
-    """The shade and the size of each problem."""
     draw, used, splits = random.Random(0), set(), {}
     for name, count in SPLITS.items():
         rows: list[Any] = []

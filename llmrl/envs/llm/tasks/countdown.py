@@ -12,18 +12,15 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDictBase
 
 from llmrl.envs.llm.answers import AnswerParser
 from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
-from llmrl.errors import ConfigError, DataError, did_you_mean
+from llmrl.errors import ConfigError, DataError, check_choice, did_you_mean
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import evaluate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["CountdownEnv", "CountdownRewardParser", "countdown_correct", "countdown_problems"]
 
@@ -72,10 +69,7 @@ def countdown_problems(
     >>> countdown_problems("test", 2)[0].keys()
     dict_keys(['nums', 'target'])
     """
-    if split not in SPLITS:
-        raise ConfigError(
-            f"countdown_problems: split must be {', '.join(SPLITS)}: got {split!r}.{did_you_mean(split, SPLITS)}"
-        )
+    check_choice("countdown_problems", "split", split, SPLITS)
     least, most = (size, size) if isinstance(size, int) else size
     if not 2 <= least <= most or largest < 10:
         raise ConfigError(
@@ -120,6 +114,7 @@ class CountdownEnv(TaskEnv):
     'Make 16 out of the numbers 3, 5, 2. Use each of them at most once.'
     """
 
+    SCORER = CountdownRewardParser
     SYSTEM_PROMPT = (
         "You solve number puzzles with +, -, *, / and parentheses. Think between <think> and </think>, then give the "
         "expression alone between <answer> and </answer>, for example <think>From 2, 5 and 8 make 26: 8 * 2 is 16, and "
@@ -147,16 +142,10 @@ class CountdownEnv(TaskEnv):
         except (TypeError, ValueError):
             nums, target = [], 0
         if not nums:
-            raise DataError(
-                f"CountdownEnv: nums must be a list of whole numbers and target one: {where} has {row['nums']!r:.60} "
-                f"and {row['target']!r:.30}."
-            )
+            had = f"{where} has {row['nums']!r:.60} and {row['target']!r:.30}"
+            raise DataError(f"CountdownEnv: nums must be a list of whole numbers and target one: {had}.")
         query = f"Make {target} out of the numbers {', '.join(map(str, nums))}. Use each of them at most once."
         return {"query": query, "answer": str(target), "nums": nums, "target": target}
-
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> CountdownRewardParser:
-        return CountdownRewardParser(tokenizer=tokenizer)
 
 
 def _split_of(numbers: list[int]) -> str:

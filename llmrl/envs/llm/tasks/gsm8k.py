@@ -1,7 +1,4 @@
-"""GSM8K: grade-school word problems with one number as the answer.
-
-The parser serves any task whose reference is a number; `normalize_answer` decides which answers are equal.
-"""
+"""GSM8K: grade-school word problems. The parser serves any task whose reference is one number."""
 
 from __future__ import annotations
 
@@ -28,8 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GSM8KEnv", "GSM8KPrepareQuestion", "GSM8KRewardParser", "make_gsm8k_env"]
 
-
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_FORMAT = (
+    "Think step by step between <think> and </think>, then give the final number alone between <answer> and </answer>, "
+    "for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
+)
 
 
 class GSM8KRewardParser(AnswerParser):
@@ -92,17 +92,13 @@ class GSM8KPrepareQuestion(Transform):
     True
     """
 
-    INSTRUCTIONS = (
-        "Solve the problem. Think step by step between <think> and </think>, then give the final number alone between "
-        "<answer> and </answer>, for example <think>2 bags of 3 apples are 6 apples.</think><answer>6</answer>."
-    )
+    INSTRUCTIONS = f"Solve the problem. {_FORMAT}"
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None):
         super().__init__(in_keys=["query"] if in_keys is None else in_keys, out_keys=out_keys)
         if len(self.in_keys) != 1 or len(self.out_keys) != 1:
             raise ConfigError(
-                f"GSM8KPrepareQuestion: in_keys and out_keys must name one key each: got {self.in_keys} and "
-                f"{self.out_keys}."
+                f"GSM8KPrepareQuestion: in_keys, out_keys must name one each: got {self.in_keys}, {self.out_keys}."
             )
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
@@ -127,21 +123,14 @@ class GSM8KEnv(TaskEnv):
 
     DATASET = "openai/gsm8k"
     CONFIG = "main"
-    SYSTEM_PROMPT = (
-        "You solve word problems. Think step by step between <think> and </think>, then give the final number alone "
-        "between <answer> and </answer>, for example <think>2 bags of 3 apples are 6 "
-        "apples.</think><answer>6</answer>."
-    )
+    SCORER = GSM8KRewardParser
+    SYSTEM_PROMPT = f"You solve word problems. {_FORMAT}"
 
     @classmethod
     def prompt_row(cls, row: Row, number: int | None = None) -> dict[str, Any]:
         prompt = cls.row_with_reference(row, number)
         reference_answer(prompt["answer"], number, cls.__name__, "dataset")
         return prompt
-
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> GSM8KRewardParser:
-        return GSM8KRewardParser(tokenizer=tokenizer)
 
 
 def make_gsm8k_env(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -19,26 +19,18 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.answers import end_where, find_blocks
-from llmrl.envs.llm.completions import (
-    ScoringTransform,
-    add_reward,
-    check_view,
-    completion_texts,
-    required_column,
-    tokenizer_of,
-)
+from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, required_column, tokenizer_of
+from llmrl.envs.llm.options import MODES
 from llmrl.envs.llm.tasks.ifeval_checks import CHECKS, NEEDS_LANGUAGE
 from llmrl.envs.llm.tasks.task import Row, TaskEnv, row_label
-from llmrl.errors import ConfigError, DataError, did_you_mean
+from llmrl.errors import ConfigError, DataError, check_choice, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.optional import require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IFEvalEnv", "IFEvalScoreData", "IfEvalScorer", "Instructions", "Verdict", "evaluate"]
 
 RELATIONS = ("less than", "at least")
+_CUT = (StopReason.LENGTH, StopReason.ABORT)
 _PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
 
@@ -69,10 +61,8 @@ class Instructions:
         [{}]
         """
         if isinstance(names, str) or len(names) != len(arguments):
-            raise DataError(
-                f"IFEval: {where} must have one entry of kwargs per instruction: got {names!r:.80} and "
-                f"{len(arguments)} entries."
-            )
+            given = f"{names!r:.80} and {len(arguments)} entries"
+            raise DataError(f"IFEval: {where} must have one entry of kwargs per instruction: got {given}.")
         checked = [_arguments(name, given or {}, where) for name, given in zip(names, arguments, strict=True)]
         if NEEDS_LANGUAGE.intersection(names):
             needing = next(name for name in names if name in NEEDS_LANGUAGE)
@@ -110,10 +100,8 @@ def _variants(response: str) -> Iterator[str]:
 
 def _arguments(name: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if name not in CHECKS:
-        raise DataError(
-            f"IFEval: an instruction must be one of the {len(CHECKS)} known ones: {where} has "
-            f"{name!r}.{did_you_mean(name, CHECKS)}"
-        )
+        hint = did_you_mean(name, CHECKS)
+        raise DataError(f"IFEval: an instruction must be one of {len(CHECKS)} known ones: {where} has {name!r}.{hint}")
     arguments = {}
     for parameter in _PARAMETERS[name]:
         value = given.get(parameter)
@@ -208,15 +196,11 @@ class IfEvalScorer(ScoringTransform):
     ):
         super().__init__()
         if len(format_weights) != 4 or abs(sum(format_weights) - 1) > 1e-6:
-            raise ConfigError(
-                f"IfEvalScorer: format_weights must be four numbers that add up to 1: got {list(format_weights)}."
-            )
+            raise ConfigError(f"IfEvalScorer: format_weights must be four numbers that sum to 1: got {format_weights}.")
         if not (isinstance(aggregate_reward, bool) or aggregate_reward == "structured" or callable(aggregate_reward)):
-            raise ConfigError(
-                "IfEvalScorer: aggregate_reward must be True, False, 'structured' or a function: got "
-                f"{aggregate_reward!r}."
-            )
-        check_view(input_mode, "IfEvalScorer")
+            known = "True, False, 'structured' or a function"
+            raise ConfigError(f"IfEvalScorer: aggregate_reward must be {known}: got {aggregate_reward!r}.")
+        check_choice("IfEvalScorer", "input_mode", input_mode, (None, *MODES))
         self.instruction_ids_key = instruction_ids_key
         self.keyword_args_key = keyword_args_key
         self.id_key = id_key
@@ -255,9 +239,10 @@ class IfEvalScorer(ScoringTransform):
         if self.aggregate_reward is not False:
             aggregate = self.aggregate_reward
             aggregate = aggregate if callable(aggregate) else self.default_reward_aggregator
+            reasons = column_values(td, "stop_reason") or [None] * len(texts)
             values = [
-                float(aggregate(score, found.thoughts, found.answers, complete))
-                for score, found, complete in zip(scores, blocks, _complete(td, len(texts)), strict=True)
+                float(aggregate(score, found.thoughts, found.answers, reason not in _CUT))
+                for score, found, reason in zip(scores, blocks, reasons, strict=True)
             ]
             add_reward(next_td, torch.tensor(values, dtype=torch.float32, device=td.device))
         if self.set_done_if_answer:
@@ -282,13 +267,6 @@ class IfEvalScorer(ScoringTransform):
         ]
 
 
-def _complete(td: TensorDictBase, count: int) -> list[bool]:
-    reasons = column_values(td, "stop_reason")
-    if reasons is None:
-        return [True] * count
-    return [reason not in (StopReason.LENGTH, StopReason.ABORT) for reason in reasons]
-
-
 class IFEvalEnv(TaskEnv):
     """IFEval as an environment: a prompt with instructions, a reward for following them (see `IfEvalScorer`).
 
@@ -304,6 +282,7 @@ class IFEvalEnv(TaskEnv):
     """
 
     DATASET = "google/IFEval"
+    SCORER = IfEvalScorer
     SYSTEM_PROMPT = (
         "You follow instructions exactly. Think between <think> and </think> about what is asked for, then give the "
         "whole response, and nothing else, between <answer> and </answer>."
@@ -314,14 +293,8 @@ class IFEvalEnv(TaskEnv):
         where = row_label(number)
         for name in ("instruction_id_list", "kwargs"):
             if row.get(name) is None:
-                raise DataError(
-                    f"IFEvalEnv: {where} must have the column {name!r}: its columns are {', '.join(row)}."
-                    f"{did_you_mean(name, row)}"
-                )
+                columns = f"{', '.join(row)}.{did_you_mean(name, row)}"
+                raise DataError(f"IFEvalEnv: {where} must have the column {name!r}: its columns are {columns}")
         instructions = Instructions.of(row["instruction_id_list"], row["kwargs"], where)
         kept = {name: value for name, value in super().prompt_row(row, number).items() if name != "answer"}
         return {**kept, "instruction_id_list": instructions.names, "kwargs": instructions.arguments}
-
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> IfEvalScorer:
-        return IfEvalScorer(tokenizer=tokenizer)

@@ -22,15 +22,10 @@ from llmrl.optional import require
 
 __all__ = ["CHECKS", "NEEDS_LANGUAGE"]
 
-CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-
 
 def compare(actual: int, relation: str, threshold: int) -> bool:
     """``actual`` is "less than" or "at least" ``threshold``."""
     return actual < threshold if relation == "less than" else actual >= threshold
-
-
-# -- keywords ----------------------------------------------------------------------------------------------------------
 
 
 def keywords_existence(response: str, keywords: Sequence[str]) -> bool:
@@ -55,14 +50,6 @@ def keywords_forbidden_words(response: str, forbidden_words: Sequence[str]) -> b
 def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
     """A letter, or another single character, is there less than, or at least, ``let_frequency`` times."""
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-# -- language and length -----------------------------------------------------------------------------------------------
-
-
-def language_response_language(response: str, language: str) -> bool:
-    """The whole response is in the language with this ISO 639-1 code."""
-    return is_language(response, language)
 
 
 def length_number_sentences(response: str, num_sentences: int, relation: str) -> bool:
@@ -92,9 +79,6 @@ def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_para
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-# -- content -----------------------------------------------------------------------------------------------------------
-
-
 def content_number_placeholders(response: str, num_placeholders: int) -> bool:
     """There are at least so many placeholders in square brackets, as [address]."""
     return sum(map(_brackets, response.split("\n"))) >= num_placeholders
@@ -106,9 +90,6 @@ def content_postscript(response: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
     pattern = spaced.get(marker, re.escape(marker.lower()))
     return re.search(pattern, response.lower()) is not None
-
-
-# -- format ------------------------------------------------------------------------------------------------------------
 
 
 def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
@@ -128,7 +109,7 @@ def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
 
 def format_constrained_response(response: str) -> bool:
     """One of "My answer is yes.", "My answer is no." and "My answer is maybe." is there."""
-    return any(option in response for option in CONSTRAINED)
+    return any(f"My answer is {option}." in response for option in ("yes", "no", "maybe"))
 
 
 def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
@@ -164,9 +145,6 @@ def format_title(response: str) -> bool:
     return False
 
 
-# -- combinations, beginning and end -----------------------------------------------------------------------------------
-
-
 def combination_two_responses(response: str) -> bool:
     """There are two different responses, with ****** between them."""
     parts = response.split("******")
@@ -188,9 +166,6 @@ def startend_quotation(response: str) -> bool:
     """The whole response is in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == '"' == text[-1]
-
-
-# -- case and punctuation ----------------------------------------------------------------------------------------------
 
 
 def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: str) -> bool:
@@ -298,15 +273,15 @@ def count_capital_words(text: str) -> int:
 
 
 @lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
-def is_language(text: str, code: str) -> bool:
-    """True if the text is in the language with this ISO 639-1 code; a text without any letters is in every language.
+def is_language(response: str, language: str) -> bool:
+    """The response is in the language with this ISO 639-1 code; one without any letters is in every language.
 
     Raises  MissingDependencyError without langdetect
     """
     # To langdetect a character that is not a letter is a space: replaced here, variants that differ in asterisks are
     # one entry of the cache. Addresses stay, because langdetect leaves them out.
-    detected = _detected(text if "@" in text or "://" in text else _NO_LETTER.sub(" ", text))
-    return detected is None or detected == code
+    has_address = "@" in response or "://" in response
+    return _detected(response if has_address else _NO_LETTER.sub(" ", response)) in (None, language)
 
 
 @lru_cache(maxsize=64)
@@ -330,7 +305,6 @@ def _factory() -> Any:
 
 
 def _ends(word: str, following: str) -> bool:
-    """True if a sentence ends between two words."""
     core = word.rstrip(_CLOSING)
     stem = core.rstrip(".?!")
     mark = core[len(stem) :]
@@ -350,7 +324,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:frequency": keywords_frequency,
     "keywords:forbidden_words": keywords_forbidden_words,
     "keywords:letter_frequency": keywords_letter_frequency,
-    "language:response_language": language_response_language,
+    "language:response_language": is_language,
     "length_constraints:number_sentences": length_number_sentences,
     "length_constraints:number_paragraphs": length_number_paragraphs,
     "length_constraints:number_words": length_number_words,

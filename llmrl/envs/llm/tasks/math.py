@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -22,9 +22,6 @@ from llmrl.envs.llm.answers import AnswerParser, Blocks, last_boxed, normalize_a
 from llmrl.envs.llm.tasks.task import Row, TaskEnv
 from llmrl.errors import DataError, DeadlineError, WorkerError
 from llmrl.optional import require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["MATHEnv", "MATHRewardParser", "MathEquality"]
 
@@ -79,6 +76,7 @@ class MATHEnv(TaskEnv):
     """
 
     DATASET = "DigitalLearningGmbH/MATH-lighteval"
+    SCORER = MATHRewardParser
     SYSTEM_PROMPT = (
         "You solve mathematical problems. Think step by step between <think> and </think>, then give the final answer "
         "alone, in LaTeX, between <answer> and </answer>, for example <think>Half of 3 is 3/2.</think>"
@@ -91,10 +89,6 @@ class MATHEnv(TaskEnv):
         prompt["answer"] = _reference(prompt["answer"], number, "dataset")
         return prompt
 
-    @classmethod
-    def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> MATHRewardParser:
-        return MATHRewardParser(tokenizer=tokenizer)
-
 
 def _reference(text: str, row: int | None = None, of: str = "batch") -> str:
     boxed = last_boxed(text)
@@ -102,8 +96,7 @@ def _reference(text: str, row: int | None = None, of: str = "batch") -> str:
     if not answer:
         where = "" if row is None else f" of row {row} of the {of}"
         raise DataError(
-            f"MATHRewardParser: the reference{where} must be an expression, or a solution with one in \\boxed{{}}: got "
-            f"{text!r:.120}."
+            f"MATHRewardParser: the reference{where} must be an expression, or box one by \\boxed: got {text!r:.120}."
         )
     return answer
 
@@ -150,7 +143,6 @@ class MathEquality:
             return list(pool.map(lambda pair: self.equal(*pair), pairs))
 
     def close(self) -> None:
-        """Ends the processes that are idle; the next comparison starts another one."""
         self._pool.close()
 
     def _decide(self, reference: str, answer: str) -> bool:

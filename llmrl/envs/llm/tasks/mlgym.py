@@ -1,8 +1,4 @@
-"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers.
-
-`MLGymWrapper` puts any gym of that interface, strings in and strings out, behind a `ChatEnv`; `make_mlgym` builds the
-gyms of the mlgym package.
-"""
+"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers."""
 
 from __future__ import annotations
 
@@ -88,12 +84,8 @@ class MLGymWrapper(TransformedEnv):
             device=device,
         )
         self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer)
+        self.counters = self.turns.counters  # turns, those without a command, those in which a gym failed
         super().__init__(env, self.turns)
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Turns that were taken, those without a command, and those in which a gym failed."""
-        return self.turns.counters
 
     @property
     def first_error(self) -> str | None:
@@ -174,13 +166,13 @@ class _GymTurns(Transform):
         ]
         if any(messages):
             append_messages(next_td, view_of(next_td), messages, renderer_of(self.container))
-        names = ("reward", "terminated", "truncated", "exit_status")
-        columns = {name: [turn[name] for turn in turns] for name in names} | {"done": done}
-        next_td.set("reward", torch.tensor(columns["reward"], dtype=torch.float32, device=td.device).view(-1, 1, 1))
+        rewards_B = torch.tensor([turn["reward"] for turn in turns], dtype=torch.float32, device=td.device)
+        next_td.set("reward", rewards_B.view(-1, 1, 1))
         next_td.set("gym_slot", slots_B)
-        next_td.set("exit_status", column(columns["exit_status"]))
-        for name in ("terminated", "truncated", "done"):
-            next_td.set(name, torch.tensor(columns[name], device=td.device).view(-1, 1))
+        next_td.set("exit_status", column(turn["exit_status"] for turn in turns))
+        next_td.set("done", torch.tensor(done, device=td.device).view(-1, 1))
+        for name in ("terminated", "truncated"):
+            next_td.set(name, torch.tensor([turn[name] for turn in turns], device=td.device).view(-1, 1))
         self._release([slot for slot, ended in zip(slots, done, strict=True) if ended])
         return next_td
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 import re
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from llmrl.envs.llm.answers import normalize_answer
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import check_choice
 
 __all__ = [
     "big_sums_demonstrations",
@@ -219,7 +220,7 @@ def _sums() -> Pairs:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
     rest = iter(pairs)
-    return {name: tuple(rest) if count is None else _take(rest, count) for name, count in SPLITS.items()}
+    return {name: tuple(islice(rest, count)) for name, count in SPLITS.items()}
 
 
 @cache
@@ -229,16 +230,9 @@ def _big_sums() -> Pairs:
     while len(pairs) < sum(BIG_SPLITS.values()):
         pairs[draw.randint(1000, 9999), draw.randint(1000, 9999)] = None
     rest = iter(pairs)
-    return {name: _take(rest, count) for name, count in BIG_SPLITS.items()}
-
-
-def _take(rest: Any, count: int) -> tuple[tuple[int, int], ...]:
-    return tuple(next(rest) for _ in range(count))
+    return {name: tuple(islice(rest, count)) for name, count in BIG_SPLITS.items()}
 
 
 def _split_of(pairs: Pairs, split: str, task: str) -> tuple[tuple[int, int], ...]:
-    if split not in pairs:
-        raise ConfigError(
-            f"{task}: split must be one of {', '.join(pairs)}: got {split!r}.{did_you_mean(split, pairs)}"
-        )
+    check_choice(task, "split", split, pairs)
     return pairs[split]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 class TaskEnv(DatasetChatEnv):
-    """A `DatasetChatEnv` that knows its dataset, its prompt and its reward. A subclass defines `scorer`.
+    """A `DatasetChatEnv` that knows its dataset, its prompt and its reward: a subclass has a ``SCORER`` or a `scorer`.
 
     Reads   ``dataset``: a hub name, a local file of the same columns, or rows; None: the task's own
     Writes  the entries of `DatasetChatEnv` and of the task's `scorer`
@@ -34,6 +33,7 @@ class TaskEnv(DatasetChatEnv):
 
     DATASET: ClassVar[str | None] = None
     CONFIG: ClassVar[str | None] = None
+    SCORER: ClassVar[type[Transform]]
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class TaskEnv(DatasetChatEnv):
         return prompt
 
     @classmethod
-    @abstractmethod
     def scorer(cls, tokenizer: PreTrainedTokenizerBase | None = None) -> Transform:
         """The transform that writes the reward."""
+        return cls.SCORER(tokenizer=tokenizer)
 
     @classmethod
     def prompt_rows(cls, rows: Sequence[Row]) -> list[dict[str, Any]]:

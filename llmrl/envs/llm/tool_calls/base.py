@@ -42,12 +42,12 @@ class ParsedCall:
 
 
 class CallFormat(ABC):
-    """The notation of tool calls in an answer. A subclass defines `render` and `_read`.
+    """The notation of tool calls in an answer. A subclass defines `_read`, and `render` if it does more than fill in.
 
     name          for ``format=``
     opening       a pattern that matches the beginning of a call, and nothing else
     resume        after a call that cannot be read, reading goes on at the end of this pattern's next match
-    example       a call, for messages to a model that wrote something else
+    example       a call, with ``<tool>`` and ``{...}`` to be filled in, shown to a model that wrote something else
     in_templates  True if chat templates teach it, from the schemas that they declare
     """
 
@@ -91,9 +91,11 @@ class CallFormat(ABC):
             calls[_MAX_CALLS:] = [replace(call, span=calls[_MAX_CALLS].span) for call in many]
         return [] if thinking else calls
 
-    @abstractmethod
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a call, which `parse` reads back."""
+        """The text of a call, which `parse` reads back: ``example`` with this name and these arguments."""
+        before, _, rest = self.example.partition("<tool>")
+        between, _, after = rest.partition("{...}")
+        return f"{before}{json_text(name)[1:-1]}{between}{json_text(dict(arguments))}{after}"
 
     def call_id(self, conversation: int, turn: int, number: int) -> str:
         """The id of a call to which the model gave none: the same for the same call, another for every other."""
@@ -143,7 +145,6 @@ class CallFormat(ABC):
         return found.end() if found else len(text)
 
     def _of_object(self, value: Any) -> list[ParsedCall]:
-        """The call in a JSON value; see `call_from_object`."""
         name, arguments, reason = call_from_object(value)
         return self._malformed(reason, name) if reason else [ParsedCall(name, arguments)]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from llmrl.data.llm.parsers.gpt_oss import thought_key
 from llmrl.envs.llm.tool_calls import formats
@@ -50,9 +48,6 @@ class AnyFormat(CallFormat):
         self.opening = re.compile("|".join(patterns.values()), re.MULTILINE)
         self.example = self._formats["hermes"].example
 
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self._formats["hermes"].render(name, arguments)
-
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
         for call_format in self._formats.values():
             own = call_format.opening.match(text, opening.start())
@@ -76,10 +71,8 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
     if ":" not in name:
         if name not in FORMATS:
             known = ("auto", *FORMATS)
-            raise ConfigError(
-                f"format: must be one of {', '.join(known)}, or 'package.module:Class': got "
-                f"{name!r}.{did_you_mean(name, known)}"
-            )
+            hint, names = did_you_mean(name, known), ", ".join(known)
+            raise ConfigError(f"format: must be one of {names}, or 'package.module:Class': got {name!r}.{hint}")
         return FORMATS[name]()
     found = load_object(name, what="format")
     if inspect.isclass(found) and issubclass(found, CallFormat):

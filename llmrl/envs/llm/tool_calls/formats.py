@@ -42,9 +42,6 @@ class HermesFormat(CallFormat):
     example = '<tool_call>\n{"name": "<tool>", "arguments": {...}}\n</tool_call>'
     _after = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|$)")
 
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f'<tool_call>\n{{"name": {json_text(name)}, "arguments": {json_text(dict(arguments))}}}\n</tool_call>'
-
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
         return self._of_json(text, opening.end(), self._after, "</tool_call>")
 
@@ -165,11 +162,8 @@ class MistralFormat(CallFormat):
     _id = re.compile(r"[A-Za-z0-9]{9}")
 
     def __init__(self, named: bool = False) -> None:
-        self.named = named
-        self.example = self._written("<tool>", "{...}")
-
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self._written(json_text(name)[1:-1], json_text(dict(arguments)))
+        one = "<tool>[ARGS]{...}" if named else ' [{"name": "<tool>", "arguments": {...}}]'
+        self.example = f"[TOOL_CALLS]{one}"
 
     def call_id(self, conversation: int, turn: int, number: int) -> str:
         return _base_36(conversation, 4) + _base_36(turn, 3) + _base_36(number, 2)
@@ -204,14 +198,8 @@ class MistralFormat(CallFormat):
         accepted = isinstance(given, str) and self._id.fullmatch(given)
         return [replace(call, id=given) for call in calls] if accepted else calls
 
-    def _written(self, name: str, arguments: str) -> str:
-        if self.named:
-            return f"[TOOL_CALLS]{name}[ARGS]{arguments}"
-        return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
-
 
 def _base_36(number: int, width: int) -> str:
-    """The last digits of a number to the base 36."""
     digits = ""
     for _ in range(width):
         number, last = divmod(number, 36)
@@ -244,11 +232,8 @@ class DeepSeekFormat(CallFormat):
     _after = re.compile(rf"\s*(?:```\s*)?(?:{_CALL_END}|(?={_CALL}|{_CALLS_END})|$)")
 
     def __init__(self, fenced: bool = True) -> None:
-        self.fenced = fenced
-        self.example = self._written("<tool>", "{...}")
-
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self._written(name, json_text(dict(arguments)))
+        inner = f"function{_SEP}<tool>\n```json\n{{...}}\n```" if fenced else f"<tool>{_SEP}{{...}}"
+        self.example = f"{_CALLS}{_CALL}{inner}{_CALL_END}{_CALLS_END}"
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
         """With the arguments as text, which is how these templates take them."""
@@ -265,10 +250,6 @@ class DeepSeekFormat(CallFormat):
         if not name:
             return self._malformed("it names no tool"), self._skip(text, place)
         return self._of_json(text, place, self._after, _CALL_END, name)
-
-    def _written(self, name: str, arguments: str) -> str:
-        inner = f"function{_SEP}{name}\n```json\n{arguments}\n```" if self.fenced else f"{name}{_SEP}{arguments}"
-        return f"{_CALLS}{_CALL}{inner}{_CALL_END}{_CALLS_END}"
 
     def _arguments(self, written: str) -> str:
         """The text after the name of a call, whether or not it could be read."""
@@ -301,10 +282,6 @@ class HarmonyFormat(CallFormat):
 
     def __init__(self, thought: str = "reasoning_content") -> None:
         self.thought = thought
-
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
-        return f"{header}<|message|>{json_text(dict(arguments))}<|call|>"
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
         """The text before the call, on whatever channel, is its reasoning. These templates take one call a turn."""
@@ -340,9 +317,6 @@ class LlamaFormat(CallFormat):
     opening = re.compile(r"<\|python_tag\|>|(?:^|;)[ \t]*(?=\{)", re.MULTILINE)
     example = '{"name": "<tool>", "parameters": {...}}'
     _object = re.compile(r"\{\s*+[\"}]")
-
-    def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f'{{"name": {json_text(name)}, "parameters": {json_text(dict(arguments))}}}'
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
         tagged = opening[0] == "<|python_tag|>"
@@ -407,9 +381,7 @@ class PatternFormat(CallFormat):
         except re.error as error:
             raise ConfigError(f"tool_call_pattern: must be a regular expression: got {pattern!r}: {error}.") from error
         if self.opening.groups < 2:
-            raise ConfigError(
-                f"tool_call_pattern: must have two groups, the tool's name and its JSON arguments: got {pattern!r}."
-            )
+            raise ConfigError(f"tool_call_pattern: must have two groups, name and JSON arguments: got {pattern!r}.")
         self.example = f"what matches {self.opening.pattern}"
 
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:

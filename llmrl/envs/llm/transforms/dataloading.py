@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
 
 __all__ = ["DataLoadingPrimer", "EndOfData", "next_seeds", "row_seeds"]
 
@@ -84,9 +82,9 @@ class DataLoadingPrimer(Transform):
                 "DataLoadingPrimer: use_ray_service must be False: every rank reads its own part of the data by rank "
                 "and world_size, without a process that all of them ask."
             )
-        for name, value, least in (("repeats", repeats, 1), ("epochs", epochs, 1), ("world_size", world_size, 1)):
-            if value is not None and value < least:
-                raise ConfigError(f"DataLoadingPrimer: {name} must be at least {least}: got {value}.")
+        for name, value in (("repeats", repeats), ("epochs", epochs), ("world_size", world_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"DataLoadingPrimer: {name} must be at least 1: got {value}.")
         if not 0 <= rank < world_size:
             raise ConfigError(f"DataLoadingPrimer: rank must be within [0, {world_size}), the world size: got {rank}.")
         self.repeats = repeats or 1
@@ -150,8 +148,7 @@ class DataLoadingPrimer(Transform):
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
-                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share "
-                "evenly."
+                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share."
             )
         self._handed_out = rows
 
@@ -215,11 +212,9 @@ class DataLoadingPrimer(Transform):
         for draw, row in by_draw.items():
             present = self._names_of(row, draw)
             if missing := [name for name in self._names if name not in present]:
-                raise MissingKeyError(
-                    f"DataLoadingPrimer: every row must have the column {missing[0]!r}: row "
-                    f"{self._source.number(draw)} has {', '.join(map(str, present))}."
-                    f"{did_you_mean(missing[0], present)}"
-                )
+                had = f"row {self._source.number(draw)} has {', '.join(map(str, present))}"
+                hint = did_you_mean(missing[0], present)
+                raise MissingKeyError(f"DataLoadingPrimer: every row must have the column {missing[0]!r}: {had}.{hint}")
         return {name: self._column([by_draw[draw][name] for draw in draws]) for name in self._names}
 
     def _names_of(self, row: Any, draw: int) -> tuple[str, ...]:
@@ -255,10 +250,8 @@ def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> Non
     known = list(columns)
     for name in names:
         if name not in known:
-            raise ConfigError(
-                f"{who}: its parameter {name!r} must be a column of the dataset: the columns are "
-                f"{', '.join(known)}.{did_you_mean(name, known)}"
-            )
+            columns = f"{', '.join(known)}.{did_you_mean(name, known)}"
+            raise ConfigError(f"{who}: its parameter {name!r} must be a column of the dataset: they are {columns}")
 
 
 class IndexedRows:
@@ -377,9 +370,7 @@ def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> IndexedRows | It
     if hasattr(dataloader, "__getitem__") and hasattr(dataloader, "__len__"):
         return IndexedRows(dataloader, shuffle=shuffle, seed=seed)
     if not hasattr(dataloader, "__iter__"):
-        raise DataError(
-            f"DataLoadingPrimer: the data must be a sequence of rows or an iterable: got {type(dataloader).__name__}."
-        )
+        raise DataError(f"DataLoadingPrimer: the data must be an iterable of rows: got {type(dataloader).__name__}.")
     if shuffle:
         raise DataError(
             f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose "

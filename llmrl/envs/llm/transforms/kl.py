@@ -17,17 +17,10 @@ from torch import Tensor
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.options import split_keywords
-from llmrl.envs.llm.transforms.log_probs import (
-    FullKey,
-    RetrieveLogProb,
-    Scorer,
-    check_padding_side,
-    full_key,
-    with_rows_spec,
-)
+from llmrl.envs.llm.transforms.log_probs import FullKey, RetrieveLogProb, Scorer, full_key, with_rows_spec
 from llmrl.envs.td_ops import present_keys, required
 from llmrl.envs.transforms.base import Compose, Transform
-from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from llmrl.errors import ConfigError, MissingKeyError, ShapeError, check_choice
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs, own_part, response_part
 
@@ -76,16 +69,13 @@ class KLComputation(Transform):
     ):
         super().__init__()
         who = type(self).__name__
-        check_padding_side(who, padding_side)
+        check_choice(who, "padding_side", padding_side, ("left", "right"))
         self.gen_log_probs_full_key = full_key(gen_log_probs_full_key, who)
         self.ref_log_probs_full_key = full_key(ref_log_probs_full_key, who)
         if self.gen_log_probs_full_key == self.ref_log_probs_full_key:
-            raise ConfigError(
-                f"{who}: the log-probs of policy and reference must be under different keys: got "
-                f"{self.gen_log_probs_full_key!r} for both."
-            )
-        if reduction not in (None, "token", "sum", "mean"):
-            raise ConfigError(f"{who}: reduction must be 'token', 'sum', 'mean' or None: got {reduction!r}.")
+            got = f"{self.gen_log_probs_full_key!r} for both"
+            raise ConfigError(f"{who}: the log-probs of policy and reference must be under different keys: got {got}.")
+        check_choice(who, "reduction", reduction, ("token", "sum", "mean", None))
         self.kl_key = kl_key
         self.add_to_reward = add_to_reward
         self.coeff = coeff
@@ -93,13 +83,10 @@ class KLComputation(Transform):
         self.reward_key = reward_key
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        next_td = td.get("next", None)
-        if next_td is None:
-            return self._written(td, td, self._pays(td))
-        return td.set("next", self._written(td, next_td, self._pays(next_td)))
-
-    def _pays(self, next_td: TensorDictBase) -> Literal["row"] | None:
-        return "row" if self.add_to_reward and next_td.get(self.reward_key, None) is not None else None
+        holder = td.get("next", td)
+        pays = self.add_to_reward and holder.get(self.reward_key, None) is not None
+        written = self._written(td, holder, "row" if pays else None)
+        return td if holder is td else td.set("next", written)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         return self._written(td, next_td, "turn" if self.add_to_reward else None)
@@ -232,8 +219,7 @@ class RetrieveKL(Compose):
         pads = [getattr(model, "pad_output", None) for model in (gen, ref)]
         if None not in pads and pads[0] != pads[1]:
             raise ConfigError(
-                f"{who}: both models must have the same pad_output: got {pads[0]} for gen_model and {pads[1]} for "
-                "ref_model."
+                f"{who}: both models must have the same pad_output: got {pads[0]} (gen_model), {pads[1]} (ref_model)."
             )
         scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
         scoring["temperature"] = getattr(gen, "temperature", None) if temperature is None else temperature
@@ -288,22 +274,15 @@ class KLRewardTransform(Compose):
         key = full_key((ref_name, "full"), who)
         scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
         penalty |= {"coeff": coef, "kl_key": kl_key, "reward_key": reward_key}
-        super().__init__(
-            RetrieveLogProb(ref, log_probs_full_key=key, **scoring), KLComputation(log_prob_key, key, **penalty)
-        )
+        scorer = RetrieveLogProb(ref, log_probs_full_key=key, **scoring)
+        super().__init__(scorer, KLComputation(log_prob_key, key, **penalty))
 
 
 def _one_model(
     who: str, name: str, model: Scorer | None, factory: Callable[[], Scorer] | None, use_ray_service: bool
 ) -> Any:
-    """The model, or what its factory makes. Raises ConfigError for both, for a reference that is missing, and for a
-    service of Ray.
-    """
     if use_ray_service:
-        raise ConfigError(
-            f"{who}: use_ray_service must be False: a model in another process is reached through its engine; pass "
-            "that as the model."
-        )
+        raise ConfigError(f"{who}: use_ray_service must be False: pass the engine of a model in another process.")
     if factory is not None and model is not None:
         raise ConfigError(f"{who}: give one of {name}_model and {name}_model_factory, not both.")
     model = model if factory is None else factory()

@@ -12,7 +12,7 @@ from llmrl.data.ragged.tensordicts import inner, rewrap
 from llmrl.envs.llm.completions import ScoringTransform
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, check_at_least
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.rows import num_real_ids
 
@@ -53,11 +53,8 @@ class LengthPenalty(_LengthReward):
 
     def __init__(self, budget: int, coef: float = 1e-3):
         super().__init__()
-        if budget < 1 or coef < 0:
-            raise ConfigError(
-                f"LengthPenalty: budget counts tokens and must be at least 1, coef must not be negative: got {budget} "
-                f"and {coef}."
-            )
+        check_at_least("LengthPenalty", 1, budget=budget)
+        check_at_least("LengthPenalty", 0, coef=coef)
         self.budget = budget
         self.coef = coef
 

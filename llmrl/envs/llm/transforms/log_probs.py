@@ -16,7 +16,7 @@ from torch import nn
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
-from llmrl.errors import ConfigError, MissingKeyError
+from llmrl.errors import ConfigError, MissingKeyError, check_choice
 from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.modules.llm.policies.containers import LogProbs
@@ -73,22 +73,19 @@ class RetrieveLogProb(Transform):
         temperature: float | None = None,
     ):
         super().__init__()
-        check_padding_side(type(self).__name__, padding_side)
+        check_choice(type(self).__name__, "padding_side", padding_side, ("left", "right"))
         self.model = _scoring_wrapper(model, tokenizer, tokenizer_kwargs)
         name = self.model.keys["log_probs"] if isinstance(model, LLMWrapperBase) else "ref_log_probs"
         self.log_probs_full_key = full_key(log_probs_full_key or (name, "full"), type(self).__name__)
         self._by_default = log_probs_full_key is None
-        if reference not in ("model", "adapter_off"):
-            raise ConfigError(f"RetrieveLogProb: reference must be 'model' or 'adapter_off': got {reference!r}.")
+        check_choice("RetrieveLogProb", "reference", reference, ("model", "adapter_off"))
         if reference == "adapter_off" and not hasattr(_module(self.model), "disable_adapter"):
             raise ConfigError(
                 "RetrieveLogProb: reference='adapter_off' needs a PEFT model whose adapter can be turned off: got "
                 f"{type(_module(self.model)).__name__}; give a frozen copy of the model instead."
             )
         if not detach and self.model.scorer is None:
-            raise ConfigError(
-                "RetrieveLogProb: detach=False needs a model with gradients in this process: got an engine alone."
-            )
+            raise ConfigError("RetrieveLogProb: detach=False needs a model with gradients here: got an engine alone.")
         if temperature is not None and temperature <= 0:
             raise ConfigError(f"RetrieveLogProb: temperature must be positive: got {temperature}.")
         self.assistant_only = assistant_only
@@ -163,11 +160,6 @@ def full_key(key: Any, who: str) -> FullKey:
     return key
 
 
-def check_padding_side(who: str, side: str) -> None:
-    if side not in ("left", "right"):
-        raise ConfigError(f"{who}: padding_side must be 'left' or 'right': got {side!r}.")
-
-
 def with_rows_spec(spec: Composite, name: str) -> Composite:
     """``spec`` with a container of that name; not that of the policy's own log-probs: an env carries those on."""
     if name not in spec and name != "log_probs":
@@ -181,17 +173,14 @@ def _scoring_wrapper(
     given = {"tokenizer": tokenizer} if tokenizer is not None else {}
     if isinstance(model, LLMWrapperBase):
         if model.generate:
-            raise ConfigError(
-                "RetrieveLogProb: the model must score, not generate: got generate=True; give "
-                "model.get_new_version(generate=False)."
-            )
+            hint = "give model.get_new_version(generate=False)"
+            raise ConfigError(f"RetrieveLogProb: the model must score, not generate: got generate=True; {hint}.")
         given |= _encoding(tokenizer_kwargs or {}, model.mode.name)
         return model.get_new_version(**given) if given else model
     if isinstance(model, Engine):
         mode = "tokens" if tokenizer is None else "history"
-        return LLMWrapperBase(
-            model, input_mode=mode, generate=False, **given, **_encoding(tokenizer_kwargs or {}, mode)
-        )
+        given |= _encoding(tokenizer_kwargs or {}, mode)
+        return LLMWrapperBase(model, input_mode=mode, generate=False, **given)
     hint = "; wrap it in TransformersWrapper(model, generate=False)" if isinstance(model, nn.Module) else ""
     raise ConfigError(f"RetrieveLogProb: model must be an LLM wrapper or an engine: got {type(model).__name__}{hint}.")
 

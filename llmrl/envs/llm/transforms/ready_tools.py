@@ -142,7 +142,6 @@ class MCPToolTransform(ToolTransform):
 
 
 def _service(services: Mapping[str, Any] | None, name: str, namespace: str | None) -> Tool | None:
-    """The tool of that name among the services; None if there are none."""
     if namespace is not None:
         services = None if services is None else services.get(namespace)
         if services is None:
@@ -151,8 +150,6 @@ def _service(services: Mapping[str, Any] | None, name: str, namespace: str | Non
         return None
     if not isinstance(services, Mapping) or not isinstance(tool := services.get(name), Tool):
         known = list(services) if isinstance(services, Mapping) else []
-        raise ConfigError(
-            f"PythonInterpreter: services must hold a tool called {name!r}: got {known or services!r}."
-            f"{did_you_mean(name, map(str, known))}"
-        )
+        got = f"{known or services!r}.{did_you_mean(name, map(str, known))}"
+        raise ConfigError(f"PythonInterpreter: services must hold a tool called {name!r}: got {got}")
     return tool

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -22,15 +22,13 @@ from torch import Tensor
 from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner, is_coroutine_function, runner_of
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.errors import ConfigError, ShapeError, did_you_mean
+from llmrl.errors import ConfigError, ShapeError, check_at_least, did_you_mean
 from llmrl.loading import load_function
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
 
 __all__ = ["RewardFunction", "load_reward", "make_rewards"]
 
@@ -102,19 +100,14 @@ class RewardFunction(ScoringTransform):
         if not callable(fn):
             raise ConfigError(f"RewardFunction: the reward must be a function: got {type(fn).__name__}.")
         if deadline_s is not None and deadline_s <= 0:
-            raise ConfigError(
-                f"RewardFunction: deadline_s must be positive, or None to wait forever: got {deadline_s}."
-            )
+            raise ConfigError(f"RewardFunction: deadline_s must be positive, or None for no limit: got {deadline_s}.")
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
         asynchronous = is_coroutine_function(fn)
         if concurrency is None:
             concurrency = getattr(fn, "concurrency", _COROUTINES if asynchronous else 1)
-        if retries < 0 or concurrency < 1:
-            raise ConfigError(
-                f"RewardFunction: retries must not be negative and concurrency at least 1: got {retries} and "
-                f"{concurrency}."
-            )
+        check_at_least("RewardFunction", 0, retries=retries)
+        check_at_least("RewardFunction", 1, concurrency=concurrency)
         super().__init__()
         self.fn = fn
         self.name = name or getattr(fn, "__name__", None) or getattr(fn, "name", None) or type(fn).__name__
@@ -205,13 +198,12 @@ class RewardFunction(ScoringTransform):
         late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
         if late is not None:
             subject = "the call" if self.batched else f"row {late} of {count}"
-            self._keep(f"{subject} was not done {self.deadline_s} s after its batch began")
+            self.first_error = self.first_error or f"{subject} was not done {self.deadline_s} s after its batch began"
         values: list[float | None] = []
         for outcome in outcomes:
             rows_of_call = count if self.batched else 1
-            if outcome.error is not None:
-                self._keep(outcome.error)
             if outcome.error is not None or not outcome.done:
+                self.first_error = self.first_error or outcome.error
                 self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
                 values += [math.nan] * rows_of_call
                 continue
@@ -229,21 +221,16 @@ class RewardFunction(ScoringTransform):
         """The value of `plain_number`; None if there is no number to use. Raises ShapeError if it is not one."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
-            raise ShapeError(
-                f"RewardFunction {self.name!r}: a reward must be one number, or None if there is none: got {kind} "
-                f"for {where}: {shown}."
-            )
+            problem = f"a reward must be one number, or None if there is none: got {kind} for {where}: {shown}"
+            raise ShapeError(f"RewardFunction {self.name!r}: {problem}.")
         if value is None or math.isnan(value):
             return None
         if abs(value) > _LARGEST or abs(value * self.weight) > _LARGEST:
-            self._keep(f"{where}: a reward must lie within {_LARGEST:g}, also with its weight: got {value:g}")
+            problem = f"{where}: a reward must lie within {_LARGEST:g}, also with its weight: got {value:g}"
+            self.first_error = self.first_error or problem
             self.counters["errors"] += 1
             return math.nan
         return value
-
-    def _keep(self, text: str) -> None:
-        if self.first_error is None:
-            self.first_error = text
 
 
 def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list[RewardFunction]:
@@ -270,16 +257,14 @@ def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list
 def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
     if not isinstance(spec, Mapping):
         spec = {"fn": spec}
+    known = (*_KINDS, *_OPTIONS)
     for key in spec:
-        if key not in (*_KINDS, *_OPTIONS):
-            raise ConfigError(
-                f"{where}: {key!r} is not a setting of a reward.{did_you_mean(key, (*_KINDS, *_OPTIONS))}"
-            )
+        if key not in known:
+            raise ConfigError(f"{where}: {key!r} is not a setting of a reward.{did_you_mean(key, known)}")
     kinds = [kind for kind in _KINDS if spec.get(kind) is not None]
     if len(kinds) != 1:
-        raise ConfigError(
-            f"{where}: must have exactly one of {', '.join(_KINDS)}: got {' and '.join(kinds) or 'none of them'}."
-        )
+        got = " and ".join(kinds) or "none of them"
+        raise ConfigError(f"{where}: must have exactly one of {', '.join(_KINDS)}: got {got}.")
     options = {key: spec[key] for key in _OPTIONS if spec.get(key) is not None}
     [kind] = kinds
     function = spec[kind]
@@ -330,10 +315,7 @@ class Parameters:
 
 
 def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
-    """The name by which another process is to load the function; None if it runs in this one.
-
-    Raises  ConfigError if ``process`` asks for another and the function cannot be imported by a name
-    """
+    """The name by which another process is to load the function; None if it runs in this one."""
     if isinstance(fn, str):
         own = fn.partition(":")[0].partition(".")[0] == "llmrl"
         return fn if process or (process is None and not own) else None

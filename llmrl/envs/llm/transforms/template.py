@@ -11,7 +11,7 @@ from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.llm.transforms.tool_messages import begin_anew
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import present_keys, required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, history_chats
@@ -92,12 +92,8 @@ class TemplateTransform(Transform):
     def inv(self, td: TensorDictBase) -> TensorDictBase:
         td = shallow_copy(td)
         for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
-            texts = _texts(td, out_key)
-            if texts is None:
-                raise MissingKeyError(
-                    f"TemplateTransform: reads {out_key!r}, which is not there; keys present: {present_keys(td)}."
-                )
-            history = History.from_text(texts, tokenizer=self.tokenizer, **self._template)
+            required(td, out_key, "TemplateTransform")
+            history = History.from_text(_texts(td, out_key), tokenizer=self.tokenizer, **self._template)
             if isinstance(in_key, tuple):
                 td.set(in_key[0], ChatHistory.from_rows({in_key[1]: history}, td.batch_size))
             else:
@@ -119,10 +115,8 @@ class TemplateTransform(Transform):
     def _rendered(self, td: TensorDictBase, key: NestedKey) -> Sequence[str]:
         history = td.get(key, None)
         if not isinstance(history, History):
-            raise MissingKeyError(
-                f"TemplateTransform: there must be a History in {key!r}: got {type(history).__name__}; keys present: "
-                f"{present_keys(td)}."
-            )
+            got = f"{type(history).__name__}; keys present: {present_keys(td)}"
+            raise MissingKeyError(f"TemplateTransform: there must be a History in {key!r}: got {got}.")
         asks = isinstance(key, tuple) and key[-1] == "prompt"
         chats = history_chats(history, 1, asks=asks)
         return self.renderer.prompt_texts(chats) if asks else self.renderer.codec.render(chats)

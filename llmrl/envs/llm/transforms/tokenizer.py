@@ -1,7 +1,4 @@
-"""`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation.
-
-Conversations need none: the wrapper's renderer makes their ids, and sampled ids are never made from text.
-"""
+"""`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from llmrl.data.ragged.tensordicts import column, column_values, inner
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
-from llmrl.errors import ConfigError, DataError, ShapeError
+from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +82,7 @@ class Tokenizer(Transform):
             raise ConfigError(f"Tokenizer: padding must be True, False or 'max_length': got {padding!r}.")
         if max_length is None and padding == "max_length":
             raise ConfigError("Tokenizer: padding='max_length' needs max_length.")
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"Tokenizer: max_length counts tokens and must be at least 1: got {max_length}.")
+        check_at_least("Tokenizer", 1, max_length=max_length)
         if additional_tokens:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.add_tokens(list(additional_tokens), special_tokens=True)
@@ -118,9 +114,8 @@ class Tokenizer(Transform):
         """Ids int64[B, T] and attention mask bool[B, T] of B strings."""
         texts = value if isinstance(value, list) else value.tolist()
         texts = [texts] if isinstance(texts, str) else texts
-        if not all(isinstance(text, str) for text in texts):
-            wrong = next(text for text in texts if not isinstance(text, str))
-            raise DataError(f"Tokenizer: every entry must be a string: got {type(wrong).__name__}.")
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise DataError(f"Tokenizer: every entry must be a string: got {type(wrong[0]).__name__}.")
         rows = self.tokenizer(texts, add_special_tokens=self.add_special_tokens)["input_ids"]
         rows = [torch.tensor(row[: self.max_length], dtype=torch.int64) for row in rows]
         lengths = [len(row) for row in rows]
@@ -132,14 +127,11 @@ class Tokenizer(Transform):
         width = self.max_length if self.padding == "max_length" else max(lengths)
         fill = self.tokenizer.pad_token_id
         if fill is None and min(lengths) < width:
-            raise ConfigError(
-                "Tokenizer: the tokenizer must have a padding token to pad with: set tokenizer.pad_token."
-            )
+            raise ConfigError("Tokenizer: the tokenizer must have a padding token: set tokenizer.pad_token.")
         side = self.tokenizer.padding_side
         return pad_rows(rows, value=fill or 0, side=side, length=width), lengths_mask(lengths, width, side)
 
     def _inv_apply_transform(self, value: Any) -> Any:
-        """The strings of ids int64[B, T]."""
         return column(self.tokenizer.batch_decode(value.tolist(), skip_special_tokens=self.skip_special_tokens))
 
     def _tokenised(self, td: TensorDictBase, *, tolerant: bool) -> TensorDictBase:

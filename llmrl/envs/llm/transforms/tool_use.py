@@ -1,7 +1,4 @@
-"""Counts of tool calls in each conversation, as entries of the batch, and the metrics of a batch that recipes log.
-
-Counted per conversation and carried from turn to turn, so that the row of its last turn has all of it.
-"""
+"""Counts of tool calls in each conversation so far, as entries of the batch, and the metrics that recipes log."""
 
 from __future__ import annotations
 
@@ -21,13 +18,6 @@ ENDS = ("ok", "error", "timeout", "malformed", "unknown", "not_run")  # a call e
 COUNTS = ("turns", "tool_turns", "calls", *ENDS, "cut")
 
 
-def no_tool_use(batch_size: Sequence[int], device: torch.device | None) -> TensorDict:
-    """The entries of conversations that have just begun: int64[B] zeros, and "seconds" float32[B]."""
-    entries = {name: torch.zeros(batch_size, dtype=torch.int64, device=device) for name in COUNTS}
-    entries["seconds"] = torch.zeros(batch_size, device=device)
-    return TensorDict(entries, batch_size=batch_size, device=device)
-
-
 def added_tool_use(before: TensorDictBase, rows: Sequence[Mapping[str, float]]) -> TensorDict:
     """``before`` plus the counts of each row, in a new tensordict."""
     entries = {}
@@ -38,10 +28,10 @@ def added_tool_use(before: TensorDictBase, rows: Sequence[Mapping[str, float]]) 
 
 
 def tool_use_spec(batch_size: Sequence[int], device: torch.device | None) -> Composite:
-    shape = tuple(batch_size)
-    leaves = {name: Unbounded(shape=shape, dtype=torch.int64, device=device) for name in COUNTS}
-    leaves["seconds"] = Unbounded(shape=shape, dtype=torch.float32, device=device)
-    return Composite(leaves, shape=shape, device=device)
+    """The entries of a conversation, all zero where it begins: int64[B], and "seconds" float32[B]."""
+    leaves = {name: Unbounded(shape=batch_size, dtype=torch.int64, device=device) for name in COUNTS}
+    leaves["seconds"] = Unbounded(shape=batch_size, dtype=torch.float32, device=device)
+    return Composite(leaves, shape=batch_size, device=device)
 
 
 def read_calls(lines: str) -> list[dict[str, Any]]:

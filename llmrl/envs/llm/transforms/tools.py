@@ -22,26 +22,25 @@ from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
 from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
-from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, no_tool_use, tool_use_spec
+from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
 from llmrl.tools.runner import ToolRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from llmrl.envs.base import EnvBase
-    from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ToolTransform"]
 
@@ -164,7 +163,7 @@ class ToolTransform(Transform):
                 first, self._num_conversations = self._num_conversations, self._num_conversations + count
             ids = torch.arange(first, first + count, device=reset_td.device).reshape(reset_td.batch_size)
             reset_td.set("conversation_id", ids)
-            reset_td.set("tool_use", no_tool_use(reset_td.batch_size, reset_td.device))
+            reset_td.set("tool_use", tool_use_spec(reset_td.batch_size, reset_td.device).zero())
             reset_td.set("tool_calls", column([""] * count))
         return reset_td
 
@@ -214,9 +213,8 @@ class ToolTransform(Transform):
         mine, turns = self._is_mine(self._peers()), []
         rows = zip(answers, self._structured(td), self._opened_thoughts(td), ids, numbers, cut, skipped, strict=True)
         for text, structured, thinking, conversation, number, is_cut, is_skipped in rows:
-            parsed = structured
-            if parsed is None:
-                parsed = self.format.parse(text, self._parameters, thinking=thinking)
+            written = structured is None
+            parsed = self.format.parse(text, self._parameters, thinking=thinking) if written else structured
             calls = [
                 (call, call.id or self.format.call_id(conversation, number, place))
                 for place, call in enumerate([] if is_cut else parsed)
@@ -224,7 +222,7 @@ class ToolTransform(Transform):
             found = [(call, call_id) for call, call_id in calls if mine(call.name)]
             run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
-            turns.append(_Turn(calls, found, run, structured is not None, counts))
+            turns.append(_Turn(calls, found, run, not written, counts))
         return turns
 
     def _run(self, turns: list[_Turn], ids: list[int]) -> None:
@@ -239,9 +237,7 @@ class ToolTransform(Transform):
         for (turn, _), result in zip(owned, results, strict=True):
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
-            turn.messages.append(
-                {"role": self.options.role, "content": content, **name, "tool_call_id": result.call.id}
-            )
+            turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
             turn.results.append(result)
             for count, value in ((result.status, 1), ("cut", result.cut > 0), ("seconds", result.duration_s)):
                 turn.counts[count] = turn.counts.get(count, 0) + value
@@ -369,7 +365,6 @@ class ToolTransform(Transform):
         return other
 
     def close(self) -> None:
-        """Closes the tools."""
         self.runner.close()
 
     def __repr__(self) -> str:
@@ -391,11 +386,9 @@ def _lines(turn: _Turn, answer: str, number: int) -> str:
 
 def _cut_off(td: TensorDictBase) -> Tensor:
     """Rows whose turn did not end by itself, bool[B]."""
-    reasons = td.get("stop_reason", None)
-    cut = [False] * td.batch_size.numel()
-    if reasons is not None:
-        cut = [not StopReason(reason).natural for reason in reasons.flatten().tolist()]
-    return torch.tensor(cut)
+    if (reasons := td.get("stop_reason", None)) is None:
+        return torch.zeros(td.batch_size.numel(), dtype=torch.bool)
+    return torch.tensor([not StopReason(reason).natural for reason in reasons.flatten().tolist()])
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

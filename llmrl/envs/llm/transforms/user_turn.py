@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
 
 from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.data.specs import Composite, Unbounded
+from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import add_reward, required_column
 from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
-from llmrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from llmrl.envs.base import EnvBase
+from llmrl.errors import ConfigError, check_at_least
 
 __all__ = ["UserTurn"]
 
@@ -63,10 +61,8 @@ class UserTurn(Transform):
     ):
         if not callable(reply):
             raise ConfigError(f"UserTurn: reply must be a function: got a {type(reply).__name__}.")
-        if retries < 0 or concurrency < 1:
-            raise ConfigError(
-                f"UserTurn: retries must not be negative and concurrency at least 1: got {retries} and {concurrency}."
-            )
+        check_at_least("UserTurn", 0, retries=retries)
+        check_at_least("UserTurn", 1, concurrency=concurrency)
         super().__init__()
         self.reply = reply
         self.deadline_s = deadline_s
@@ -127,7 +123,6 @@ class UserTurn(Transform):
         return other
 
     def close(self) -> None:
-        """Ends the threads."""
         self._runner.close()
 
     def _failed(self, outcome: Outcome) -> bool:
