@@ -29,8 +29,6 @@ from llmrl.optional import require
 
 __all__ = ["GymEnv", "GymWrapper"]
 
-_OPTIONS = ("categorical_action_encoding", "frame_skip", "device", "pixels_only")  # of GymWrapper, also for GymEnv
-
 
 class GymWrapper(EnvBase):
     """A gymnasium environment as an `EnvBase` without batch dimensions.
@@ -65,13 +63,17 @@ class GymWrapper(EnvBase):
         gymnasium = require("gymnasium", extra="gym", used_by=type(self).__name__)
         who = type(self).__name__
         if not isinstance(env, gymnasium.Env):
-            hint = "for several use SerialEnv(n, fn) or ParallelEnv(n, fn)"
-            raise ConfigError(f"{who}: env must be a gymnasium.Env: got {type(env).__name__}; {hint}.")
+            raise ConfigError(
+                f"{who}: env must be a gymnasium.Env: got {type(env).__name__}; several at a time are "
+                "SerialEnv(n, fn) or ParallelEnv(n, fn)."
+            )
         if not isinstance(frame_skip, int) or frame_skip < 1:
             raise ConfigError(f"{who}: frame_skip is the number of times an action is taken: got {frame_skip!r}.")
         if from_pixels:
             if env.render_mode != "rgb_array":
-                raise ConfigError(f"{who}: from_pixels needs render_mode='rgb_array': got {env.render_mode!r}.")
+                raise ConfigError(
+                    f"{who}: from_pixels needs an env made with render_mode='rgb_array': got {env.render_mode!r}."
+                )
             env = gymnasium.wrappers.AddRenderObservation(env, render_only=pixels_only, obs_key="observation")
         super().__init__(device=device)
         self.gym_env, self.frame_skip = env, frame_skip
@@ -142,8 +144,10 @@ class GymWrapper(EnvBase):
                 action = np.array(given, dtype=space.dtype)
             observation, rewarded[0], terminated, truncated = self._act(action)
             if np.shape(observation) != observed.shape:
-                problem = f"must have the shape of its space, {observed.shape}: got {np.shape(observation)}"
-                raise ShapeError(f"{type(self).__name__}: an observation {problem}.")
+                raise ShapeError(
+                    f"{type(self).__name__}: an observation must have the shape of its space, {observed.shape}: got "
+                    f"{np.shape(observation)}."
+                )
             observed[...] = observation
             is_done = terminated or truncated
             for flag, value in zip(flags, (is_done, terminated, truncated), strict=True):
@@ -166,6 +170,7 @@ class GymWrapper(EnvBase):
         return self._specs_read[1]
 
     def _spec_of(self, space: Any, what: str) -> TensorSpec:
+        """The spec that stands for a space."""
         kind, device = type(space).__name__, self.device
         if kind == "Box":
             dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
@@ -203,9 +208,18 @@ class GymEnv(GymWrapper):
     (torch.Size([3, 2]), torch.Size([4]))
     """
 
-    def __init__(self, env_name: str, *, from_pixels: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        env_name: str,
+        *,
+        categorical_action_encoding: bool = False,
+        frame_skip: int = 1,
+        device: torch.device | str | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        **kwargs: Any,
+    ):
         gymnasium = require("gymnasium", extra="gym", used_by="GymEnv")
-        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if from_pixels:
             kwargs.setdefault("render_mode", "rgb_array")
         try:
@@ -213,13 +227,21 @@ class GymEnv(GymWrapper):
         except gymnasium.error.Error as error:
             raise ConfigError(f"GymEnv: gymnasium must be able to make {env_name!r}: {error}") from error
         self.env_name = env_name
-        super().__init__(env, from_pixels=from_pixels, **options)
+        super().__init__(
+            env,
+            categorical_action_encoding=categorical_action_encoding,
+            frame_skip=frame_skip,
+            device=device,
+            from_pixels=from_pixels,
+            pixels_only=pixels_only,
+        )
 
     def __repr__(self) -> str:
         return f"GymEnv({self.env_name}, device={self.device})"
 
 
 def _parts(space: Any) -> list[tuple[str, Any]]:
+    """The spaces of a Dict or a Tuple by name."""
     if type(space).__name__ == "Dict":
         return list(space.items())
     return [(str(number), part) for number, part in enumerate(space)]
@@ -238,6 +260,7 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
+    """An action entry as what gymnasium takes."""
     kind = type(space).__name__
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
