@@ -162,8 +162,9 @@ class ToolRunner(contextlib.AbstractContextManager):
         job.started = time.monotonic()
         job.timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
         deadline = job.started + job.timeout_s
-        job.give_up_at = deadline + (_GRACE_S if tool.keeps_deadline else 0.0)
-        watch_lock(job, job.give_up_at)
+        give_up_at = deadline + (_GRACE_S if tool.keeps_deadline else 0.0)
+        watch_lock(job, give_up_at)
+        job.give_up_at = give_up_at  # after which the call may be given up, and its watch ended
         changes.put(job)
         status: Status
         try:

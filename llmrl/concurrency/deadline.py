@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import os
 import sys
 import threading
 import time
@@ -246,34 +247,51 @@ def _lock_watched(timeout_s: float | None) -> Iterator[None]:
 
 
 def watch_lock(key: object, deadline: float | None) -> None:
-    """Ends this process if none of its threads runs for `STUCK_S` seconds after the deadline; None ends the watch.
+    """Ends this process if none of its threads runs for `STUCK_S` seconds and more after the deadline; None ends the
+    watch.
 
     Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
     `faulthandler`, of which a process has one. It writes the stack of each thread.
     """
-    global _fires_at
     with _watched_lock:
         if deadline is None:
             _watched.pop(key, None)
             return
         _watched[key] = deadline + STUCK_S
         end = max(_watched.values())
-        if end <= _fires_at <= end + STUCK_S:
-            return  # starting the timer costs a thread of C, more than most calls: it serves many of them
-        if not _fires_at:
-            threading.Thread(target=_stop_timer, name="llmrl-lock-watch", daemon=True).start()
-        _fires_at = end + STUCK_S / 2
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
-            left = max(_fires_at - time.monotonic(), STUCK_S)
-            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+        if not end <= _fires_at <= end + STUCK_S:  # it serves many calls: starting it costs more than most of them
+            if not _fires_at:
+                threading.Thread(target=_keep_timer, name="llmrl-lock-watch", daemon=True).start()
+            _start_timer(end + STUCK_S / 2)
 
 
-def _stop_timer() -> None:
-    """Stops the timer soon after the last watched call has ended."""
+def _start_timer(fires_at: float) -> None:
     global _fires_at
-    while _fires_at:
+    _fires_at = fires_at
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr to write to
+        faulthandler.dump_traceback_later(fires_at - time.monotonic(), exit=True, file=sys.__stderr__)
+
+
+def _keep_timer() -> None:
+    """Puts the timer off while this thread runs, for then nothing holds the lock, and stops it behind the last call."""
+    global _fires_at
+    while True:
         time.sleep(STUCK_S / 60)
         with _watched_lock:
             if not _watched:
                 faulthandler.cancel_dump_traceback_later()
                 _fires_at = 0.0
+                return
+            if _fires_at < (now := time.monotonic()) + STUCK_S / 2:
+                _start_timer(now + STUCK_S)
+
+
+def _forget_timer() -> None:
+    """In a child that was forked: timer and thread are its parent's."""
+    global _fires_at
+    _fires_at = 0.0
+    _watched.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_timer)

@@ -61,8 +61,11 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
     """
     maker = env_maker(name)
     own = name.partition(":")[2]
-    if is_task(maker) and not has_reward and getattr(maker.scorer, "__isabstractmethod__", False):
-        raise ConfigError(f"environment: {own} must define scorer, or the settings env.reward.")
+    has_own_reward = (
+        not is_task(maker) or hasattr(maker, "SCORER") or maker.scorer.__func__ is not TaskEnv.scorer.__func__
+    )
+    if not has_reward and not has_own_reward:
+        raise ConfigError(f"environment: {own} must have a SCORER or define scorer, or the settings env.reward.")
     has_own_rows = is_task(maker) and maker.rows.__func__ is not TaskEnv.rows.__func__
     if not has_dataset and getattr(maker, "DATASET", None) is None and not has_own_rows:
         raise ConfigError(

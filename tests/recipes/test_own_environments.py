@@ -124,7 +124,7 @@ def test_a_file_has_no_problems_that_are_held_out(own):
         ("mien:Spelling", {}, ["no module 'mien'"]),
         ("mine:NoEnv", {}, ["'mine:NoEnv' must be a subclass of TaskEnv or DatasetChatEnv"]),
         ("mine:number", {}, ["it is of type int"]),
-        ("mine:Unscored", {}, ["Unscored must define scorer"]),
+        ("mine:Unscored", {}, ["Unscored must have a SCORER or define scorer"]),
         ("mine:OwnReward", {}, ["OwnReward has no rows", "env.dataset"]),
         ("mine:too_few", {"dataset": "prompts.jsonl"}, ["too_few must take"]),
         ("mine:made", {"dataset": "prompts.jsonl"}, ["a required argument: 'level'", "env.opt"]),

@@ -219,3 +219,24 @@ assert [outcome.value for outcome in deadline.ThreadRunner("reward").run(deadlin
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "in keeps_the_lock" in done.stderr
+
+
+def test_a_process_whose_threads_run_is_never_ended_whatever_is_watched():
+    """Regression: the thread that stops the timer could end before the timer was started."""
+    script = """
+import time
+from llmrl.concurrency import deadline
+deadline.STUCK_S = 4.0
+for number in range(100):
+    deadline.watch_lock(number, time.monotonic())
+    deadline.watch_lock(number, None)
+    time.sleep(0.005)
+deadline.watch_lock("forgotten", time.monotonic())
+time.sleep(7)
+deadline.watch_lock("forgotten", None)
+while deadline._fires_at:
+    time.sleep(0.01)
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
