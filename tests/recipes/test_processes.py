@@ -180,7 +180,8 @@ def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named_with_the_roo
     assert [word for word in words if word not in line] == [], line
     assert "CheckpointException" not in written
     assert "[rank1]: Traceback" not in written
-    assert place.checkpoints("dies") == ["step2"]
+    whole = [name for name in place.checkpoints("dies") if not name.startswith(".draft-")]
+    assert whole == ["step2"], "a rank that still wrote may leave a draft, which the next start removes"
 
 
 def ranks_in_training(place, process):
