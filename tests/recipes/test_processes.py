@@ -174,12 +174,13 @@ def test_a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named_with_the_roo
     env = {"reward": None, "rewards": [{"fn": "dies:score", "process": False}]}
     settings = place.recipe("dies", "grpo", steps=6, env=env, checkpoint={"every": 2}, parallel={"mode": layout})
     written = place.ranks("grpo", settings, "--name", "dies", timeout_s=180, code=None).err
-    (line,) = [line for line in written.splitlines() if "error   " in line]
+    line = next(line for line in written.splitlines() if "could not be written" in line)
     words = ["step 4 could not be written to runs/dies/checkpoints: ", f": rank {rank} on {socket.gethostname()}: "]
     words += ["File too large", "GiB free of", "step2 is intact. Make room"]
     assert [word for word in words if word not in line] == [], line
     assert "CheckpointException" not in written
-    assert "[rank1]: Traceback" not in written
+    # a rank that waits for rank 0 in a collective may end with the error of that, before the launcher ends it
+    assert rank == 0 or "[rank1]: Traceback" not in written
     whole = [name for name in place.checkpoints("dies") if not name.startswith(".draft-")]
     assert whole == ["step2"], "a rank that still wrote may leave a draft, which the next start removes"
 
