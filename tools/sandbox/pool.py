@@ -228,7 +228,7 @@ class InterpreterPool:
                 if self._closed and not self._killed and not self._in_use:
                     return
                 kept = min(max(self.spare, self._peak - self._in_use), self.max_interpreters - self._in_use)
-                if self._closed or len(self._ready) >= max(self._waiting, kept):
+                if self._closed or len(self._ready) >= self._waiting + kept:  # each waiting call takes one
                     self._changed.wait(0.01 if self._killed or self._closed else None)
                     continue
             try:
