@@ -15,22 +15,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives import total_loss
-from llmrl.objectives.llm import GRPOLoss, count_step
+from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
 
 
 def scorer():
     torch.manual_seed(0)
     sizes = dict(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
     return TokenScorer(Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2)).double())
-
-
-class Actor(torch.nn.Module):  # what a policy wrapper does with its scorer
-    def __init__(self, wrapped):
-        super().__init__()
-        self.wrapped = wrapped
-
-    def token_scores(self, input_ids, attention_mask, select, *, entropy=False):
-        return self.wrapped(input_ids, attention_mask, select, entropy=entropy)
 
 
 def row(index, prompt, response):
@@ -45,7 +36,8 @@ def row(index, prompt, response):
 
 
 def gradients(wrapped, td, counts, ranks):
-    (total_loss(GRPOLoss(Actor(wrapped), entropy_coeff=0.1)(td, counts)) * ranks).backward()
+    for loss in (GRPOLoss(wrapped, entropy_coeff=0.1), SFTLoss(wrapped)):
+        (total_loss(loss(td, counts)) * ranks).backward()
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
 
 

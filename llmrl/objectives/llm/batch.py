@@ -7,7 +7,7 @@ or refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,16 +16,17 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
-from llmrl.modules.llm.log_probs import TokenScores, with_predecessor
+from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import read_media
 from llmrl.objectives.llm.functional import StepCounts
 
-__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "trained_tokens"]
+__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "token_scores_of", "trained_tokens"]
 
 TOKENS = ("tokens", "full")
 RESPONSE = ("tokens", "response")
@@ -201,16 +202,16 @@ def actor_scores(
 ) -> TokenScores:
     """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
-    Calls  actor.token_scores(ids, attention mask, select, entropy=) if it has that (wrappers, TokenScorer), with
-           media= if the batch has "media" and routes= if it has ("log_probs", "routes"); else actor(copy of td),
-           reading ``log_probs_key`` from what it returns
+    Calls  actor.token_scores(ids, attention mask, select, entropy=) if it has that (wrappers, TokenScorer, also in
+           DDP), with media= if the batch has "media" and routes= if it has ("log_probs", "routes"); else
+           actor(copy of td), reading ``log_probs_key`` from what it returns
     """
-    if hasattr(actor, "token_scores"):
+    if (token_scores := token_scores_of(actor)) is not None:
         media = read_media(td)
         given = {"entropy": entropy} | ({} if media is None else {"media": media})
         if td.get(ROUTES, None, as_list=True) is not None:
             given["routes"] = batch.column(td, ROUTES)
-        scores = actor.token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
+        scores = token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"
         scores = TokenScores(batch.column(actor(td.copy()), log_probs_key, missing), None)
@@ -218,6 +219,13 @@ def actor_scores(
         entropy_BT = None if scores.entropy is None else scores.entropy.float()
         scores = TokenScores(scores.log_probs.float(), entropy_BT, scores.top1)
     return scores
+
+
+def token_scores_of(actor: nn.Module) -> Callable[..., TokenScores] | None:
+    """The actor's ``token_scores``, None if it has none."""
+    if isinstance(actor, DistributedDataParallel) and isinstance(actor.module, TokenScorer):
+        return actor  # DDP averages the gradients of its own call only
+    return getattr(actor, "token_scores", None)
 
 
 def group_ids(td: TensorDictBase, key: NestedKey = GROUP_ID) -> Tensor | None:

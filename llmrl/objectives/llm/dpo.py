@@ -132,7 +132,13 @@ class DPOLoss(LossModule):
     def _score(self, batch: PaddedBatch, mask_CT: Tensor, media: list[Media] | None) -> Tensor:
         """float32[B, 2], with grad."""
         given = {"entropy": False} | ({} if media is None else {"media": media})
-        scores = self.actor_network.token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
+        token_scores = reading.token_scores_of(self.actor_network)
+        if token_scores is None:
+            raise ConfigError(
+                f"DPOLoss: the actor must have token_scores, as policy wrappers and TokenScorer have: got "
+                f"{type(self.actor_network).__name__}."
+            )
+        scores = token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
         log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
         if self.normalize_by_seq_length:
             log_prob_C = log_prob_C / mask_CT.sum(-1).clamp(min=1)
