@@ -10,13 +10,14 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
@@ -88,31 +89,57 @@ def save_state(
 
     def write(path: Path) -> None:
         session.wait()  # the first rank has made the folder
-        if has_adapters := hasattr(model, "peft_config"):
-            base = model.get_base_model()
-            if session.is_first:
-                (path / ADAPTER).mkdir()
-                write_adapter(model, path / ADAPTER)
-                _write_config(base, path)
+        first = _FirstRank(session, path)
+        has_adapters = hasattr(model, "peft_config")
+        if has_adapters:
+            first.write(_write_adapters, model, path)
         if whole_model or not has_adapters:
-            write_model(model, path, writer=session.is_first)
+            write_model(model, path, session)
         if shards:
             _save_shards(shards, path, session)
-        if not session.is_first:
-            return
-        save_processor(tokenizer, path)
-        torch.save(state, path / _FILE)
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path / _FILE):
-            raise CheckpointError(
-                f"{_FILE}: a state must be of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
-                "correct the state_dict of your environment or transform"
-            )
+        first.write(save_processor, tokenizer, path)
+        first.write(_write_state, state, path / _FILE)
+        first.check()
 
     if session.is_first:
         store.save(step, write, background=background)
     else:
         write(store.draft(step))
     session.wait()
+
+
+class _FirstRank:
+    """Writes on the first rank alone, until that fails; it goes on to take part in what all ranks do together.
+
+    `check`, which all ranks call, then raises CheckpointError on each of them.
+    """
+
+    def __init__(self, session: Session, folder: Path):
+        self._session, self._folder = session, folder
+        self._error: Exception | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self._session.is_first and self._error is None
+
+    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
+        if self.writes:
+            try:
+                function(*arguments)
+            except Exception as error:
+                self._error = error
+
+    def check(self) -> None:
+        _raise_on_all(self._error, self._folder, self._session)
+
+
+def _raise_on_all(error: Exception | None, folder: Path, session: Session) -> None:
+    """Raises CheckpointError on all ranks if there is an ``error`` on one of them, with those of all."""
+    own = [] if error is None else [error]
+    faults = [str(e) if isinstance(e, CheckpointError) else cause_of(e, folder, session.who) for e in own]
+    faults = session.gather(faults)
+    if faults:
+        raise CheckpointError("; ".join(faults)) from error
 
 
 def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> None:
@@ -122,49 +149,74 @@ def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> No
         save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
     except CheckpointException as error:  # on all ranks, and not an Exception
         failed = error.failures.get(session.rank)
-        faults = session.gather([cause_of(failed[0], path, session.who)] if failed else [])
-        raise CheckpointError("; ".join(faults)) from None
+        _raise_on_all(failed[0] if failed else None, path, session)
 
 
-def write_model(model: PreTrainedModel, folder: Path, *, writer: bool) -> None:
-    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part if it is
-    sharded; the writer writes.
+def write_model(model: PreTrainedModel, folder: Path, session: Session) -> None:
+    """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part; the first one
+    writes.
 
     A few weights are gathered at a time, never all: those of one file, of ``_FILE_BYTES`` or one layer of a model whose
     weights have other names in files.
+
+    Raises  CheckpointError on all ranks if it cannot be written
     """
+    first = _FirstRank(session, folder)
     is_sharded = any(isinstance(value, DTensor) for value in model.parameters())
-    if not is_sharded and (not writer or not hasattr(model, "peft_config")):
-        return model.save_pretrained(folder) if writer else None
+    if is_sharded or (session.is_first and hasattr(model, "peft_config")):
+        _write_gathered(model, folder, first)
+    else:
+        first.write(model.save_pretrained, folder)
+    first.check()
+
+
+def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> None:
     weights = as_weights(model).weights
     model = model.get_base_model() if hasattr(model, "peft_config") else model
-    if writer:
-        folder.mkdir(exist_ok=True)
     sizes = dict.fromkeys(map(_unit, weights), 0)
     for name, value in weights.items():
         sizes[_unit(name)] += value.num_bytes
     unit_files = _bucket(sizes)
     num_files = max(unit_files.values()) + 1
     index: dict[str, str] = {}
+
+    def write_file(part: dict[str, Tensor], file: str) -> None:
+        folder.mkdir(exist_ok=True)
+        part = {name: value.contiguous() for name, value in revert_weight_conversion(model, part).items()}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+
+    def write_rest() -> None:
+        if num_files > 1:
+            index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=1)
+            (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+        _write_config(model, folder)
+
     for number in range(num_files):
         file = f"model-{number + 1:05}-of-{num_files:05}.safetensors" if num_files > 1 else "model.safetensors"
         part = {}
         for name, value in weights.items():
             if unit_files[_unit(name)] == number:
                 gathered = value.make()
-                if writer:
+                if first.writes:
                     part[name] = gathered.cpu()
-        if writer:
-            part = {name: value.contiguous() for name, value in revert_weight_conversion(model, part).items()}
-            save_file(part, folder / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(part, file)
-    if not writer:
-        return None
-    if num_files > 1:
-        index_text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=1)
-        (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
-    _write_config(model, folder)
-    return None
+        first.write(write_file, part, file)
+    first.write(write_rest)
+
+
+def _write_adapters(model: PreTrainedModel, folder: Path) -> None:
+    (folder / ADAPTER).mkdir()
+    write_adapter(model, folder / ADAPTER)
+    _write_config(model.get_base_model(), folder)
+
+
+def _write_state(state: Mapping[str, Any], file: Path) -> None:
+    torch.save(state, file)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        raise CheckpointError(
+            f"{_FILE}: a state must be of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
+            "correct the state_dict of your environment or transform"
+        )
 
 
 def _write_config(model: PreTrainedModel, folder: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.model_files import check_whole, loaded
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 __all__ = ["load_files", "load_model", "load_tokenizer", "made_model", "meta_model", "resolve_model", "save_made_model"]
-
-T = TypeVar("T")
 
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
@@ -77,7 +76,7 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
 
         processor = tiny_processor() if config.model.architecture == "qwen2_vl" else tiny_tokenizer()
     else:
-        processor = _loaded(load_processor, resolve_model(config.model, runs=runs))
+        processor = loaded(load_processor, resolve_model(config.model, runs=runs))
     tokenizer = text_tokenizer(processor)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -146,13 +145,13 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
 
     # What is not trained is held in the precision of arithmetic.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
-    kind = AutoModelForSequenceClassification if head else _loaded(model_class, source)
+    kind = AutoModelForSequenceClassification if head else loaded(model_class, source)
     load = partial(_load_sharded, session, kind) if session.sharded else partial(_read_all, kind)
     offloads = session.offloads and session.sharded
     goes_there = session.device.type != "cpu" and not offloads  # without a copy on the CPU
     place = {"device_map": {"": session.device}} if goes_there else {}
     options = place | _attention(config) | quantization(config, dtype)
-    model = _loaded(load, source, dtype=dtype, **options, **head).eval()
+    model = loaded(load, source, dtype=dtype, **options, **head).eval()
     if offloads:  # buffers are never sharded, and so not brought to the device as parameters in host memory are
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -229,8 +228,7 @@ def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
         made_up = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
         missing = [name for name in missing if name not in made_up]
         _draw(model, made_up)
-    if missing:
-        raise ValueError(f"{len(missing)} of its weights are in none of its files, such as {', '.join(missing[:3])}")
+    check_whole(missing)
     return model
 
 
@@ -290,7 +288,7 @@ def made_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase | Process
             model.set_attn_implementation(attention)
         return model
 
-    return _loaded(make, "tiny")
+    return loaded(make, "tiny")
 
 
 def _attention(config: ModelSource) -> dict[str, Any]:
@@ -315,7 +313,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
         if isinstance(config.model, TinyModelSettings):
             model = made_model(config, tokenizer)
         else:
-            model = _loaded(build, resolve_model(config.model, runs=runs))
+            model = loaded(build, resolve_model(config.model, runs=runs))
     check_model(config, model)
     return freeze_vision(model, config)
 
@@ -355,13 +353,3 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
             fault = "compiled layers do not exchange slices: use memory.compile=false"
         if fault:
             raise ConfigError(f"parallel.context={size}: sequences of {type(model).__name__} cannot be split: {fault}.")
-
-
-def _loaded(load: Callable[..., T], source: str, **options: Any) -> T:
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of the weights: it would be the only line of a run that is not ours
-    try:
-        return load(source, trust_remote_code=False, **options)  # None would ask, on a terminal
-    except Exception as error:  # of every library that reads a file there
-        raise DataError(f"model {source}: cannot be loaded: {error or type(error).__name__}") from error

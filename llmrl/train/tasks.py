@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from llmrl.data.llm.images import refuse_images
+from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.chat import DatasetChatEnv
+from llmrl.envs.llm.rewards.judge import JudgeReward
 from llmrl.envs.llm.tasks.colours import colours_reward
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.envs.llm.transforms import ToolTransform
@@ -166,11 +168,17 @@ class Task:
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
         judged = any(reward.reward_model for reward in self.settings.rewards or ())
         env = self._asking(rows, self._acting, **options) if judged else self.make_env(rows, **options)
+        rewards = [] if judged else [getattr(transform, "fn", None) for transform in self._scoring]
+        judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]
         renderer, lengths = Renderer(self.processor), []
         while len(lengths) < len(rows):
             count = min(_AT_ONCE, len(rows) - len(lengths))
-            chats = env.reset(TensorDict({}, batch_size=[count]))["history"].prompt.to_chats()
+            td = env.reset(TensorDict({}, batch_size=[count]))
+            chats = td["history"].prompt.to_chats()
             for chat in chats if judged else ():
                 refuse_images(chat, "rewards: reward_model")
+            for judge, column in judges:
+                for row, value in enumerate(column_values(td, column) or (), len(lengths) + 1):
+                    judge.shown(column, value, row=row)
             lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
         return lengths

@@ -117,6 +117,7 @@ FORGETFUL = (  # shows only the last assistant turn, as templates that drop earl
     "{% else %}{{ m.content }}{% endif %}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+UNJUDGED = {"reward": None, "rewards": [{"reward_model": {"model": "./no-model-here"}}]}
 CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
 
 
@@ -132,6 +133,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("sft", {"data": {"path": "broken.jsonl"}}, ["broken.jsonl, line 2 must be JSON"]),
         ("sft", {"data": {"path": "chats.jsonl"}}, ["an assistant turn: row 2 has only user"]),
         ("sft", {"model": "./no-model-here"}, ["./no-model-here: cannot be loaded"]),
+        ("grpo", {"env": UNJUDGED}, ["reward_model.model ./no-model-here: cannot be loaded"]),
         ("sft", {"model": "latest:sums_sft"}, ["a run of sums_sft", "in runs/"]),
         ("sft", {"data": {"path": "long.jsonl"}, **AT_MOST_40}, ["max_length = 40", "row 2 has", "too_long=truncate"]),
         ("sft", {"data": {"path": "asked.jsonl"}, **AT_MOST_40, "too_long": "truncate"}, ["no token is left to train"]),

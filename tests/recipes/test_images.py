@@ -144,9 +144,14 @@ def test_rewards_that_read_text_refuse_images(place):
     judged = {**COLOURS_GRPO["env"], "rewards": [{"reward_model": {"model": "judge"}}]}
     changes = {**COLOURS_GRPO, "env": judged}
     place.plan("grpo", code=3, words=("reward_model: reads text alone", "has images"), **changes)
+    judge = {"url": "http://localhost:1/v1", "model": "gpt"}
+    changes["env"] = {**judged, "rewards": [{"judge": judge}]}
+    place.plan("grpo", code=3, words=("judge 'gpt', query of row 1: reads text alone", "has images"), **changes)
+    changes["env"]["rewards"] = [{"judge": {**judge, "prompt": "Is {completion} {answer}?"}}]
+    place.plan("grpo", **changes)  # it is shown no image
     asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
-    with pytest.raises(DataError, match="JudgeReward: reads text alone"):
-        JudgeReward("http://localhost:1/v1", "judge").message("red", query=asked)
+    with pytest.raises(DataError, match="judge 'gpt', query: reads text alone"):
+        JudgeReward(**judge).message("red", query=asked)
 
 
 # --- adapters, several ranks ------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoin
 @pytest.mark.vllm
 def test_the_command_of_a_server_is_one_that_vllm_reads():
     options = {"max_model_len": -1, "dtype": "bfloat16", "tensor_parallel_size": 2, "hf_overrides": {"a": 1}}
+    options |= {"disable_log_stats": False, "enable_prefix_caching": False}
     words, variables = server_command("org/model", options, host="127.0.0.1", port=8100)
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     make = importlib.import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser

@@ -55,7 +55,7 @@ def check_loading(session, tokenizer):
         model = models.load_model(config(name), tokenizer, session, runs=Path())
         assert models._can_slice(model, session)
         equals(session, model, name)
-        checkpointing.write_model(model, Path(f"{name}-again"), writer=session.is_first)
+        checkpointing.write_model(model, Path(f"{name}-again"), session)
         session.wait()
         equals(session, model, f"{name}-again")
     with safe_open("qwen2_vl-again/model.safetensors", "pt") as file:
@@ -63,7 +63,7 @@ def check_loading(session, tokenizer):
     files = [{path.name for path in Path(folder).glob("model*")} for folder in ("gemma2-again", "qwen3_moe-again")]
     assert files == [{"model.safetensors"}] * 2
     checkpointing._FILE_BYTES = 50_000
-    checkpointing.write_model(model, Path("parts"), writer=session.is_first)
+    checkpointing.write_model(model, Path("parts"), session)
     session.wait()
     assert len(list(Path("parts").glob("model-*-of-*"))) > 3
     equals(session, model, "parts")
@@ -82,7 +82,7 @@ def check_reward_model(session, tokenizer, source):
     assert torch.equal(head, torch.empty(1, 32).normal_(std=0.02, generator=torch.Generator().manual_seed(0)))
     assert own.keys() == expected.keys() - {"lm_head.weight"}
     assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in own.items())
-    checkpointing.write_model(model, Path(f"{source}-reward"), writer=session.is_first)
+    checkpointing.write_model(model, Path(f"{source}-reward"), session)
     session.wait()
     again = load_reward_model(config(f"{source}-reward", RewardConfig), tokenizer, session, runs=Path())
     assert torch.equal(again.state_dict()["score.weight"].full_tensor(), head), "of its files, not drawn"
@@ -149,6 +149,51 @@ with Session(config()) as session:
 def test_a_sharded_model_is_read_written_and_generates_by_parts(place):
     place.module("loading", LOADING)
     place.ranks(module="loading")
+
+
+CANNOT_WRITE = """
+import resource, socket
+from pathlib import Path
+from llmrl.errors import CheckpointError
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train import checkpointing
+from llmrl.train.distributed import Session
+from llmrl.train.settings import SFTConfig
+
+LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+def message(write):
+    try:
+        write()
+    except CheckpointError as error:
+        return str(error)
+
+def check(session, model):
+    for limit in (20_000, 130_000):  # of several files the first, and one in the middle
+        folder = Path(f"cut-{limit}")
+        if session.is_first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, LIMIT[1]))
+        said = message(lambda: checkpointing.write_model(model, folder, session))
+        resource.setrlimit(resource.RLIMIT_FSIZE, LIMIT)
+        assert said and said.startswith(f"rank 0 on {socket.gethostname()}: "), said
+        assert "File too large" in said and "GiB free of" in said, said
+        assert session.gather([said]) == [said] * 2, "the ranks are in step"
+        if session.sharded:
+            assert any(path.stat().st_size > 100_000 for path in folder.glob("*")) == (limit > 100_000)
+    assert message(lambda: checkpointing.write_model(model, Path("whole"), session)) is None
+
+with Session(SFTConfig(model="tiny", data={"path": "sums"}, parallel={"mode": "MODE"})) as session:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer)
+    checkpointing._FILE_BYTES = 50_000
+    check(session, session.shard(model) if session.sharded else model)
+"""
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+def test_all_ranks_are_told_by_the_first_that_it_cannot_write_the_model(place, mode):
+    place.module("cannot_write", CANNOT_WRITE.replace("MODE", mode))
+    place.ranks(module="cannot_write", timeout_s=180)
 
 
 def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place):

@@ -1,5 +1,7 @@
 """A reward model scores a batch as it scores each conversation alone."""
 
+import re
+
 import pytest
 import torch
 from transformers import (
@@ -14,7 +16,7 @@ from transformers import (
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.rewards import RewardModelScorer
 from llmrl.envs.llm.transforms import RewardFunction, make_rewards
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, DataError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 256, "initializer_range": 0.3}
@@ -108,6 +110,18 @@ def test_a_folder_is_loaded_by_its_name(qwen, tokenizer, tmp_path):
     assert reward.fn.max_tokens == 100
     scores = reward.fn(SAID[:1], query=QUERIES[:1])
     assert scores == pytest.approx(RewardModelScorer(qwen, tokenizer)(SAID[:1], query=QUERIES[:1]), abs=1e-5)
+
+
+def test_what_cannot_be_loaded_is_named_with_its_setting(qwen, tokenizer, tmp_path):
+    (tmp_path / "empty").mkdir()
+    qwen.model.save_pretrained(tmp_path / "body")  # without the output that scores
+    tokenizer.save_pretrained(tmp_path / "body")
+    faults = dict.fromkeys([tmp_path / "absent", tmp_path / "empty", "no-such/model"], "")
+    faults[tmp_path / "body"] = "1 of its weights are in none of its files, such as score.weight"
+    for source, fault in faults.items():
+        with pytest.raises(DataError, match=re.escape(f"reward_model.model {source}: cannot be loaded: ")) as caught:
+            make_rewards([{"reward_model": {"model": str(source)}}])
+        assert fault in str(caught.value)
 
 
 def test_a_model_without_padding_and_a_tokenizer_without_template_are_refused(tokenizer):

@@ -113,11 +113,11 @@ class JudgeReward:
         self.api = ChatAPI(
             url, api_key=os.environ.get(api_key_env), timeout_s=timeout_s, retries=retries, backoff_s=backoff_s
         )
-        columns = dict.fromkeys(field for field in fields if field != "completion")
+        self.columns = list(dict.fromkeys(field for field in fields if field != "completion"))
         self.__signature__ = inspect.Signature(  # so that only the columns of the prompt are asked for, and checked
             [
                 inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                *(inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in columns),
+                *(inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in self.columns),
             ]
         )
 
@@ -131,9 +131,17 @@ class JudgeReward:
         values = {"completion": completion, **columns}
 
         def fill(match: re.Match[str]) -> str:
-            return _shown(values[match[1]]) if match[1] else match[0][0]
+            return self.shown(match[1], values[match[1]]) if match[1] else match[0][0]
 
         return _FIELD.sub(fill, self.prompt)
+
+    def shown(self, column: str, value: Any, *, row: int | None = None) -> str:
+        """A column in the prompt: text as it is, messages as a dialogue. Raises DataError for messages with images."""
+        if isinstance(value, (list, tuple)) and value and all(isinstance(message, Mapping) for message in value):
+            place = column if row is None else f"{column} of row {row}"
+            refuse_images(value, f"JudgeReward: judge {self.model!r}, {place}")
+            return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
+        return "" if value is None else str(value)
 
     def score(self, said: str) -> float | None:
         """The reward in the judge's text. Raises RolloutError if it has none, or one out of bounds."""
@@ -156,14 +164,6 @@ def _last_score(pattern: re.Pattern[str], text: str) -> float:
         raise RolloutError(
             f"JudgeReward: the judge's answer must match {pattern.pattern!r} with a number: it ends in {text[-120:]!r}."
         ) from None
-
-
-def _shown(value: Any) -> str:
-    """A column in the prompt: text as it is, messages as a dialogue."""
-    if isinstance(value, (list, tuple)) and value and all(isinstance(message, Mapping) for message in value):
-        refuse_images(value, "JudgeReward")
-        return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
-    return "" if value is None else str(value)
 
 
 class ChatAPI:

