@@ -355,3 +355,41 @@ def test_every_checkpointer_is_one_of_a_kind():
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="default_for"):
         ListStorage().dumps("unused")
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def forward(self, rows):
+        return rows
+
+    def state_dict(self):
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state):
+        if state["factor"] < 0:
+            raise ValueError("a factor must be positive")
+        self.factor = state["factor"]
+
+
+def test_an_ensemble_with_other_transforms_stays_as_it_was(tmp_path):
+    def ensemble(row, *factors):
+        made = StorageEnsemble(ListStorage(2), ListStorage(2), transforms=[Scale(factor) for factor in factors])
+        for storage in made.storages:
+            storage.set(slice(0, 1), [row])
+        return made
+
+    refused, checkpointer = ensemble("new", 2, -1), StorageEnsembleCheckpointer()
+    few = refused.state_dict() | {"transforms": [{"factor": 2}]}
+    checkpointer.dumps(refused, tmp_path)
+    other = ensemble("old", 3, 4)
+    for fault, load in (
+        ("with the same transforms", lambda: other.load_state_dict(few)),
+        ("must be positive", lambda: other.load_state_dict(refused.state_dict())),
+        ("must be positive", lambda: checkpointer.loads(other, tmp_path)),
+    ):
+        with pytest.raises((CheckpointError, ValueError), match=fault):
+            load()
+        assert [storage[:] for storage in other.storages] == [["old"], ["old"]]
+        assert [transform.factor for transform in other.transforms] == [3, 4]

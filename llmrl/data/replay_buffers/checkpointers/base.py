@@ -29,7 +29,7 @@ from llmrl.data.replay_buffers.directory import (
 )
 from llmrl.data.replay_buffers.serialization import decode, encode, encode_rows
 from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble, TensorStorage
-from llmrl.data.replay_buffers.utils import load_transforms, transform_states
+from llmrl.data.replay_buffers.utils import transform_states
 from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
@@ -284,8 +284,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         manifest = read_manifest(type(self).__name__, folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION)
         states = read_object(folder / _TRANSFORMS)
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
-        storage.restore_each(folders, lambda member, its: _checkpointer_of(member).loads(member, its))
-        load_transforms(storage.transforms, states)
+        storage.restore_each(folders, states, lambda member, its: _checkpointer_of(member).loads(member, its))
 
 
 def default_for(storage: Storage) -> StorageCheckpointerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -91,17 +92,22 @@ class StorageEnsemble(Members, Storage):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.restore_each(state["storages"], lambda storage, part: storage.load_state_dict(part))
-        load_transforms(self.transforms, state["transforms"])
+        self.restore_each(state["storages"], state["transforms"], lambda storage, part: storage.load_state_dict(part))
 
-    def restore_each(self, states: Sequence[Any], restore: Callable[[Storage, Any], None]) -> None:
-        """``restore(storage, state)`` for every member; if one raises, all of them are what they were."""
-        before = []
+    def restore_each(
+        self, states: Sequence[Any], transforms: Sequence[Any], restore: Callable[[Storage, Any], None]
+    ) -> None:
+        """``restore(storage, state)`` for every member, and the states of transforms; if one raises, all of them are
+        what they were.
+        """
+        pairs, before, kept = self._pairs(states), [], copy.deepcopy(transform_states(self.transforms))
         try:
-            for storage, state in self._pairs(states):
+            load_transforms(self.transforms, transforms)
+            for storage, state in pairs:
                 before.append(storage.snapshot())
                 restore(storage, state)
         except BaseException:
+            load_transforms(self.transforms, kept)
             for storage, (content, counters) in zip(self.storages, before, strict=False):
                 storage.restore(content, counters)
             raise
