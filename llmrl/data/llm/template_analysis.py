@@ -41,8 +41,8 @@ def shape_of(value: Any, key: str = "") -> Any:
     if isinstance(value, (dict, Mapping)):  # a dict is found sooner
         items: list[Any] = []
         for name, item in value.items():
-            if type(item) is str and name not in _KEPT and item and not item.isspace():  # nearly all: without a call
-                items.append((name, None))
+            if type(item) is str:  # nearly all: without a call
+                items.append((name, item if name in _KEPT or not item or item.isspace() else None))
             else:
                 items.append((name, shape_of(item, name)))
         return tuple(items)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_SHAPES = 4096
 _Anchor = tuple[Chat, str]  # a short conversation, and its text
+_UNTRIED: Any = object()  # in place of the anchor of a new shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,12 @@ class Renderer:
             result[number] = added
         return result
 
+    def addition(self, chat: Chat, new: int) -> Any:
+        """What the last ``new`` messages add: equal where :meth:`extend` adds the same ids. Raises as that does."""
+        covered = len(chat) - new
+        [chat], [opened] = _without_open(self._take_images([chat])[0])
+        return self._after(chat[:covered], chat[covered:]), opened
+
     def shape(self, chat: Chat, *more: Any) -> Any:
         """Equal for conversations, and what else is given, that the template writes alike but for their texts."""
         return object() if self._reads_contents else (conversation_shape(chat), *more)
@@ -321,20 +328,21 @@ class Renderer:
         if self._reads_contents:
             return None
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if shape not in self._anchors:
-            probe, anchor = stand_ins(chat), _shortened(stand_ins(chat, first=len(chat)), covered)
-            options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-            found = None
-            try:
-                whole, short = (self._after(past, probe[covered:], **options) for past in (probe[:covered], anchor))
-                if whole == short:
-                    found = anchor, self.codec.render([anchor], tools=tools)[0]
-            except TemplateError:
-                pass  # RewriteError too: it must name the conversation itself, not its stand-in
-            if len(self._anchors) >= _MAX_SHAPES:
-                self._anchors.clear()
-            self._anchors[shape] = found
-        return self._anchors[shape]
+        if (found := self._anchors.get(shape, _UNTRIED)) is not _UNTRIED:
+            return found
+        probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        found = None
+        try:
+            whole, short = (self._after(past, probe[covered:], **options) for past in (probe[:covered], anchor))
+            if whole == short:
+                found = anchor, self.codec.render([anchor], tools=tools)[0]
+        except TemplateError:
+            pass  # RewriteError too: it must name the conversation itself, not its stand-in
+        if len(self._anchors) >= _MAX_SHAPES:
+            self._anchors.clear()
+        self._anchors[shape] = found
+        return found
 
     def _after(
         self,

@@ -223,15 +223,13 @@ def test_a_template_that_numbers_the_rounds_is_written_as_it_is_or_refused(mode,
 def test_only_the_first_row_of_a_shape_is_tried_behind_other_pasts(mode, tokenizer, monkeypatch):
     """Regression: each row was, in each turn: three renderings more."""
     tried = []
-    extend = rendering.Renderer.extend
+    addition = rendering.Renderer.addition
     monkeypatch.setattr(
-        rendering.Renderer,
-        "extend",
-        lambda self, ids, *rest, **more: tried.append(len(ids)) or extend(self, ids, *rest, **more),
+        rendering.Renderer, "addition", lambda self, chat, new: tried.append(len(chat)) or addition(self, chat, new)
     )
     env = make_env(tokenizer, mode, num=4)
     policy = policy_of(tokenizer, [CALL], mode)
-    for expected in ([4, 1, 1, 1], [4, 0, 0, 0]):
+    for expected in ([3, 4, 3, 3], []):  # of the first row: itself, and the three pasts of one turn
         td = policy(env.reset(queries(*"abcd")))
         tried.clear()
         env.step(td)

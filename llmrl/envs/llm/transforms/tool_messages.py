@@ -81,31 +81,33 @@ def _deltas(
     """The ids that messages add behind a stand-in for the conversation: the same behind each kind of past.
 
     Only the first row of a shape is tried behind all of them: the others would repeat what was found for it.
+    Raises  TemplateError if a past changes what messages add, RewriteError if they change the past
     """
     new = [len(added) for added in messages]
     chats = [[_QUESTION, answer, *added] for answer, added in zip(answers, messages, strict=True)]
     found = renderer.extend(ends, chats, new)
     shapes = [renderer.shape(chat, num) for chat, num in zip(chats, turns, strict=True)]
     first_rows = {shape: row for row, shape in enumerate(shapes) if shape not in renderer.compared}
-    rows = list(first_rows.values())
-    for past in (
-        lambda answer, added, num: [_SYSTEM, _QUESTION, answer],
-        lambda answer, added, num: [_QUESTION, *[answer, _QUESTION] * (num - 1), answer],
-        lambda answer, added, num: [_QUESTION, *[answer, *map(_closed, added)] * (num - 1), answer],
-    ):
-        tried = [[*past(answers[row], messages[row], turns[row]), *messages[row]] for row in rows]
-        try:
-            deltas = renderer.extend([ends[row] for row in rows], tried, [new[row] for row in rows])
-        except RewriteError:
-            raise
-        except TemplateError:
-            continue  # a conversation that the template does not do
-        if not all(torch.equal(delta, found[row]) for row, delta in zip(rows, deltas, strict=True)):
-            raise TemplateError(
-                "append_messages: in text and tokens mode a template must write new messages alike after any past: "
-                f"template {renderer.template.name!r} writes them in another way after {turns[rows[0]]} turns or a "
-                "system message; use input_mode='history'."
-            )
+    for row in first_rows.values():
+        answer, added, num = answers[row], messages[row], turns[row]
+        wanted = renderer.addition(chats[row], new[row])
+        for past in (
+            [_SYSTEM, _QUESTION, answer],
+            [_QUESTION, *[answer, _QUESTION] * (num - 1), answer],
+            [_QUESTION, *[answer, *map(_closed, added)] * (num - 1), answer],
+        ):
+            try:
+                alike = renderer.addition([*past, *added], new[row]) == wanted
+            except RewriteError:
+                raise
+            except TemplateError:
+                continue  # a conversation that the template does not do
+            if not alike:
+                raise TemplateError(
+                    "append_messages: in text and tokens mode a template must write new messages alike after any past: "
+                    f"template {renderer.template.name!r} writes them in another way after {num} turns or a system "
+                    "message; use input_mode='history'."
+                )
     renderer.note_compared(first_rows)
     return found
 

@@ -352,8 +352,7 @@ def _text_views(
     if prompt_texts is None:
         carried = turn.prompts.texts
         for ids, num_new in zip(turn.prompts.ids, turn.prompts.num_new, strict=True):
-            values = ids.tolist()
-            key = tuple(values if carried is None else values[len(values) - num_new :])
+            key = tuple((ids if carried is None else ids[ids.numel() - num_new :]).tolist())
             which.append(pending.setdefault(key, len(pending)))
     end_ids = sorted({end for end in ends if end is not None})
     texts = decode_rows(tokenizer, [*bodies, *map(list, pending), *([end] for end in end_ids)])
