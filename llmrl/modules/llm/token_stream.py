@@ -138,7 +138,7 @@ class TokenStream:
         """The number of answers that the stream of a row holds; None if that is not known."""
         if self.assistant_mask is None:
             return None
-        return max(1, (b"\0" + self.assistant_mask[row].cpu().numpy().tobytes()).count(b"\0\1"))
+        return max(1, (b"\0" + self.assistant_mask[row].bool().cpu().numpy().tobytes()).count(b"\0\1"))
 
 
 def turn_columns(
