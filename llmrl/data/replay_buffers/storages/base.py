@@ -407,11 +407,12 @@ class Storage(ABC):
 
     def _places_at(self, index: Index) -> int | slice | Tensor:
         """An index of rows that are written: the same, if the rows may be new."""
-        who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
             plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
             if plain and 0 <= index.start <= index.stop:
                 return index
+        who, length = type(self).__name__, len(self)
+        if isinstance(index, slice):
             index = range(*index.indices(max(length, index.stop or 0)))
         if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop:
             return slice(index.start, index.stop)

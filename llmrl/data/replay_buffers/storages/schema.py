@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -39,7 +39,7 @@ class Schema:
                 self._num_rows = num_rows
             expected = self._batched
         columns: list[Tensor] = []
-        return columns if _collect(self.layout.root, data, expected, columns) else None
+        return columns if _collect(("",), (self.layout.root,), {"": data}, expected, columns) else None
 
     def column(self, who: str, key: Key) -> int:
         """The number of the column that holds an entry."""
@@ -57,19 +57,19 @@ class Schema:
         return self._column_of[path]
 
 
-def _collect(node: Any, value: Any, expected: list[Any], columns: list[Tensor]) -> bool:
-    if type(node) is TensorLeaf:
-        if not isinstance(value, Tensor) or value.dtype is not node.dtype or value.shape != expected[len(columns)]:
+def _collect(names: Sequence[str], nodes: Sequence[Any], entries: Any, expected: list[Any], columns: list[Any]) -> bool:
+    """Adds the leaves of these entries to ``columns``; False if one is not as expected."""
+    if len(entries) != len(names):
+        return False
+    for name, node in zip(names, nodes, strict=True):
+        value = entries.get(name)
+        if type(node) is TensorLeaf:
+            if not isinstance(value, Tensor) or value.dtype is not node.dtype or value.shape != expected[len(columns)]:
+                return False
+            columns.append(value)
+        elif type(node) is not Branch or type(value) is not TensorDict:
             return False
-        columns.append(value)
-        return True
-    if type(node) is not Branch or type(value) is not TensorDict:
-        return False
-    entries = entries_of(value)
-    if len(entries) != len(node.names):
-        return False
-    for name, child in zip(node.names, node.children, strict=True):
-        if not _collect(child, entries.get(name), expected, columns):
+        elif not _collect(node.names, node.children, entries_of(value), expected, columns):
             return False
     return True
 

@@ -95,7 +95,9 @@ class TensorStorage(Storage):
     # --- rows ---
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
-        self.counters.check_writable(type(self).__name__)
+        counters = self.counters
+        counters.check_writable(type(self).__name__)
+        length = counters.length
         if type(index) is not int or index < 0:
             index = self._places_at(index)
         if type(index) is slice:
@@ -104,10 +106,10 @@ class TensorStorage(Storage):
             count, first, end = None, index, index + 1
         else:
             count, end = index.numel(), int(index.max()) + 1 if index.numel() else 0
-            new = index[index >= len(self)].unique() if end > len(self) else index[:0]
+            new = index[index >= length].unique() if end > length else index[:0]
             first = end - len(new)  # the new ones are all from here on, unless they leave a gap
         leaves = self._leaves(data, count)
-        self._check_place(first, end, self.counters.length)
+        self._check_place(first, end, length)
         columns = self._columns if count is not None and count > self._few else self._arrays
         where = index.numpy(force=True) if isinstance(index, Tensor) else index  # numpy takes a tensor [1] for a number
         for column, leaf in zip(columns, leaves, strict=True):
@@ -119,9 +121,9 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > self.counters.length:
-            self.counters.length = end
-        self.counters.changed()
+        if end > length:
+            counters.length = end
+        counters.changed()
 
     def get(self, index: Index) -> Any:
         return self.batch(self._rows_at(index))
