@@ -67,10 +67,10 @@ def _collect(names: Sequence[str], nodes: Sequence[Any], entries: Any, expected:
             if not isinstance(value, Tensor) or value.dtype is not node.dtype or value.shape != expected[len(columns)]:
                 return False
             columns.append(value)
-        elif type(node) is not Branch or type(value) is not TensorDict:
-            return False
-        elif not _collect(node.names, node.children, entries_of(value), expected, columns):
-            return False
+        else:
+            inner = type(node) is Branch and type(value) is TensorDict and entries_of(value)
+            if inner is False or not _collect(node.names, node.children, inner, expected, columns):
+                return False
     return True
 
 
