@@ -31,11 +31,9 @@ def take_images(chat: Chat) -> tuple[Chat, list[list[Any]]]:
     ([{'role': 'user', 'content': [{'type': 'image', 'image': ''}]}], [['cat.png']])
     """
     images: list[list[Any]] = [[] for _ in chat]
-    contents = [message.get("content") if isinstance(message, (dict, Mapping)) else None for message in chat]
-    if {*map(type, contents)} <= {str}:  # as nearly all are
-        return chat, images
     plain: list[Any] = list(chat)
-    for number, content in enumerate(contents):
+    for number, message in enumerate(chat):
+        content = message.get("content") if isinstance(message, (dict, Mapping)) else None
         if isinstance(content, (list, tuple)) and any(map(_is_image, content)):
             images[number] = [_source_of(part) for part in content if _is_image(part)]
             parts = [{"type": "image", "image": ""} if _is_image(part) else part for part in content]

@@ -12,7 +12,9 @@ Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,9 +142,10 @@ def _score_batch(
                 return _in_place(found, scored_BT)
             hidden_NH = hidden_before(path, inputs, scored_BT)
         return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+    replay = nullcontext if routes is None else partial(replaying, model, routes, attention_mask)
     if (split := active_split()) is not None:
         inputs = padded_inputs(input_ids, attention_mask, position_ids)
-        with replaying(model, routes, attention_mask):
+        with replay():
             return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
     packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
     if path is None:
@@ -150,12 +153,12 @@ def _score_batch(
         return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
     if packed is None:
         _tell_routers(model, attention_mask.bool())
-        with replaying(model, routes, attention_mask):
+        with replay():
             hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
     else:
         _tell_routers(model, packed.segment_ids >= 0)
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-        with replaying(model, routes, attention_mask, packed):
+        with replay(packed):
             hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
         before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
         hidden_NH = hidden_PSH.flatten(0, 1)[before_N]

@@ -144,6 +144,11 @@ class Renderer:
 
         Raises  TemplateError for images without a processor
         """
+        contents = {
+            type(message.get("content")) for chat in chats for message in chat if isinstance(message, (dict, Mapping))
+        }
+        if contents <= {str}:  # as nearly all are
+            return chats, [[[] for _ in chat] for chat in chats]
         pairs = [take_images(chat) for chat in chats]
         images = [own for _, own in pairs]
         if self.vision is None and (row := next((row for row, own in enumerate(images) if any(own)), None)) is not None:

@@ -180,16 +180,13 @@ def same_routes(routes_NLK: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def replaying(
-    model: nn.Module, routes_BTLK: Tensor | None, attention_BT: Tensor, packed: Packed | None = None
+    model: nn.Module, routes_BTLK: Tensor, attention_BT: Tensor, packed: Packed | None = None
 ) -> Iterator[None]:
     """The pass inside, over a padded batch or its ``packed`` tokens, replays the routes of its tokens.
 
-    routes_BTLK  integers, -1 where the model's own router chooses; None: it always does
+    routes_BTLK  integers, -1 where the model's own router chooses
     Raises       ShapeError for routes of another model
     """
-    if routes_BTLK is None:
-        yield
-        return
     routers = Routers.of(model)
     last = max(routers.layers, default=routes_BTLK.shape[2])
     if routes_BTLK.shape[:2] != attention_BT.shape or routes_BTLK.shape[2] <= last:
