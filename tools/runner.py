@@ -7,15 +7,17 @@ environment transforms find the calls in a text, and write the answers into the 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from llmrl.concurrency.daemon_threads import DaemonThreads
 from llmrl.concurrency.deadline import watch_lock
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
@@ -25,6 +27,7 @@ __all__ = ["ToolRunner", "cut_text"]
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to report its output so far
+_WATCH_S = 1.0  # for which calls that start later are watched with those before them
 _SLOT_S = 600.0  # for a call of another thread to give its slot back
 _MAX_LEFT_BEHIND = 16  # threads of one tool that did not end; more calls of it are refused until one does
 
@@ -75,6 +78,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         self._slots = threading.Semaphore(max_concurrency)
         self._lock = threading.Lock()
         self._running: dict[_Job, None] = {}  # those that hold a slot
+        self._threads = DaemonThreads("llmrl-tools")
         self._left_behind: Counter[str] = Counter()  # of each tool, those that still run
         self._closed = False
 
@@ -89,35 +93,28 @@ class ToolRunner(contextlib.AbstractContextManager):
         """The results, in the order of the calls; blocks until each has ended or its deadline is over."""
         if self._closed:
             raise ConfigError("ToolRunner: must not be closed: got a call after close().")
-        results: list[ToolResult | None] = [None] * len(calls)
+        batch = _Batch([None] * len(calls))
         lanes: dict[Hashable, deque[_Job]] = {}  # the calls of one conversation, which run one after another
         for index, call in enumerate(calls):
             if (refusal := self._refusal(call)) is not None:
-                results[index] = self._result(call, *refusal)
+                batch.results[index] = self._result(call, *refusal)
             else:
                 key = ("alone", index) if call.conversation is None else ("in", call.conversation)
-                lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name]))
-        waiting = deque(lanes.values())
-        changes: queue.SimpleQueue[_Job] = queue.SimpleQueue()  # a job is put here when it starts and when it ends
-        running: dict[_Job, deque[_Job]] = {}  # to the rest of its lane
-        while waiting or running:
-            while waiting and len(running) < self.max_concurrency:
-                lane = waiting.popleft()
-                job = lane.popleft()
-                running[job] = lane
-                threading.Thread(target=self._work, args=[job, changes], name=job.call.name, daemon=True).start()
-            first = min(job.give_up_at for job in running)
-            try:
-                changed = [changes.get(timeout=min(max(0.0, first - time.monotonic()), _SLOT_S))]
-            except queue.Empty:
-                changed = list(running)
-            for job in changed:
-                if job in running and (result := self._outcome(job)) is not None:
-                    watch_lock(job, None)
-                    results[job.index] = result
-                    if lane := running.pop(job):
-                        waiting.append(lane)
-        return [self._counted(result) for result in results if result is not None]
+                lanes.setdefault(key, deque()).append(self._job(index, call))
+        batch.waiting.extend(lanes.values())
+        batch.left = sum(map(len, batch.waiting))
+        shortest_s = min((job.limit_s for lane in batch.waiting for job in lane), default=0.0)
+        try:
+            while batch.left:
+                self._grow(batch)
+                if not batch.ended.wait(self._time_left(batch, shortest_s)):
+                    self._abandon_late(batch)
+        finally:
+            with self._lock:  # after an interruption no more calls start
+                for lane in (batch.waiting, *batch.running.values()):
+                    lane.clear()
+            watch_lock(batch, None)
+        return [self._counted(result) for result in batch.results if result is not None]
 
     def end(self, conversations: Iterable[Hashable]) -> None:
         """These conversations are over: every tool frees what it keeps for them."""
@@ -132,6 +129,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         self._closed = True
         for tool in self.tools.values():
             self._quietly(tool, "close")
+        self._threads.close()
 
     def _refusal(self, call: ToolCall) -> tuple[str, Status] | None:
         """The answer to a call that cannot be run at all."""
@@ -149,52 +147,103 @@ class ToolRunner(contextlib.AbstractContextManager):
             return f"{call.name}: cannot be called now: {left} earlier calls have still not ended.", "error"
         return None
 
-    def _work(self, job: _Job, changes: queue.SimpleQueue[_Job]) -> None:
-        """In a thread of the job: waits for a slot, runs the call, and reports its start and its end."""
-        tool, call = job.tool, job.call
-        if not self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
-            oldest = min(list(self._running), key=lambda other: other.started, default=job)
-            text = f"{call.name}: it was not started within {_SLOT_S:g} s: all {self.max_concurrency} calls at a time "
-            job.result = self._result(call, f"{text}were taken, the longest by {oldest.tool.name!r}.", "timeout")
-            changes.put(job)
-            return
-        self._running[job] = None
-        job.started = time.monotonic()
-        job.timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-        deadline = job.started + job.timeout_s
-        give_up_at = deadline + (_GRACE_S if tool.keeps_deadline else 0.0)
-        watch_lock(job, give_up_at)
-        job.give_up_at = give_up_at  # after which the call may be given up, and its watch ended
-        changes.put(job)
-        status: Status
+    def _job(self, index: int, call: ToolCall) -> _Job:
+        tool = self.tools[call.name]
+        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
+        return _Job(index, call, tool, timeout_s, timeout_s + (_GRACE_S if tool.keeps_deadline else 0.0))
+
+    def _grow(self, batch: _Batch) -> None:
+        """Starts one more thread if calls wait. That starts the next: short calls need not wake a thread each."""
+        with self._lock:
+            if not batch.waiting or batch.starts or batch.threads >= self.max_concurrency:
+                return
+            batch.starts = True
+            batch.threads += 1
         try:
-            content = str(tool.call(call.arguments or {}, conversation=call.conversation, deadline=deadline))
-            status = "ok"
+            self._threads.start(lambda: self._work(batch))
+        except RuntimeError:  # the system has no more threads
+            with self._lock:
+                batch.starts = False
+                batch.threads -= 1
+            if not batch.threads:
+                raise
+
+    def _work(self, batch: _Batch) -> None:
+        """In a thread: runs calls of the batch until none waits, or until one of them was abandoned."""
+        batch.starts = False
+        while batch.left and (job := self._take(batch)) is not None:
+            self._grow(batch)
+            if self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
+                result = self._run_job(batch, job)
+            else:
+                oldest = min(list(self._running), key=lambda other: other.started, default=job)
+                text = f"{job.tool.name}: it was not started within {_SLOT_S:g} s: all {self.max_concurrency} calls "
+                text += f"at a time were taken, the longest by {oldest.tool.name!r}."
+                result = self._result(job.call, text, "timeout")
+            with self._lock:
+                if job.left_behind:
+                    self._left_behind[job.tool.name] -= 1
+                    return
+                self._finish(batch, job, result)
+
+    def _take(self, batch: _Batch) -> _Job | None:
+        with self._lock:
+            if not batch.waiting:
+                batch.threads -= 1
+                return None
+            lane = batch.waiting.popleft()
+            job = lane.popleft()
+            batch.running[job] = lane
+            return job
+
+    def _run_job(self, batch: _Batch, job: _Job) -> ToolResult:
+        call = job.call
+        threading.current_thread().name = call.name
+        job.started = started = time.monotonic()
+        job.give_up_at = started + job.limit_s
+        with self._lock:
+            self._running[job] = None
+            if job.give_up_at > batch.watched_until:  # once for the calls that start within a second
+                batch.watched_until = job.give_up_at + _WATCH_S
+                watch_lock(batch, batch.watched_until)
+        arguments, deadline = call.arguments or {}, started + job.timeout_s
+        status: Status = "ok"
+        try:
+            run = partial(job.tool.call, arguments, conversation=call.conversation, deadline=deadline)
+            content = str(contextvars.Context().run(run))  # the thread is used again
         except BaseException as error:  # also sys.exit(), which would end the thread alone
             content, status = _error_text(error), "timeout" if isinstance(error, TimeoutError) else "error"
-        with self._lock:
-            if job.left_behind:
-                self._left_behind[tool.name] -= 1
-            else:
-                job.result = self._result(call, content, status, time.monotonic() - job.started)
-                self._release(job)
-        changes.put(job)
+        return self._result(call, content, status, time.monotonic() - started)
 
-    def _outcome(self, job: _Job) -> ToolResult | None:
-        """The result of a job that has ended or whose time is over; None while it may run."""
-        with self._lock:
-            if job.result is not None or time.monotonic() < job.give_up_at:
-                return job.result
-            job.left_behind = True
-            self._left_behind[job.tool.name] += 1
-            self.counters["left_behind"] += 1
-            self._release(job)
-        text = f"{job.tool.name}: no result within {job.timeout_s:g} s; the call was abandoned."
-        return self._result(job.call, text, "timeout", time.monotonic() - job.started)
+    def _finish(self, batch: _Batch, job: _Job, result: ToolResult) -> None:
+        """Ends a job, with the lock held; the next call of its conversation may run."""
+        batch.results[job.index] = result
+        if lane := batch.running.pop(job):
+            batch.waiting.append(lane)
+        if job in self._running:
+            del self._running[job]
+            self._slots.release()
+        batch.left -= 1
+        if not batch.left:
+            batch.ended.set()
 
-    def _release(self, job: _Job) -> None:
-        del self._running[job]
-        self._slots.release()
+    def _time_left(self, batch: _Batch, shortest_s: float) -> float:
+        """Seconds until a call can be over its time: one that runs, or one that starts in the meantime."""
+        with self._lock:
+            ends = [job.give_up_at for job in batch.running]
+        return max(0.0, min(min(ends, default=float("inf")) - time.monotonic(), shortest_s, threading.TIMEOUT_MAX))
+
+    def _abandon_late(self, batch: _Batch) -> None:
+        """Gives the calls up whose time is over. Their threads are lost to the batch, their slots are not."""
+        with self._lock:
+            now = time.monotonic()
+            for job in [job for job in batch.running if job.give_up_at <= now]:
+                job.left_behind = True
+                self._left_behind[job.tool.name] += 1
+                self.counters["left_behind"] += 1
+                batch.threads -= 1
+                text = f"{job.tool.name}: no result within {job.timeout_s:g} s; the call was abandoned."
+                self._finish(batch, job, self._result(job.call, text, "timeout", now - job.started))
 
     def _result(self, call: ToolCall, text: str, status: Status, duration_s: float = 0.0) -> ToolResult:
         content, cut = cut_text(text, self.max_result_chars)
@@ -216,16 +265,30 @@ class ToolRunner(contextlib.AbstractContextManager):
 
 @dataclass(eq=False)
 class _Job:
-    """One call and the state of its thread."""
+    """One call."""
 
     index: int
     call: ToolCall
     tool: Tool
-    timeout_s: float = 0.0
+    timeout_s: float
+    limit_s: float  # its time until it is abandoned
     started: float = 0.0
     give_up_at: float = float("inf")
-    result: ToolResult | None = None
     left_behind: bool = False
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The calls of one `run`, and its threads."""
+
+    results: list[ToolResult | None]
+    waiting: deque[deque[_Job]] = field(default_factory=deque)  # lanes of which no call runs
+    running: dict[_Job, deque[_Job]] = field(default_factory=dict)  # to the rest of its lane
+    left: int = 0  # calls that have no result yet
+    ended: threading.Event = field(default_factory=threading.Event)
+    threads: int = 0
+    starts: bool = False  # a thread that has not taken a call yet
+    watched_until: float = 0.0
 
 
 def cut_text(text: str, limit: int) -> tuple[str, int]:

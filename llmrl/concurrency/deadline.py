@@ -17,10 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 from llmrl.concurrency.background_loop import BackgroundLoop
+from llmrl.concurrency.daemon_threads import DaemonThreads
 
 __all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "is_coroutine_function", "runner_of", "watch_lock"]
 
@@ -148,8 +148,7 @@ class ThreadRunner:
     def __init__(self, name: str, concurrency: int = 1):
         self.name = name
         self.concurrency = concurrency
-        self._batches: SimpleQueue[Calls | None] = SimpleQueue()
-        self._num_threads = 0
+        self._threads = DaemonThreads(name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
         """The outcomes, after all calls were made or ``timeout_s`` seconds."""
@@ -158,29 +157,15 @@ class ThreadRunner:
         if timeout_s is None and self.concurrency == 1:
             calls.run()
             return calls.close()
-        wanted = min(self.concurrency, len(calls.calls))
-        for _ in range(self._num_threads, wanted):
-            threading.Thread(target=_serve, args=[self._batches], name=self.name, daemon=True).start()
-        self._num_threads = max(self._num_threads, wanted)
         with _lock_watched(timeout_s):
-            for _ in range(wanted):
-                self._batches.put(calls)
-            in_time = calls.finished.wait(timeout_s)
-        outcomes = calls.close()
-        if not in_time:
-            self.close()  # other threads for the next batch: some of these hang
-        return outcomes
+            for _ in range(min(self.concurrency, len(calls.calls))):
+                self._threads.start(calls.run)
+            calls.finished.wait(timeout_s)
+        return calls.close()
 
     def close(self) -> None:
         """Ends the threads once their calls return."""
-        for _ in range(self._num_threads):
-            self._batches.put(None)
-        self._batches, self._num_threads = SimpleQueue(), 0
-
-
-def _serve(batches: SimpleQueue[Calls | None]) -> None:
-    while (calls := batches.get()) is not None:
-        calls.run()
+        self._threads.close()
 
 
 class AsyncRunner:
@@ -286,12 +271,26 @@ def _keep_timer() -> None:
                 _start_timer(now + STUCK_S)
 
 
-def _forget_timer() -> None:
-    """In a child that was forked: timer and thread are its parent's."""
+def _before_fork() -> None:
+    """Stops the timer: a child that is forked while it runs would wait for its thread for ever, also at its exit."""
+    _watched_lock.acquire()
+    if _fires_at:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _after_fork_in_parent() -> None:
+    if _fires_at:
+        _start_timer(_fires_at)
+    _watched_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """Forgets the calls, which are the parent's."""
     global _fires_at
     _fires_at = 0.0
     _watched.clear()
+    _watched_lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_timer)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,3 +1,4 @@
+import contextvars
 import subprocess
 import sys
 import threading
@@ -245,3 +246,38 @@ def test_long_results_keep_head_and_tail_and_the_notice_counts_what_was_cut():
         assert runner.counters["cut"] == 1
         (result,) = runner.run([ToolCall("echo", {"text": "x" * 1000}, id="x")])
         assert (len(result.content), result.cut) == (1000, 0)
+
+
+def test_threads_are_used_again_but_what_a_call_sets_in_its_context_ends_with_it():
+    variable = contextvars.ContextVar("variable", default="nothing")
+    threads = []
+
+    @tool
+    def keep(value: str) -> str:
+        """Keeps it."""
+        threads.append(threading.get_ident())
+        before = variable.get()
+        variable.set(value)
+        return before
+
+    with ToolRunner([keep]) as runner:
+        asked = [ToolCall("keep", {"value": str(n)}, id=str(n), conversation=0) for n in range(4)]
+        assert [result.content for result in runner.run(asked)] == ["nothing"] * 4
+        assert len(set(threads)) == 1
+    wait_until(lambda: threads[0] not in {thread.ident for thread in threading.enumerate()})
+
+
+def test_a_runner_that_was_used_runs_calls_in_a_forked_process_too():
+    script = """
+import os
+from llmrl.tools import ToolCall, ToolRunner, load_tool
+runner = ToolRunner([load_tool("calculator")])
+calls = [ToolCall("calculator", {"expression": "6 * 7"}, id=str(n)) for n in range(8)]
+assert {result.content for result in runner.run(calls)} == {"42"}
+child = os.fork()
+assert {result.content for result in runner.run(calls)} == {"42"}
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""  # the child ends as an interpreter does, which stops the timer of `watch_lock` once more
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -22,7 +22,7 @@ __all__ = ["Limits", "Processes"]
 _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
 _INODE_KIB = 2  # of the kernel's memory, for a file without contents
 _FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
-_SETTLE_S, _STOP_S = 0.02, 1.0  # for the interpreter to wait for its next call; for all to stop
+_STOP_S, _LOOK_S = 1.0, 2e-5  # for all to stop; between two looks whether they have
 _PAGE_KIB = mmap.PAGESIZE // 1024
 
 
@@ -95,23 +95,34 @@ class Processes:
 
     def stop(self) -> bool:
         """Stops the interpreter and ends every other process; False if they do not within a second."""
-        deadline = time.monotonic() + _SETTLE_S
-        while self._state(_WORKER)[0] == "R" and time.monotonic() < deadline:
-            time.sleep(0.0002)
         self._signal(self._worker, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
         while True:
-            others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
-            for pid in others:
-                with contextlib.suppress(OSError):
-                    descriptor = _open(pid, self._proc)
-                    self._signal(descriptor, signal.SIGKILL)
-                    os.close(descriptor)
-            if not others and (self._ended(_WORKER) or self._state(_WORKER)[0] == "T"):
-                return True
+            state, threads = self._state(_WORKER)
+            if state == "T" or self._ended(_WORKER):  # from here on it starts no process
+                if state == "T" and threads == 1 and self._is_alone():
+                    return True
+                others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
+                if not others:
+                    return True
+                for pid in others:
+                    with contextlib.suppress(OSError):
+                        descriptor = _open(pid, self._proc)
+                        self._signal(descriptor, signal.SIGKILL)
+                        os.close(descriptor)
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.0002)
+            time.sleep(_LOOK_S)
+
+    def _is_alone(self) -> bool:
+        """True if the stopped interpreter is the one process besides the first; costs less than to list them all.
+
+        Every process descends from the first. One whose parent ends goes to that or to the interpreter, so it is seen.
+        """
+        return not self._children(_WORKER) and self._children(_FIRST) == [_WORKER]
+
+    def _children(self, pid: str) -> list[str]:
+        return self._read(pid, f"task/{pid}/children").split()
 
     def resume(self) -> None:
         """Lets the interpreter go on."""

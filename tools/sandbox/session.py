@@ -95,7 +95,6 @@ class Session:
         Raises nothing for whatever the code does, also to the pipes. ``fresh`` runs it in a process of its own.
         """
         started = time.monotonic()
-        self._resume()
         self._drain(_Output(self._limits))  # output of threads since the last answer
         collected = _Output(self._limits)
         request_id = secrets.token_hex(16)
@@ -160,8 +159,14 @@ class Session:
         return True
 
     def _ask(self, request: dict[str, Any], deadline: float) -> None:
+        data = json.dumps(request).encode() + b"\n"
+        fits = len(data) <= select.PIPE_BUF  # into the pipe: the interpreter need not be woken twice
         try:
-            write_all(self._requests, json.dumps(request).encode() + b"\n", deadline)
+            if not fits:
+                self._resume()
+            write_all(self._requests, data, deadline)
+            if fits:
+                self._resume()
         except BrokenPipeError:
             raise _NoAnswer(self._end_of_interpreter()) from None
 
