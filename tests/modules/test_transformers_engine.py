@@ -10,6 +10,7 @@ from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.testing import tiny_model
+from tests.support.refusals import refusals
 from tests.support.vllm import random_prompts
 
 NO_STOP = 100_000  # an id that no model here can draw
@@ -152,20 +153,14 @@ def test_tied_weights_need_one_name_and_must_agree(tokenizer):
         engine.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, version=2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature must be non-negative"),
-        ({"top_p": 1.5}, r"top_p must be within \[0, 1\]"),
-        ({"top_k": -1}, "top_k must be positive"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be positive"),
-        ({"stop_strings": "abc"}, "stop_strings"),
-    ],
+test_sampling_params_are_checked = refusals(
+    (ConfigError, "temperature must be non-negative", lambda: SamplingParams(temperature=-1.0)),
+    (ConfigError, r"top_p must be within \[0, 1\]", lambda: SamplingParams(top_p=1.5)),
+    (ConfigError, "top_k must be positive", lambda: SamplingParams(top_k=-1)),
+    (ConfigError, "repetition_penalty must be positive", lambda: SamplingParams(repetition_penalty=0.0)),
+    (ConfigError, "max_new_tokens must be positive", lambda: SamplingParams(max_new_tokens=0)),
+    (ConfigError, "stop_strings", lambda: SamplingParams(stop_strings="abc")),
 )
-def test_sampling_params_are_checked(options, message):
-    with pytest.raises(ConfigError, match=message):
-        SamplingParams(**options)
 
 
 def test_pad_equal_to_eos_is_safe(model, tokenizer):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmrl.objectives.llm.groups import group_advantage, whitened
+from tests.support.refusals import refusals
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 0.0]])
 
@@ -97,10 +98,8 @@ def test_whitening_is_that_of_the_tokens_written_out():
     assert tiny.abs().max() < 1e-2
 
 
-def test_invalid_arguments_are_refused():
-    with pytest.raises(ValueError, match="one of group, population"):
-        group_advantage(REWARDS, scale="std")
-    with pytest.raises(ValueError, match=r"\[N, G\]"):
-        group_advantage(REWARDS.unsqueeze(0))
-    with pytest.raises(ValueError, match="must not be negative"):
-        group_advantage(REWARDS - 1, scale="max_rl")
+test_invalid_arguments_are_refused = refusals(
+    (ValueError, "one of group, population", lambda: group_advantage(REWARDS, scale="std")),
+    (ValueError, r"\[N, G\]", lambda: group_advantage(REWARDS.unsqueeze(0))),
+    (ValueError, "must not be negative", lambda: group_advantage(REWARDS - 1, scale="max_rl")),
+)
