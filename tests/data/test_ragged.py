@@ -51,8 +51,7 @@ def test_gradients_reach_the_rows():
     rows = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
     padded = pad_rows(rows, side="left")
     (padded * torch.tensor([[5.0, 1, 2], [3, 4, 5]])).sum().backward()
-    assert rows[0].grad.tolist() == [1.0, 2.0]
-    assert rows[1].grad.tolist() == [3.0, 4.0, 5.0]
+    assert (rows[0].grad.tolist(), rows[1].grad.tolist()) == ([1.0, 2.0], [3.0, 4.0, 5.0])
 
 
 test_rows_that_do_not_fit_and_unknown_sides_are_refused = refusals(

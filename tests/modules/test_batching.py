@@ -183,8 +183,7 @@ def test_closing_sends_what_waits_and_then_closes():
         wait_until(lambda: engine.state()["queue_size"] == 2)
         engine.close()
         assert all(future.result(timeout=DEADLINE_S) for future in futures)
-    assert engine.calls[-1] == "closed"
-    assert engine.state()["pending_futures"] == 0
+    assert (engine.calls[-1], engine.state()["pending_futures"]) == ("closed", 0)
     assert len(engine.generate(request(3), SamplingParams()).ids) == 1  # at once, though 8 were asked for
 
 

@@ -47,8 +47,7 @@ def test_a_pytree_has_one_row_per_leading_index():
     buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}})
     assert len(buffer) == 3
     row = buffer[1]
-    assert row["a"]["b"] == 1.0
-    assert row["a"]["c"][1][0].shape == (10,)
+    assert (row["a"]["b"], row["a"]["c"][1][0].shape) == (1.0, (10,))
     with pytest.raises(RuntimeError, match="one leading size"):
         buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(2, 2), (torch.ones(3, 10),)]}})
 
@@ -60,8 +59,7 @@ def test_a_batch_longer_than_the_buffer_leaves_the_last_rows():
         assert buffer.extend(data).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
         content = buffer[:] if isinstance(storage, ListStorage) else buffer["a"].tolist()
         assert list(content) == [10, 11, 7, 8, 9]
-        assert buffer.writer.cursor == 2
-        assert buffer.write_count == 12
+        assert (buffer.writer.cursor, buffer.write_count) == (2, 12)
 
 
 def test_next_returns_none_once_at_the_end_of_each_pass():
@@ -75,10 +73,8 @@ def test_every_kind_of_index():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.set("a", td["a"] * 10))
     buffer.extend(rows(*range(5)))
     assert buffer[2]["a"] == buffer[torch.tensor(2)]["a"] == 20
-    assert buffer[-1]["a"] == 40
-    assert buffer[1:3]["a"].tolist() == [10, 20]
-    assert buffer[::-2]["a"].tolist() == [40, 20, 0]
-    assert buffer[range(0, 4, 3)]["a"].tolist() == [0, 30]
+    assert (buffer[-1]["a"], buffer[1:3]["a"].tolist()) == (40, [10, 20])
+    assert (buffer[::-2]["a"].tolist(), buffer[range(0, 4, 3)]["a"].tolist()) == ([40, 20, 0], [0, 30])
     assert buffer[[4, -5]]["a"].tolist() == [40, 0]
     assert buffer[torch.tensor([True, False, False, False, True])]["a"].tolist() == [0, 40]
     assert buffer["a"].tolist() == buffer[:]["a"].tolist() == [0, 10, 20, 30, 40]
@@ -119,8 +115,7 @@ def test_a_transform_that_keeps_everything_back_writes_nothing():
             return None
 
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=Never())
-    assert buffer.extend(rows(1, 2)).tolist() == []
-    assert buffer.add(rows(1)[0]).tolist() == []
+    assert (buffer.extend(rows(1, 2)).tolist(), buffer.add(rows(1)[0]).tolist()) == ([], [])
     assert (len(buffer), buffer.write_count) == (0, 0)
 
 
@@ -203,8 +198,7 @@ def test_parts_are_replaced_and_returned():
     assert buffer.set_storage(LazyTensorStorage(5)) is storage
     assert buffer.set_sampler(SamplerWithoutReplacement()) is sampler
     assert buffer.set_writer(RoundRobinWriter()) is writer
-    assert buffer.extend(rows(1, 2)).tolist() == [0, 1]
-    assert len(buffer.storage) == 2
+    assert (buffer.extend(rows(1, 2)).tolist(), len(buffer.storage)) == ([0, 1], 2)
 
 
 def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
@@ -213,8 +207,7 @@ def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone(
     buffer.extend(given)
     buffer.add(rows(3)[0])
     buffer.extend(rows(4))
-    assert buffer["index"].tolist() == [0, 1, 2]
-    assert buffer["a"].tolist() == [4, 2, 3]
+    assert (buffer["index"].tolist(), buffer["a"].tolist()) == ([0, 1, 2], [4, 2, 3])
     assert "index" not in given
 
 

@@ -333,8 +333,7 @@ def test_members_of_an_ensemble_are_saved_and_loaded_together_or_not_at_all(tmp_
     checkpointer = StorageEnsembleCheckpointer()
     through_files(checkpointer, pair, other, tmp_path)
     assert {"0", "1"} <= {entry.name for entry in current_directory(tmp_path).iterdir()}
-    assert other.storages[0][:]["obs"].tolist() == [1, 2]
-    assert other.storages[1][:] == ["a"]
+    assert (other.storages[0][:]["obs"].tolist(), other.storages[1][:]) == ([1, 2], ["a"])
     small.storages[0].set(slice(0, 1), rows_of(9))
     small.storages[1].max_size = 0
     with pytest.raises(CheckpointError):

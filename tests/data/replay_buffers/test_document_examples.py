@@ -82,8 +82,7 @@ def rollout(steps: int) -> TensorDict:
 # --- storages ---
 def test_a_list_holds_objects_of_any_kind():
     rb = ReplayBuffer(storage=ListStorage(10))
-    assert rb.add("a string!") == 0
-    assert rb.extend([30, None]).tolist() == [1, 2]
+    assert (rb.add("a string!"), rb.extend([30, None]).tolist()) == (0, [1, 2])
     assert rb[:] == ["a string!", 30, None]
 
 
@@ -167,8 +166,7 @@ def test_slices_of_one_environment():
     rb = sliced(ndim=1)
     for data in itertools.islice(collector(10), 11):
         rb.extend(data)
-    assert len(rb) == 100
-    assert rb[:]["next", "step_count"].shape == (100, 1)
+    assert (len(rb), rb[:]["next", "step_count"].shape) == (100, (100, 1))
     for _ in range(20):
         check_slices(rb.sample(), 8)
 
@@ -204,8 +202,7 @@ def test_batches_are_flattened_where_they_are_written():
     memory = ReplayBuffer(storage=LazyTensorStorage(50), write_transform=lambda data: data.reshape(-1))
     for data in itertools.islice(collector(12, num_envs=3), 4):
         memory.extend(data)
-    assert len(memory) == 48
-    assert len(memory.sample(5)) == 5
+    assert (len(memory), len(memory.sample(5))) == (48, 5)
     literal = ReplayBuffer(storage=LazyTensorStorage(50), transform=lambda data: data.reshape(-1))
     literal.extend(data)
     assert len(literal) == 3
@@ -222,8 +219,7 @@ def test_random_windows_of_trajectories():
         return rb.sample(128)
 
     sample = sample_of([99, 50])  # as it is meant: each of 99 rows is a trajectory of 50 steps
-    assert sample["obs"].shape == (128, 10, 1)
-    assert sample["index"].shape == (128, 10)
+    assert (sample["obs"].shape, sample["index"].shape) == ((128, 10, 1), (128, 10))
     begin = (obs[sample["index"][:, 0]] == sample["obs"][:, :1]).squeeze(-1).int().argmax(1)
     for row, start, index in zip(sample["obs"], begin.tolist(), sample["index"][:, 0].tolist(), strict=True):
         assert torch.equal(row, obs[index, start : start + 10])
@@ -282,8 +278,7 @@ def test_a_state_dict_goes_through_torch_save(tmp_path):
 # --- TED ---
 def test_a_rollout_has_time_last_and_what_comes_after_under_next():
     data = rollout(10)
-    assert data.shape[-1] == 10
-    assert data.names[-1] == "time"
+    assert (data.shape[-1], data.names[-1]) == (10, "time")
     going_on = ~data[..., :-1]["next", "done"].squeeze(-1)
     assert (data[..., 1:]["observation"] == data[..., :-1]["next", "observation"])[going_on].all()
     for key in ("reward", "done", "terminated", "truncated"):

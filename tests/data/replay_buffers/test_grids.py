@@ -26,8 +26,7 @@ def test_the_size_is_rounded_up_to_whole_steps_and_time_comes_last(storage):
     assert (len(buffer), buffer.writer.cursor, buffer.storage.columns) == (66, 66, 3)
     assert index.shape == (66, 2)
     assert index[:4].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
-    assert buffer[:].shape == (3, 22)
-    assert buffer.storage[:].shape == (22, 3)
+    assert (buffer[:].shape, buffer.storage[:].shape) == ((3, 22), (22, 3))
     assert torch.equal(buffer[:]["a"], steps(3, 0, 22)["a"])
     assert torch.equal(buffer.storage[:]["a"], steps(3, 0, 22)["a"].T)
     assert buffer["next", "b"].shape == (3, 22, 2)
@@ -59,8 +58,7 @@ def test_indexing_the_buffer_is_indexing_what_it_shows():
     with pytest.raises(IndexError, match="grid"):
         buffer[torch.tensor([[5, 0]])]
     buffer[:, 1] = TensorDict(a=torch.tensor([-1, -2]), next=TensorDict(b=torch.zeros(2, 2).long()), batch_size=[2])
-    assert buffer[:]["a"][:, 1].tolist() == [-1, -2]
-    assert len(buffer) == 10
+    assert (buffer[:]["a"][:, 1].tolist(), len(buffer)) == ([-1, -2], 10)
     single = buffer[1, 2]
     assert (single.batch_size, single["a"]) == ((), 102)
 
@@ -87,8 +85,7 @@ def test_three_dimensions_and_trees_of_tensors():
     buffer = ReplayBuffer(storage=LazyTensorStorage(48, ndim=3))
     buffer.extend({"x": data, "y": (data.unsqueeze(-1) * 2,)})
     assert torch.equal(buffer[:]["x"], data)
-    assert buffer.storage[:]["y"][0].shape == (4, 2, 3, 1)
-    assert buffer.storage.max_size == 48
+    assert (buffer.storage[:]["y"][0].shape, buffer.storage.max_size) == ((4, 2, 3, 1), 48)
     cells = torch.arange(24)
     assert torch.equal(flat_cells(coordinates(cells, (2, 3)), (2, 3)), cells)
     assert coordinates(torch.tensor([23]), (2, 3)).tolist() == [[3, 1, 2]]
@@ -116,8 +113,7 @@ def test_time_may_come_first():
         ReplayBuffer(dim_extend=-1)
     other = ReplayBuffer(storage=LazyTensorStorage(10), dim_extend=1)
     other.extend(steps(2, 0, 4))
-    assert len(other) == 4
-    assert other[0]["a"].tolist() == [0, 100]
+    assert (len(other), other[0]["a"].tolist()) == (4, [0, 100])
 
 
 def test_a_given_grid_is_used_in_place():

@@ -215,8 +215,7 @@ def test_setting_the_shape_takes_nested_composites_along_or_changes_nothing():
     assert (spec.shape, spec.batch_size, spec["nested"].shape) == ((3,), (3,), (3, 2))  # it begins with it already
     spec["nested"].shape = ()
     spec.shape = (3, 2)
-    assert (spec.shape, spec["nested"].shape) == ((3, 2), (3, 2))
-    assert spec.rand((5,)).batch_size == (5, 3, 2)
+    assert (spec.shape, spec["nested"].shape, spec.rand((5,)).batch_size) == ((3, 2), (3, 2), (5, 3, 2))
     for wrong, error in itertools.product(((3, 2, 4), (4,), 7), (ShapeError, ValueError)):
         with pytest.raises(error, match="must begin with"):
             spec.shape = wrong

@@ -147,8 +147,7 @@ def test_policy_version_is_stamped_as_integer_or_uuid():
     env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS)).append_transform(tracker)
     tracker.increment_version()
     td = env.reset()
-    assert td["policy_version"].dtype == torch.int64
-    assert td["policy_version"].tolist() == [1, 1]
+    assert (td["policy_version"].dtype, td["policy_version"].tolist()) == (torch.int64, [1, 1])
     first = unique.version
     unique.increment_version()
     assert unique.version_history == [first, unique.version]

@@ -125,8 +125,7 @@ def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     before = dict(os.environ)
     with environment(SOMETHING="1"):
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
-        assert os.environ["SOMETHING"] == "1"
+        assert (os.environ["VLLM_LOGGING_LEVEL"], os.environ["SOMETHING"]) == ("INFO", "1")
         os.environ["LEFT_BEHIND"] = "x"
     assert dict(os.environ) == before
 
