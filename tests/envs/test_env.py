@@ -298,11 +298,3 @@ def test_specs_are_read_as_leaf_or_whole_and_are_locked():
         env.action_key  # noqa: B018
     with pytest.raises(MissingKeyError, match="'left'"):
         env.step(act(0.0)(env.reset()))
-
-
-def test_an_env_checks_its_own_specs():
-    env = Walk()
-    env.check_env_specs(seed=0)
-    env.reward_spec = Unbounded((3, 2))
-    with pytest.raises(AssertionError, match="'reward': declared shape"):
-        env.check_env_specs(break_when_any_done="both")

@@ -105,12 +105,6 @@ def test_more_rows_of_a_prompt_than_a_group_are_several_groups_in_order_of_arriv
     assert out["advantage"].flatten().tolist() == [-0.5, 0.5, 1.0, -1.0]
 
 
-def test_groups_that_lie_interleaved_are_kept_apart():
-    out = MCAdvantage(2, scale="none").inv(batch([8, -1, 8, -1], [0.0, 1.0, 1.0, 0.5]))
-    assert out["group_id"].tolist() == [8, -1, 8, -1]
-    assert out["advantage"].flatten().tolist() == [-0.5, 0.25, 0.5, -0.25]
-
-
 def test_an_incomplete_group_waits():
     advantage = MCAdvantage(3, scale="none")
     assert advantage.inv(batch([1, 2, 1], [0.0, 5.0, 1.0])) is None

@@ -41,13 +41,6 @@ class Step:
     extra: dict
 
 
-def test_a_write_transform_runs_before_rows_are_written():
-    """The documented recipe: a batch [2, 3] is stored as six rows."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), write_transform=lambda td: td.reshape(-1), batch_size=4)
-    buffer.extend(TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3]))
-    assert (len(buffer), len(buffer.sample()), buffer["a"].tolist()) == (6, 4, [0, 1, 2, 3, 4, 5])
-
-
 def test_an_epoch_ends_for_every_sampler():
     for sampler, sizes in ((RandomSampler(), [4, 4, 4]), (SamplerWithoutReplacement(), [4, 4, 2])):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)

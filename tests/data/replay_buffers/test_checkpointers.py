@@ -295,18 +295,6 @@ def test_what_is_not_a_checkpoint_is_refused_with_what_to_do(tmp_path):
     assert len(storage) == 0
 
 
-def test_rows_that_do_not_fit_the_storage_are_refused_and_it_stays(tmp_path):
-    storage, other = LazyTensorStorage(5), LazyTensorStorage(5)
-    storage.set(slice(0, 2), rows_of(1.5, 2.5))
-    other.set(slice(0, 2), TensorDict(action=torch.arange(2), batch_size=[2]))
-    TensorStorageCheckpointer().dumps(storage, tmp_path)
-    with pytest.raises(CheckpointError, match="unknown key 'obs'"):
-        TensorStorageCheckpointer().loads(other, tmp_path)
-    assert other[:]["action"].tolist() == [0, 1]
-    with pytest.raises(CheckpointError, match="same size"):
-        TensorStorageCheckpointer().loads(LazyTensorStorage(1), tmp_path)
-
-
 def test_a_class_that_cannot_be_found_is_named(tmp_path):
     storage = LazyStackStorage()
     storage.set(slice(0, 1), [TensorDict(history=History(role="user", content="hi"))])

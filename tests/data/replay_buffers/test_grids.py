@@ -7,7 +7,6 @@ from tensordict import TensorDict
 from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells
 from llmrl.errors import DataError, ShapeError
-from tests.support.buffers import restore
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -63,23 +62,6 @@ def test_indexing_the_buffer_is_indexing_what_it_shows():
     assert (single.batch_size, single["a"]) == ((), 102)
 
 
-def test_samples_come_with_their_coordinates():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2), batch_size=8)
-    buffer.extend(steps(3, 0, 7))
-    batch, info = buffer.sample(return_info=True)
-    assert info["index"].shape == (8, 2)
-    assert torch.equal(batch["a"], 100 * info["index"][:, 1] + info["index"][:, 0])
-    assert torch.equal(buffer[info["index"]]["a"], batch["a"])
-
-
-def test_one_time_step_is_added_at_a_time():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
-    for time in range(6):
-        index = buffer.add(steps(2, time, time + 1)[:, 0])
-        assert index.tolist() == [[time % 5, 0], [time % 5, 1]]
-    assert buffer["a"].tolist() == [[5, 1, 2, 3, 4], [105, 101, 102, 103, 104]]
-
-
 def test_three_dimensions_and_trees_of_tensors():
     data = torch.arange(2 * 3 * 4).view(2, 3, 4)
     buffer = ReplayBuffer(storage=LazyTensorStorage(48, ndim=3))
@@ -123,15 +105,3 @@ def test_a_given_grid_is_used_in_place():
     assert (len(buffer), storage.max_size, storage.columns) == (0, 8, 2)
     buffer.extend(TensorDict(a=torch.ones(2, 3), batch_size=[2, 3]))
     assert container["a"].tolist() == [[1.0, 1.0]] * 3 + [[0.0, 0.0]]
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("how", ["dumps", "state_dict"])
-def test_a_grid_is_saved_and_restored(tmp_path, storage, how):
-    buffer, other = (ReplayBuffer(storage=storage(20, ndim=2), batch_size=4) for _ in range(2))
-    for first in (0, 5, 10):
-        buffer.extend(steps(3, first, first + 5))
-        restore(other, buffer, tmp_path if how == "dumps" else None)
-        assert torch.equal(other[:]["a"], buffer[:]["a"])
-        assert other.writer.cursor == buffer.writer.cursor
-        assert other.storage.max_size == 21

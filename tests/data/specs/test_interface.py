@@ -329,18 +329,6 @@ def test_a_stack_has_a_dim_and_a_device_where_all_its_members_have_it():
         torch.stack([Composite(device="cpu"), Composite(device="meta"), Composite()])
 
 
-@pytest.mark.parametrize("groups", [[5], [5, 2]])
-@pytest.mark.parametrize("lead", [(), (3,)])
-def test_choices_as_numbers_and_as_one_hot_vectors_convert_into_each_other(groups, lead):
-    hot = MultiOneHot(groups, (*lead, sum(groups)))
-    numbers = MultiCategorical(groups, (*lead, len(groups)))
-    assert hot.to_categorical_spec() == numbers
-    assert numbers.to_one_hot_spec() == hot
-    value = hot.rand((4,))
-    assert numbers.is_in(hot.to_categorical(value))
-    assert numbers.to_one_hot(hot.to_categorical(value)).equal(value)
-
-
 def test_the_feature_dims_of_a_non_tensor_are_all_of_its_dims_by_default():
     specs = (NonTensor((2, 3)), NonTensor((2, 3)).expand(4, 2, 3), NonTensor((2, 3), feature_dims=1))
     assert [spec.feature_dims for spec in specs] == [2, 3, 1]

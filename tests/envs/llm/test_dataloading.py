@@ -202,14 +202,6 @@ def test_repeats_stay_in_order_over_partial_resets():
     assert td["group_id"].tolist() == [3, 3, 2]
 
 
-def test_repeats_come_in_a_row_and_share_a_group():
-    primer = DataLoadingPrimer(ROWS, repeats=3)
-    first, second = primer.pull(4), primer.pull(4)
-    assert first.get("query").tolist() == ["q0", "q0", "q0", "q1"]
-    assert second.get("query").tolist() == ["q1", "q1", "q2", "q2"]
-    assert torch.cat([first["group_id"], second["group_id"]]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-
-
 def test_an_endless_stream_draws_a_prompt_again_under_a_new_group():
     primer = DataLoadingPrimer(ROWS[:2])
     batch = primer.pull(5)
