@@ -155,16 +155,6 @@ def test_scores_are_joined_too_with_their_masks():
     assert len(engine.calls) == 1
 
 
-def test_seeds_go_with_their_rows():
-    inner = FakeEngine([torch.tensor([1])])
-    engine = BatchingEngine(inner, min_batch_size=2, timeout=DEADLINE_S)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(engine.generate, request(n), SamplingParams(), seeds=[n * 100]) for n in (1, 2)]
-        for future in futures:
-            future.result(timeout=DEADLINE_S)
-    assert [int(prompt[0]) * 100 for prompt in inner.prompts] == inner.seeds
-
-
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -201,15 +191,6 @@ def test_draining_has_a_deadline():
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_one_failing_request_fails_alone():
-    engine = BatchingEngine(EchoEngine(), min_batch_size=3, timeout=DEADLINE_S)
-    good, bad, other = ask_together(engine, [request(1), request(POISON), request(5)])
-    assert good.ids[0].tolist() == [1, 2]
-    assert other.ids[0].tolist() == [5, 6]
-    assert str(bad) == "poison among 1"
-    assert len(ask_together(engine, [request(1), request(2), request(3)])) == 3  # and nothing is left behind
 
 
 def test_a_thousand_rounds_with_injected_failures():

@@ -248,10 +248,7 @@ def test_a_failed_dump_leaves_the_previous_one(tmp_path, largest_file, room):
     buffer.extend(rows(1, 2))
     buffer.dumps(tmp_path / "buffer")
     buffer.extend(rows(3))
-    with (
-        pytest.raises(CheckpointError, match=r"File too large.*make room"),
-        largest_file(room),
-    ):
+    with pytest.raises(CheckpointError, match=r"File too large.*make room"), largest_file(room):
         buffer.dumps(tmp_path / "buffer")
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
     other = seeded()

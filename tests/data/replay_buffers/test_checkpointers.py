@@ -253,10 +253,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path):
 def test_an_h5_file_is_not_begun_where_there_is_no_room_for_it(tmp_path):
     pytest.importorskip("h5py")
     larger_than_any_disk = torch.zeros(1).expand(10**15)
-    with (
-        H5Container.open(tmp_path / "x.h5", "w") as container,
-        pytest.raises(OSError, match=r"No space left.*'a/b'"),
-    ):
+    with H5Container.open(tmp_path / "x.h5", "w") as container, pytest.raises(OSError, match=r"No space left.*'a/b'"):
         container.put(["a", "b"], larger_than_any_disk)
 
 

@@ -13,12 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    SliceSampler,
-)
+from llmrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 
 
 class Recorded:

@@ -125,17 +125,6 @@ def test_a_custom_hash_is_used():
     assert env.reset(TensorDict(observation=PROMPTS, batch_size=[2]))["hashing"].tolist() == [[567], [897]]
 
 
-def test_prefixes_of_all_orders_and_lengths_differ():
-    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
-    env = LLMHashingEnv(6, text_output=False)
-    found = set()
-    for length in range(1, 5):
-        rows = torch.unique(ids[:, :length], dim=0)
-        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
-    assert len(found) == 6 + 6**2 + 6**3 + 6**4
-    assert min(found) >= 0
-
-
 def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():
     def mixed(value):  # in Python's whole numbers
         value = (value + 0x9E3779B97F4A7C15) % 2**64
