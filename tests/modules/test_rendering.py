@@ -185,12 +185,3 @@ def test_template_kwargs_and_tools_reach_the_template():
     renderer = Renderer(tiny_tokenizer(), chat_template=template, template_kwargs={"style": "brief"})
     [ids] = renderer.prompt_ids([[USER_1]], tools=[{"type": "function"}])
     assert renderer.tokenizer.decode(ids) == "brief1What is 12+30?<|im_end|>"
-
-
-def test_spans_do_not_come_from_looking_for_the_answers_text(renderer: Renderer):
-    asked, again = ({"role": "user", "content": text} for text in ("It is 42. Say: It is 42.", "It is 42."))
-    chat = [asked, ANSWER_1, again, ANSWER_1]
-    [row] = renderer.render([chat])
-    assert [span.strip() for span in decoded_spans(renderer, chat)] == ["It is 42." + renderer.codec.end_of_turn] * 2
-    [second_prompt] = renderer.prompt_ids([chat[:3]])
-    assert row.spans[1][0] == len(second_prompt)

@@ -31,18 +31,6 @@ def test_the_size_is_rounded_up_to_whole_steps_and_time_comes_last(storage):
     assert buffer["next", "b"].shape == (3, 22, 2)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_full_grid_wraps_in_whole_steps(storage):
-    buffer = ReplayBuffer(storage=storage(100, ndim=2))
-    for first in range(0, 60, 20):
-        buffer.extend(steps(3, first, first + 20))
-    assert len(buffer) == 102
-    assert buffer.storage.is_full
-    assert buffer.writer.cursor == 3 * (60 - 34)
-    expected = torch.cat([torch.arange(34, 60), torch.arange(26, 34)])
-    assert torch.equal(buffer[:]["a"][1], 100 + expected)
-
-
 def test_indexing_the_buffer_is_indexing_what_it_shows():
     buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
     buffer.extend(steps(2, 0, 5))

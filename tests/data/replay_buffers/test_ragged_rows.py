@@ -35,16 +35,6 @@ def test_a_batch_of_conversations_comes_back_in_the_form_it_was_written():
     assert (row.batch_size, row["tokens"].full.tolist(), row["query"]) == ((), [0, 1], "question 3")
 
 
-def test_single_rows_come_back_as_one_lazy_stack():
-    storage = LazyStackStorage(10)
-    for position, length in enumerate((3, 1, 5)):
-        storage.set(position, conversations(length, first=position)[0])
-    batch = storage.get(slice(0, 3))
-    assert isinstance(batch, LazyStackedTensorDict)
-    assert ids(batch) == [[0, 1, 2], [0], [0, 1, 2, 3, 4]]
-    assert list(batch["query"]) == ["question 0", "question 1", "question 2"]
-
-
 def test_mixed_layouts_come_back_as_a_lazy_stack_whatever_is_drawn():
     storage = LazyStackStorage(10)
     storage.set(slice(0, 2), conversations(3, 1))
