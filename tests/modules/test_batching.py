@@ -193,6 +193,15 @@ def test_draining_has_a_deadline():
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+def test_one_failing_request_fails_alone():
+    engine = BatchingEngine(EchoEngine(), min_batch_size=3, timeout=DEADLINE_S)
+    good, bad, other = ask_together(engine, [request(1), request(POISON), request(5)])
+    assert good.ids[0].tolist() == [1, 2]
+    assert other.ids[0].tolist() == [5, 6]
+    assert str(bad) == "poison among 1"
+    assert len(ask_together(engine, [request(1), request(2), request(3)])) == 3  # and nothing is left behind
+
+
 def test_a_thousand_rounds_with_injected_failures():
     """Random sizes, parameters, bounds and failures: each caller gets its own rows or its own error."""
     rng = random.Random(0)
