@@ -85,8 +85,7 @@ def test_flat_rows_hold_every_observation_once_and_the_last_one_of_each_trajecto
     flat = TED2Flat()(rows)
     assert flat["obs"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert flat["done"].flatten().tolist() == [False, False, True, False, False, False]
-    assert flat["reward"].shape == (6, 1)
-    assert flat["action"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert (flat["reward"].shape, flat["action"].tolist()) == ((6, 1), [0, 1, 2, 3, 4, 5])
     assert not {"next", "_ends"} & set(flat.keys())
     assert_same(Flat2TED()(flat), rows)
 
@@ -185,8 +184,7 @@ def test_flat_entries_of_other_origin_are_read_by_their_sizes_and_done():
         action=torch.arange(4),
     )
     rows = Flat2TED(done_key="finished", done_keys=["finished"], reward_keys=["bonus"])(flat)
-    assert rows["pixels"].tolist() == [0, 1, 2, 10]
-    assert rows["next", "pixels"].tolist() == [1, 2, 3, 11]
+    assert (rows["pixels"].tolist(), rows["next", "pixels"].tolist()) == ([0, 1, 2, 10], [1, 2, 3, 11])
     assert rows["next", "bonus"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert rows["next", "finished"].flatten().tolist() == [False, False, True, False]
     assert rows["action"].tolist() == [0, 1, 2, 3]

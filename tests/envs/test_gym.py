@@ -77,8 +77,7 @@ def test_a_rollout_has_the_numbers_of_gymnasium(name, categorical):
         assert flags == [terminated, truncated, terminated or truncated]
         if terminated or truncated:
             observation, _ = plain.reset()
-    assert td["observation"].dtype == torch.float32
-    assert td["next", "reward"].shape == (12, 1)
+    assert (td["observation"].dtype, td["next", "reward"].shape) == (torch.float32, (12, 1))
 
 
 def test_a_time_limit_truncates_and_a_fall_terminates():
@@ -128,8 +127,7 @@ def test_nested_observations_and_actions_go_in_and_out(categorical):
     gear = torch.tensor(2) if categorical else torch.tensor([0.1, 0.2, 3.0])  # scores: the largest counts
     td["action"] = TensorDict(speed=torch.tensor([0.5, -0.25]), gear=gear)
     env.step(td)
-    assert plain.taken[0]["gear"] == 7
-    assert plain.taken[0]["speed"].tolist() == [0.5, -0.25]
+    assert (plain.taken[0]["gear"], plain.taken[0]["speed"].tolist()) == (7, [0.5, -0.25])
 
 
 @pytest.mark.parametrize(
@@ -177,8 +175,7 @@ def test_pixels_replace_the_observation_or_stand_beside_it():
     env = GymEnv("CartPole-v1", from_pixels=True)
     assert list(env.observation_spec.keys()) == ["pixels"]
     td = env.rollout(2)
-    assert td["pixels"].shape == (2, 400, 600, 3)
-    assert td["pixels"].dtype == torch.uint8
+    assert (td["pixels"].shape, td["pixels"].dtype) == ((2, 400, 600, 3), torch.uint8)
     assert td["pixels"].float().std() > 1  # a cart on white
     both = GymEnv("CartPole-v1", from_pixels=True, pixels_only=False)
     check_env_specs(both)

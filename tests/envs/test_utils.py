@@ -240,8 +240,7 @@ def test_a_random_policy_draws_from_the_spec_for_as_many_rows_as_there_are():
     policy = RandomPolicy(spec, generator=torch.Generator().manual_seed(0))
     assert policy.out_keys == ["move", ("agent", "turn")]
     td = policy(TensorDict(batch_size=[5]))
-    assert td["move"].shape == (5, 1)
-    assert td["agent", "turn"].shape == (5, 4)
+    assert (td["move"].shape, td["agent", "turn"].shape) == ((5, 1), (5, 4))
     assert spec[0].is_in(td[0])
     again = RandomPolicy(spec, generator=torch.Generator().manual_seed(0))(TensorDict(batch_size=[5]))
     assert (td == again).all()

@@ -263,8 +263,7 @@ def test_rows_of_ids_in_a_list_are_a_ragged_batch(tokenizer):
     tokens = Tokens(full=rows, covered=torch.tensor([1, 2]))
     assert tokens.batch_size == (2,)
     assert [row.tolist() for row in tokens.get("full", as_list=True)] == [row.tolist() for row in rows]
-    assert tokens[1].full.tolist() == [0, 1, 2, 3]
-    assert tokens.covered.tolist() == [1, 2]
+    assert (tokens[1].full.tolist(), tokens.covered.tolist()) == ([0, 1, 2, 3], [1, 2])
     assert tokens.to_text(tokenizer).rows("full") == tokenizer.batch_decode([row.tolist() for row in rows])
     assert Tokens(full=torch.ones(2, 3)).batch_size == Masks(all_attention_mask=torch.ones(2, 3)).batch_size == (2,)
     assert Tokens(full=torch.ones(3)).batch_size == Text(full="a").batch_size == ()

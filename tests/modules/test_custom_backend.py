@@ -2,8 +2,6 @@
 says how to make it, and modes, templates, padding, multi-turn streams, batching and losses come with the wrapper.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -33,13 +31,6 @@ def test_conversations_and_the_loss_work_as_with_any_other(tokenizer, pad_output
     torch.testing.assert_close(output.ESS, torch.tensor(1.0))  # every ratio is 1
     output.loss_objective.backward()
     assert policy.scorer.model.table.grad.abs().sum() > 0
-
-
-def test_threads_share_its_calls(tokenizer):
-    policy = make_policy(tokenizer, min_batch_size=2, batching_timeout=120.0)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(policy, history_td(chats([text]))) for text in ("Hi", "Hello")]
-        assert [future.result(timeout=120.0).batch_size for future in futures] == [(1,), (1,)]
 
 
 def test_what_it_cannot_do_it_says(tokenizer):

@@ -65,16 +65,6 @@ def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model):
         assert torch.equal(mode[1:], expected.argmax(-1)[1:])
 
 
-def test_its_log_probs_are_those_of_sampling_and_of_token_scores(policy):
-    td = answered(policy, "Hi", "What is 12 + 30?")
-    dist = policy.get_dist(td, masking_strategy="rlhf")
-    found = unpadded(dist.log_prob(dist.tokens).detach(), td)
-    torch.testing.assert_close(found, list(td["log_probs"].rows("full")), atol=1e-5, rtol=0)
-    scores = policy.token_scores(dist.tokens, attention_of(td), dist.mask, entropy=True)
-    torch.testing.assert_close(dist.log_prob(dist.tokens), scores.log_probs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(dist.entropy(), scores.entropy, atol=1e-5, rtol=0)
-
-
 def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
     td = answered(policy, "Hi", "What is 12 + 30?")
     whole = policy.get_dist(td).logits.detach()

@@ -11,7 +11,6 @@ from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv
 from llmrl.errors import ConfigError, RewriteError
 from llmrl.modules.llm import ChatHistory, Tokens
-from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 from tests.support.conversations import fake_policy, history_td, prompt_after, rows
 
@@ -169,19 +168,6 @@ def test_samples_of_a_prompt_share_the_flag(tokenizer):
     assert more(root)["new_record"].tolist() == [[True] * 3]
     root["history"] = ChatHistory.from_rows({"prompt": turn["next", "history"].prompt[:, :2]})
     assert more(root)["new_record"].tolist() == [[False] * 3]
-
-
-def test_the_renderer_says_row_by_row_who_can_go_on(tokenizer):
-    renderer = Renderer(tokenizer)
-    question, more = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "Sure?"}
-    answer = {"role": "assistant", "content": THINKING}
-    [prompt] = renderer.prompt_ids([[question]])
-    stream = torch.cat([prompt, torch.tensor(tokenizer(THINKING + "<|im_end|>").input_ids)])
-    tool = {"role": "tool", "content": "4"}
-    chats = [[question, answer, more], [question, answer, tool]]
-    stopped, added = renderer.extend([stream] * 2, chats, [1, 1], return_errors=True)
-    assert isinstance(stopped, RewriteError)
-    assert tokenizer.decode(added).startswith("\n<|im_start|>user\n<tool_response>")
 
 
 @pytest.mark.parametrize("pad_output", [False, True])

@@ -95,16 +95,6 @@ def test_a_template_that_rewrites_the_past_from_the_third_turn_on_is_refused_the
             renderer.extend(ended[1:], [chat], [1])
 
 
-def test_extend_ends_a_truncated_turn():
-    renderer = Renderer(tiny_tokenizer())
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    chat = [USER_1, {"role": "assistant", "content": "It is", "is_complete": False}, USER_2]
-    cut_off = torch.cat([prompt, torch.tensor(renderer.tokenizer("It is").input_ids)])
-    ended = torch.cat([cut_off, torch.tensor(renderer.end_of_turn_ids)])
-    [with_end], [without] = renderer.extend([cut_off], [chat], [1]), renderer.extend([ended], [chat], [1])
-    assert with_end.tolist() == renderer.end_of_turn_ids + without.tolist()
-
-
 def unfinished(content: str) -> dict[str, object]:
     return {"role": "assistant", "content": content, "is_complete": False}
 
@@ -163,14 +153,3 @@ def test_open_generation_prompt_cannot_be_followed_by_a_message():
     [prompt] = renderer.prompt_ids([[USER_1]])
     with pytest.raises(TemplateError, match="must be answered"):
         renderer.extend([prompt], [[USER_1, USER_2]], [1])
-
-
-def test_extend_renders_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
-    renderer = Renderer(tiny_tokenizer())
-    chat = [USER_1, ANSWER_1] * 50
-    stream = renderer.render([chat])[0].ids[:-1]
-    renderer.extend([stream], [[*chat, USER_2]], [1])  # the pattern is verified once
-    lengths, codec, render = [], renderer.codec, renderer.codec.render
-    monkeypatch.setattr(codec, "render", lambda chats, **kw: lengths.extend(map(len, chats)) or render(chats, **kw))
-    renderer.extend([stream], [[*chat, USER_3]], [1])
-    assert max(lengths) <= 4

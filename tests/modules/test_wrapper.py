@@ -81,8 +81,7 @@ def test_every_mode_writes_the_same_ids_masks_and_log_probs(make_policy, model, 
         assert not log_probs[: len(prompt)].any()
         assert torch.equal(log_probs[len(prompt) :], rows(td, "log_probs", "response")[row])
     assert td["stop_reason"].tolist() == [StopReason.LENGTH] * 3
-    assert td["policy_version"].tolist() == [0, 0, 0]
-    assert td["policy_version"].dtype == torch.int64
+    assert (td["policy_version"].tolist(), td["policy_version"].dtype) == ([0, 0, 0], torch.int64)
     assert td["tokens"].padded is False
 
 

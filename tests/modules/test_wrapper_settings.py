@@ -56,8 +56,7 @@ def test_a_new_version_keeps_everything_it_was_not_told_to_change(model, tokeniz
         assert version.model is model
         assert version.engine is policy.engine
         assert version.scorer is policy.scorer
-        assert version.keys == policy.keys
-        assert version.temperature == 0.5
+        assert (version.keys, version.temperature) == (policy.keys, 0.5)
         assert (version.pad_output, version.inplace, version.prefer_tokens) == (True, False, False)
     assert scorer.in_keys == [("history", "full")]
     assert back.in_keys == [("history", "prompt")]
@@ -116,8 +115,7 @@ def test_legacy_option_names(tokenizer):
     options = {"max_tokens": 2, "n": 3, "max_new_tokens": 50}
     policy = fake_policy(tokenizer, ["Hello there, you"], generate_kwargs=options)
     out = policy(history_td(chats()))
-    assert out.batch_size == (3, 3)
-    assert len(out[0, 0]["tokens"].response) == 2
+    assert (out.batch_size, len(out[0, 0]["tokens"].response)) == ((3, 3), 2)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.functional import StepCounts
 from tests.support.losses import golden_columns
+from tests.support.refusals import refusals
 
 AGGREGATIONS = ("token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean")
 
@@ -167,23 +168,6 @@ def test_golden_single_values(golden):
     assert token(-both) == pytest.approx(-0.10839265, abs=1e-8)
 
 
-def test_golden_sequence_ratios_of_trainer_and_engine(golden):
-    log_rho = fn.log_ratio(golden.lo, golden.lg, golden.mask)
-    products = [1.127497, 0.941765, 1.061837, 0.941765, 0.886920, 0.835270, 1.521962, 0.740818]
-    means = [1.020201, 0.980199, 1.012072, 0.941765, 0.941765, 0.970446, 1.110711, 0.951229]
-    assert fn.sequence_sum(log_rho, golden.mask).exp().tolist() == pytest.approx(products, abs=1e-6)
-    assert fn.sequence_log_ratio(log_rho, golden.mask)[:, 0].exp().tolist() == pytest.approx(means, abs=1e-6)
-
-
-def test_sequence_ratio_has_the_gradient_of_its_straight_through_token_form(golden):
-    g, r = golden, fn.log_ratio(golden.lp, golden.lo, golden.mask)
-    sequence = fn.sequence_log_ratio(r, g.mask)
-    token_form = sequence.detach() + g.lp - g.lp.detach()
-    losses = [fn.clipped_surrogate(x, g.A, low=0.1, high=0.1) for x in (sequence, token_form)]
-    gradients = [torch.autograd.grad(aggregate(x, "seq-mean", g), g.lp, retain_graph=True)[0] for x in losses]
-    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
-
-
 def test_nan_and_infinity_outside_the_mask_touch_nothing():
     mask = torch.tensor([[True, False, False]])
     new = torch.tensor([[-1.0, math.nan, -math.inf]], requires_grad=True)
@@ -217,45 +201,15 @@ def test_corrections_are_detached(golden):
         assert not fn.correction_weight(golden.lp, golden.lg, golden.mask, kind).requires_grad
 
 
-def test_empty_rows_weigh_nothing_and_are_not_counted():
-    mask = torch.tensor([[True, True], [False, False]])
-    counts = StepCounts.of(mask, torch.tensor([3, 4]))
-    assert counts == StepCounts(tokens=2, sequences=1, groups=1, group_tokens={3: 2})
-    for aggregation in (*AGGREGATIONS, "sum"):
-        weights = fn.token_weights(mask, aggregation, counts, max_length=8, group_id_B=torch.tensor([3, 4]))
-        assert torch.isfinite(weights).all()
-        assert (weights[1] == 0).all()
-    assert fn.token_weights(mask, "seq-mean", counts)[0].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "sum"])
-@pytest.mark.parametrize("split", [[4, 4], [1, 7], [3, 2, 3], [1] * 8])
-def test_micro_batches_add_up_even_when_a_group_is_split(aggregation, split, golden):
-    loss, total = per_token("PPO .2/.28", golden), 0.0
-    whole = aggregate(loss, aggregation, golden)
-    counts = sum(StepCounts.of(m, i) for m, i in zip(golden.mask.split(split), golden.group.split(split), strict=True))
-    assert counts == golden.counts
-    for part, mask, group in zip(loss.split(split), golden.mask.split(split), golden.group.split(split), strict=True):
-        weights = fn.token_weights(mask, aggregation, counts, max_length=8, group_id_B=group, dtype=torch.float64)
-        total = total + (part * weights).sum()
-    assert total.item() == pytest.approx(whole.item(), abs=1e-14)
-
-
 MASK, ZEROS = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
-REFUSED = [
+test_what_cannot_be_aggregated_says_why = refusals(
     (DataError, "at least one trained token", lambda: fn.token_weights(~MASK, "token", StepCounts.of(~MASK))),
     (ConfigError, "max_length", lambda: fn.token_weights(MASK, "dr_grpo", StepCounts.of(MASK))),
     (MissingKeyError, "group_id", lambda: fn.token_weights(MASK, "prompt-mean", StepCounts.of(MASK))),
     (ConfigError, "'seq_mean'.* 'seq-mean'", lambda: fn.token_weights(MASK, "seq_mean", StepCounts.of(MASK))),
     (ConfigError, "KL estimator", lambda: fn.kl_estimate(ZEROS, ZEROS, MASK, "k4")),
     (ConfigError, "correction", lambda: fn.correction_weight(ZEROS, ZEROS, MASK, "is")),
-]
-
-
-@pytest.mark.parametrize(("error", "words", "call"), REFUSED, ids=[words for _, words, _ in REFUSED])
-def test_what_cannot_be_aggregated_says_why(error, words, call):
-    with pytest.raises(error, match=words):
-        call()
+)
 
 
 def test_the_weighted_k3_is_the_gradient_of_the_kl_in_expectation():

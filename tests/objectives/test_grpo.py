@@ -146,18 +146,6 @@ def test_the_entropy_term_rewards_entropy():
     assert GRPOLoss(tiny_scorer(), entropy_bonus=False)(td).entropy is None
 
 
-def test_right_after_sampling_every_ratio_is_one():
-    scorer, td = tiny_scorer(), ragged()
-    for row in td.unbind(0):
-        ids, mask = row["tokens", "full"][None], row["masks", "all_assistant_mask"][None]
-        row["log_probs", "full"] = scorer(ids, torch.ones_like(ids), mask).log_probs[0].detach()
-    output = GRPOLoss(scorer)(td)
-    assert output.ratio_mean.item() == pytest.approx(1, abs=1e-9)
-    assert output.ESS.item() == pytest.approx(1, abs=1e-9)
-    assert output.clip_fraction == 0
-    assert output.mismatch_max.item() == pytest.approx(0, abs=1e-9)
-
-
 def test_an_empty_micro_batch_is_zero_and_anchors_the_graph():
     loss, td = GRPOLoss(tiny_scorer(), entropy_coeff=0.01, **KL), ragged()
     empty = td[3:4]  # its response is empty

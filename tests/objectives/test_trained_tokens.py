@@ -6,7 +6,7 @@ from tensordict import TensorDict, lazy_stack
 
 from llmrl.errors import DataError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, StepCounts, count_step
+from llmrl.objectives.llm import GRPOLoss, SFTLoss, StepCounts, count_step
 from tests.support.losses import tiny_scorer
 
 ROWS = [[3, 5, 8, 2, 9], [4, 4, 7]]
@@ -99,18 +99,6 @@ def test_the_first_token_of_a_row_is_in_no_sum_and_no_count_of_a_policy_gradient
     check(output.loss_objective, expected, actor.model)
     assert loss.count_step(td) == count_step(td) == StepCounts(5, 2, 2, {0: 4, 1: 1})
     assert output.ratio_mean.item() == pytest.approx(sum(sum(row).item() for row in ratios) / 5)
-
-
-def test_the_first_token_of_a_row_weighs_nothing_in_whitened_advantages():
-    td = batch(None)
-    td["next"] = TensorDict(
-        reward=torch.tensor(ADVANTAGES).view(2, 1, 1), done=torch.ones(2, 1, dtype=torch.bool), batch_size=[2]
-    )
-    td["group_id"] = torch.zeros(2, dtype=torch.int64)
-    out = MCAdvantage(2, scale="raw", whiten=True).inv(td)
-    mean = (4 * 1.0 + 1 * -2.0) / 5
-    std = ((4 * (1.0 - mean) ** 2 + (-2.0 - mean) ** 2) / 5) ** 0.5
-    assert out["advantage"].flatten().tolist() == pytest.approx([(1.0 - mean) / std, (-2.0 - mean) / std])
 
 
 def test_rows_of_one_trained_token_each_are_nothing_to_train():

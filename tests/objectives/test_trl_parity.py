@@ -11,7 +11,6 @@ from torch import nn
 
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, StepCounts
-from llmrl.objectives.llm.groups import group_advantage
 from tests.support.losses import Recorded
 
 pytestmark = [
@@ -171,16 +170,3 @@ def test_metrics_are_those_of_trl(numbers):
     assert output.kl_to_ref.item() == pytest.approx(theirs["kl"][0], abs=1e-12)
     assert output.clip_fraction_low.item() == pytest.approx(theirs["clip_ratio/low_mean"][0], abs=1e-6)
     assert output.clip_fraction_high.item() == pytest.approx(theirs["clip_ratio/high_mean"][0], abs=1e-6)
-
-
-@pytest.mark.parametrize(("scale_rewards", "scale"), [("group", "group"), ("batch", "batch"), ("none", "none")])
-def test_the_advantage_is_the_one_that_trl_documents(scale_rewards, scale):
-    """TRL computes it inside its generation step, which needs a model: the formula is that of its documentation."""
-    from trl import GRPOConfig
-
-    assert scale_rewards in str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata)
-    rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    std = {"group": rewards.std(1, keepdim=True), "batch": rewards.std()}.get(scale_rewards)
-    expected = centred if std is None else centred / (std + 1e-4)
-    torch.testing.assert_close(group_advantage(rewards, scale=scale, eps=1e-4), expected)

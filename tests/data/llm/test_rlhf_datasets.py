@@ -61,8 +61,7 @@ def test_pairs_are_the_conversations_that_reward_models_are_trained_on(options):
         assert real(pairs.chosen_data, row) == ids[:cut].tolist()
         assert real(pairs.rejected_data, row) == ids[cut:].tolist()
     assert isinstance(pairs.chosen_data.input_ids, MemoryMappedTensor)
-    assert pairs.shape == (10,)
-    assert pairs.rejected_data.attention_mask.shape == (10, 40)
+    assert (pairs.shape, pairs.rejected_data.attention_mask.shape) == ((10,), (10, 40))
 
 
 def test_prompts_end_where_the_answer_begins_and_labels_are_the_answer(options):
@@ -305,8 +304,7 @@ def test_prompts_that_were_cut_are_marked():
     process = PromptTensorDictTokenizer(tiny_tokenizer(), 8)
     labels = [" 4", " one two three four", " x"]
     batch = process({"prompt": ["2 + 2?", "2 + 2?", "word word word word"], "label": labels})
-    assert batch["valid_sample"].tolist() == [True, False, False]
-    assert batch["input_ids"].shape == (3, 8)
+    assert (batch["valid_sample"].tolist(), batch["input_ids"].shape) == ([True, False, False], (3, 8))
     number = len(tiny_tokenizer()("2 + 2?")["input_ids"])
     assert batch["prompt_rindex"].tolist() == [number - 1, number - 1, 7]
 

@@ -14,8 +14,7 @@ def test_tokenizer_round_trips_text_and_splits_digits():
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
     assert [tokenizer.decode([index]) for index in tokenizer("2026").input_ids] == ["2", "0", "2", "6"]
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token == "<|endoftext|>"
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert len(tokenizer("<|im_start|><think></tool_call>").input_ids) == 3
 
 

@@ -25,8 +25,7 @@ def batch(prompts, rewards, done=None):
 
 def test_two_of_five_are_above_the_median_though_three_were_asked_for():
     out = TopKRewardSelector(5, 3).inv(batch(["p"] * 5, [0.0, 4.0, 1.0, 3.0, 2.0]))
-    assert out["next", "reward"].flatten().tolist() == [4.0, 3.0]
-    assert out["number"].tolist() == [1, 3]
+    assert (out["next", "reward"].flatten().tolist(), out["number"].tolist()) == ([4.0, 3.0], [1, 3])
 
 
 def test_no_more_than_k_are_written_and_ties_go_to_the_first():

@@ -48,8 +48,7 @@ def forest():
 def test_a_compact_tree_has_a_vertex_for_each_choice(forest):
     tree = forest.get_tree(rollout(1, 1)[0])
     assert tree.rollout is None
-    assert tree.num_children == 2
-    assert tree.node_observation.item() == 1
+    assert (tree.num_children, tree.node_observation.item()) == (2, 1)
     common, short = tree.subtree
     assert common.selected_actions.flatten().tolist() == [1, 2, 3]
     assert (common.branching_action.item(), common.prev_action.item(), common.node_observation.item()) == (1, 3, 1123)
@@ -193,8 +192,7 @@ def test_a_full_forest_is_an_error():
     forest.extend(rollout(1, 1, 2))
     with pytest.raises(RuntimeError, match="at most 2 keys"):
         forest.extend(rollout(1, 1, 3))
-    assert len(forest) == 2
-    assert forest.get_tree(rollout(1, 1)[0]).max_length() == 2
+    assert (len(forest), forest.get_tree(rollout(1, 1)[0]).max_length()) == (2, 2)
 
 
 def test_a_tree_of_texts_counts_shared_prefixes():
@@ -232,8 +230,7 @@ def test_a_tree_is_drawn(forest):
     assert tree.to_string().splitlines()[1] == "├── 1: 2 x 2"
     drawing = ElementTree.fromstring(tree.to_svg(lambda vertex: f"<script>{vertex.node_id}</script> & more"))
     texts = [element.text for element in drawing.iter() if element.tag.endswith("text")]
-    assert texts[0] == "<script>0</script> & more"
-    assert len(texts) == 5
+    assert (texts[0], len(texts)) == ("<script>0</script> & more", 5)
     assert not [element for element in drawing.iter() if element.tag.endswith("script")]
 
 

@@ -1,12 +1,10 @@
 import threading
-import warnings
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from llmrl.data.replay_buffers import (
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     RandomSampler,
@@ -18,6 +16,7 @@ from llmrl.data.replay_buffers import (
 from llmrl.data.replay_buffers.directory import current_directory
 from llmrl.errors import CheckpointError, DataError, DeadlineError
 from tests.support.buffers import rows
+from tests.support.refusals import refusals
 
 
 class Doubling:
@@ -46,21 +45,9 @@ def test_a_pytree_has_one_row_per_leading_index():
     buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(3, 2), (torch.ones(3, 10),)]}})
     assert len(buffer) == 3
     row = buffer[1]
-    assert row["a"]["b"] == 1.0
-    assert row["a"]["c"][1][0].shape == (10,)
+    assert (row["a"]["b"], row["a"]["c"][1][0].shape) == (1.0, (10,))
     with pytest.raises(RuntimeError, match="one leading size"):
         buffer.extend({"a": {"b": torch.arange(3.0), "c": [torch.zeros(2, 2), (torch.ones(3, 10),)]}})
-
-
-def test_a_batch_longer_than_the_buffer_leaves_the_last_rows():
-    for storage in (ListStorage(5), LazyStackStorage(5), LazyTensorStorage(5)):
-        buffer = ReplayBuffer(storage=storage)
-        data = list(range(12)) if isinstance(storage, ListStorage) else rows(*range(12))
-        assert buffer.extend(data).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
-        content = buffer[:] if isinstance(storage, ListStorage) else buffer["a"].tolist()
-        assert list(content) == [10, 11, 7, 8, 9]
-        assert buffer.writer.cursor == 2
-        assert buffer.write_count == 12
 
 
 def test_next_returns_none_once_at_the_end_of_each_pass():
@@ -74,10 +61,8 @@ def test_every_kind_of_index():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.set("a", td["a"] * 10))
     buffer.extend(rows(*range(5)))
     assert buffer[2]["a"] == buffer[torch.tensor(2)]["a"] == 20
-    assert buffer[-1]["a"] == 40
-    assert buffer[1:3]["a"].tolist() == [10, 20]
-    assert buffer[::-2]["a"].tolist() == [40, 20, 0]
-    assert buffer[range(0, 4, 3)]["a"].tolist() == [0, 30]
+    assert (buffer[-1]["a"], buffer[1:3]["a"].tolist()) == (40, [10, 20])
+    assert (buffer[::-2]["a"].tolist(), buffer[range(0, 4, 3)]["a"].tolist()) == ([40, 20, 0], [0, 30])
     assert buffer[[4, -5]]["a"].tolist() == [40, 0]
     assert buffer[torch.tensor([True, False, False, False, True])]["a"].tolist() == [0, 40]
     assert buffer["a"].tolist() == buffer[:]["a"].tolist() == [0, 10, 20, 30, 40]
@@ -93,6 +78,7 @@ def test_setting_rows_leaves_length_and_cursor():
     buffer[[4]] = rows(-4)
     assert buffer["a"].tolist() == [0, -1, -2, 3, -4]
     assert (len(buffer), buffer.writer.cursor, buffer.write_count) == (5, 5, 5)
+    assert "5 rows" in repr(buffer)
     with pytest.raises(DataError, match="1 rows for 2 positions"):
         buffer[1:3] = rows(7)
 
@@ -118,8 +104,7 @@ def test_a_transform_that_keeps_everything_back_writes_nothing():
             return None
 
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=Never())
-    assert buffer.extend(rows(1, 2)).tolist() == []
-    assert buffer.add(rows(1)[0]).tolist() == []
+    assert (buffer.extend(rows(1, 2)).tolist(), buffer.add(rows(1)[0]).tolist()) == ([], [])
     assert (len(buffer), buffer.write_count) == (0, 0)
 
 
@@ -165,22 +150,16 @@ def test_lists_are_stacked_lazily_only_where_shapes_differ():
     assert ReplayBuffer(storage=ListStorage(10), collate_fn=tuple).extend([1]).tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prefetch": 2}, ValueError, "batch_size"),
-        ({"transform": abs, "transform_factory": lambda: abs}, TypeError, "exclude each other"),
-        ({"sampler": SamplerWithoutReplacement(drop_last=True)}, ValueError, "drop_last"),
-        ({"storage": 3}, TypeError, "got int"),
-        ({"sampler": ListStorage}, TypeError, "must be a Sampler"),
-        ({"transform": 3}, TypeError, "callable"),
-        ({"batch_size": 0}, ValueError, "at least 1"),
-        ({"priority_key": "x"}, TypeError, "priority_key"),
-    ],
+test_arguments_that_make_no_buffer_are_refused = refusals(
+    (ValueError, "batch_size", lambda: ReplayBuffer(prefetch=2)),
+    (TypeError, "exclude each other", lambda: ReplayBuffer(transform=abs, transform_factory=lambda: abs)),
+    (ValueError, "drop_last", lambda: ReplayBuffer(sampler=SamplerWithoutReplacement(drop_last=True))),
+    (TypeError, "got int", lambda: ReplayBuffer(storage=3)),
+    (TypeError, "must be a Sampler", lambda: ReplayBuffer(sampler=ListStorage)),
+    (TypeError, "callable", lambda: ReplayBuffer(transform=3)),
+    (ValueError, "at least 1", lambda: ReplayBuffer(batch_size=0)),
+    (TypeError, "priority_key", lambda: ReplayBuffer(priority_key="x")),
 )
-def test_arguments_that_make_no_buffer_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        ReplayBuffer(**arguments)
 
 
 def test_sampling_without_rows_or_size_is_refused():
@@ -208,8 +187,7 @@ def test_parts_are_replaced_and_returned():
     assert buffer.set_storage(LazyTensorStorage(5)) is storage
     assert buffer.set_sampler(SamplerWithoutReplacement()) is sampler
     assert buffer.set_writer(RoundRobinWriter()) is writer
-    assert buffer.extend(rows(1, 2)).tolist() == [0, 1]
-    assert len(buffer.storage) == 2
+    assert (buffer.extend(rows(1, 2)).tolist(), len(buffer.storage)) == ([0, 1], 2)
 
 
 def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone():
@@ -218,8 +196,7 @@ def test_the_tensordict_writer_notes_positions_and_leaves_the_callers_row_alone(
     buffer.extend(given)
     buffer.add(rows(3)[0])
     buffer.extend(rows(4))
-    assert buffer["index"].tolist() == [0, 1, 2]
-    assert buffer["a"].tolist() == [4, 2, 3]
+    assert (buffer["index"].tolist(), buffer["a"].tolist()) == ([0, 1, 2], [4, 2, 3])
     assert "index" not in given
 
 
@@ -229,13 +206,9 @@ def seeded(seed: int = 0) -> ReplayBuffer:
     )
 
 
-@pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_a_saved_buffer_continues_exactly(tmp_path, how, epochs):
+def test_a_saved_buffer_continues_exactly(tmp_path, how):
     buffer, other = seeded(1), seeded(2)
-    if epochs:
-        for each in (buffer, other):
-            each.set_sampler(SamplerWithoutReplacement())
     buffer.extend(rows(*range(10)))
     buffer.sample()
     if how == "dumps":
@@ -275,10 +248,7 @@ def test_a_failed_dump_leaves_the_previous_one(tmp_path, largest_file, room):
     buffer.extend(rows(1, 2))
     buffer.dumps(tmp_path / "buffer")
     buffer.extend(rows(3))
-    with (
-        pytest.raises(CheckpointError, match=r"File too large.*make room"),
-        largest_file(room),
-    ):
+    with pytest.raises(CheckpointError, match=r"File too large.*make room"), largest_file(room):
         buffer.dumps(tmp_path / "buffer")
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
     other = seeded()
@@ -394,12 +364,3 @@ def test_an_error_in_a_prefetching_thread_reaches_the_caller():
     with pytest.raises(ArithmeticError, match="in the transform"):
         buffer.sample()
     buffer.close()
-
-
-def test_nothing_warns_on_the_ordinary_path():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer = seeded()
-        buffer.extend(rows(1, 2, 3))
-        buffer.sample()
-        assert "3 rows" in repr(buffer)

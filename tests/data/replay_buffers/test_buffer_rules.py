@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -42,12 +43,14 @@ class Step:
 
 
 def test_a_write_transform_runs_before_rows_are_written():
-    """The documented recipe: a batch [2, 3] is stored as six rows."""
+    """The documented recipe: a batch [2, 3] is stored as six rows. What is given as transform runs on reads."""
+    data = TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3])
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), write_transform=lambda td: td.reshape(-1), batch_size=4)
-    buffer.extend(TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3]))
-    assert len(buffer) == 6
-    assert len(buffer.sample()) == 4
-    assert buffer["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    buffer.extend(data)
+    assert (len(buffer), len(buffer.sample()), buffer["a"].tolist()) == (6, 4, [0, 1, 2, 3, 4, 5])
+    literal = ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.reshape(-1))
+    literal.extend(data)
+    assert (len(literal), len(literal.sample(5))) == (2, 15)
 
 
 def test_an_epoch_ends_for_every_sampler():
@@ -56,6 +59,9 @@ def test_an_epoch_ends_for_every_sampler():
         buffer.extend(rows(*range(10)))
         for _ in range(2):
             assert [len(batch) for batch in buffer.epoch()] == sizes
+    endless = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)  # a RandomSampler has no passes
+    endless.extend(rows(1, 2, 3))
+    assert [len(batch) for batch in islice(endless, 9)] == [2] * 9
 
 
 def test_the_path_of_a_container_may_begin_with_data():

@@ -169,8 +169,7 @@ def test_indices_name_members_and_then_rows():
     for index, length in ((slice(1), 1), (torch.tensor([0, 1]), 2), (torch.tensor([True, True, False]), 2)):
         assert len(ensemble[index]) == length
     assert ensemble[:, :3]["number"].tolist() == [[0, 1, 2], [100, 101, 102], [200, 201, 202]]
-    assert ensemble[1:, 2]["number"].tolist() == [102, 202]
-    assert ensemble[0, 2]["number"] == 2
+    assert (ensemble[1:, 2]["number"].tolist(), ensemble[0, 2]["number"]) == ([102, 202], 2)
     assert ensemble[[0, 2], torch.tensor([3, 1])]["number"].tolist() == [[3, 1], [203, 201]]
     everything = ensemble[:, :]
     assert [len(part) for part in everything.unbind(0)] == [6, 9, 4]
@@ -209,8 +208,7 @@ def test_rows_are_written_to_members_only():
             write()
     assert ensemble.write_count == 15
     ensemble[0].extend(rows(6, 2))
-    assert ensemble.write_count == 17
-    assert ensemble[0, -1]["number"] == 7
+    assert (ensemble.write_count, ensemble[0, -1]["number"]) == (17, 7)
 
 
 def test_what_cannot_be_drawn_is_an_error_and_draws_nothing():

@@ -150,8 +150,7 @@ def test_rows_that_another_process_overwrites_leave_the_pass(tmp_path):
     process.join(timeout=120)
     buffer._sampler = sampler
     assert process.exitcode == 0
-    assert buffer[:]["row"].tolist() == [6, 7, 8, 3, 4, 5]
-    assert buffer.sample()["row"].tolist() == [3, 4]
+    assert (buffer[:]["row"].tolist(), buffer.sample()["row"].tolist()) == ([6, 7, 8, 3, 4, 5], [3, 4])
     assert buffer.sample()["row"].tolist() == [6, 7]
 
 

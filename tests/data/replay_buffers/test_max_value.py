@@ -60,10 +60,8 @@ def test_a_row_that_is_not_kept_has_no_position():
     assert buffer.extend(scored(3, 1, 2, 0)).tolist() == [0, -1, 1, -1]
     assert buffer.add(scored(1)[0]) is None
     assert buffer.add(scored(2)[0]) is None  # as good as the lowest: that one came first
-    assert buffer.add(scored(9)[0]) == 1
-    assert buffer.extend(scored(0, 1)).tolist() == [-1, -1]
-    assert buffer.write_count == 3
-    assert buffer[:]["score"].tolist() == [3, 9]
+    assert (buffer.add(scored(9)[0]), buffer.extend(scored(0, 1)).tolist()) == (1, [-1, -1])
+    assert (buffer.write_count, buffer[:]["score"].tolist()) == (3, [3, 9])
 
 
 @pytest.mark.parametrize(
@@ -149,8 +147,7 @@ def test_rows_without_a_rank_are_refused_and_nothing_changes(data, error, match)
     buffer.extend(scored(1, 2, 3))
     with pytest.raises(error, match=match):
         buffer.extend(data)
-    assert buffer[:]["score"].tolist() == [1, 2, 3]
-    assert buffer.write_count == 3
+    assert (buffer[:]["score"].tolist(), buffer.write_count) == ([1, 2, 3], 3)
 
 
 def test_rows_that_are_not_tensordicts_are_refused():
@@ -199,5 +196,4 @@ def test_a_data_set_is_read_and_never_written():
     ):
         with pytest.raises(RuntimeError, match="not written"):
             write()
-    assert buffer[:].tolist() == [0, 1, 2, 3, 4]
-    assert buffer.sample().shape == (2,)
+    assert (buffer[:].tolist(), buffer.sample().shape) == ([0, 1, 2, 3, 4], (2,))

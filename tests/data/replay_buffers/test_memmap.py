@@ -20,8 +20,7 @@ def rows(*numbers: int) -> TensorDict:
 def test_rows_are_in_the_files_of_the_directory(tmp_path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=tmp_path / "rows"))
     buffer.extend(rows(1, 2, 3, 4, 5))
-    assert buffer["a"].tolist() == [5, 2, 3, 4]
-    assert buffer["b.c"].tolist() == [2.5, 1.0, 1.5, 2.0]
+    assert (buffer["a"].tolist(), buffer["b.c"].tolist()) == ([5, 2, 3, 4], [2.5, 1.0, 1.5, 2.0])
     on_disk = [path.read_bytes() for path in sorted((tmp_path / "rows").glob("buffer.column_*"))]
     assert torch.frombuffer(bytearray(on_disk[0]), dtype=torch.int64).tolist() == [5, 2, 3, 4]
     del buffer
@@ -106,8 +105,7 @@ def test_the_documented_tree_goes_into_files():
     assert len(buffer) == 3
     read = buffer[:]
     assert torch.equal(read["a"]["b"], data["a"]["b"])
-    assert read["a"]["c"][1][0].shape == (3, 10)
-    assert read["x.y"].shape == (3, 0)
+    assert (read["a"]["c"][1][0].shape, read["x.y"].shape) == ((3, 10), (3, 0))
     assert torch.equal(buffer.storage.entry(("a", "b"), torch.tensor([2, 0])), data["a"]["b"][[2, 0]])
 
 

@@ -131,19 +131,6 @@ def probabilities(buffer: ReplayBuffer, total: float) -> list[float]:
     return (buffer.sampler.probabilities() * total).tolist()
 
 
-def test_a_new_row_has_the_largest_priority_so_far():
-    buffer = build(eps=0.0, capacity=4)
-    buffer.extend(["a", "b"])
-    assert probabilities(buffer, 2) == [1, 1]
-    buffer.update_priority(0, 5.0)
-    buffer.add("c")
-    buffer.update_priority(torch.tensor([0, 2]), 2.0)
-    buffer.add("d")
-    assert probabilities(buffer, 2 + 1 + 2 + 5) == pytest.approx([2, 1, 2, 5])
-    buffer.extend(["over a"])  # the ring wraps: the row is a new one
-    assert probabilities(buffer, 5 + 1 + 2 + 5) == pytest.approx([5, 1, 2, 5])
-
-
 def test_a_priority_below_one_does_not_lower_that_of_new_rows():
     buffer = build([0.1, 0.2], eps=0.0)
     buffer.add("new")

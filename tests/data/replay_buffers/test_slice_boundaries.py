@@ -114,23 +114,6 @@ def test_lists_of_rows_have_slices_too(storage):
     assert same_draws(buffers)
 
 
-def test_streams_of_a_grid_are_kept_apart():
-    sampler = SliceSampler(slice_len=3, traj_key="episode", truncated_key=None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(16, ndim=2), sampler=sampler, batch_size=6)
-    for start in range(0, 12, 2):  # two streams, in a ring of eight steps
-        time = torch.arange(start, start + 2).expand(2, 2)
-        stream = torch.tensor([[0, 0], [1, 1]])
-        buffer.extend(TensorDict(time=time, stream=stream, episode=time // 6, batch_size=[2, 2]))
-    seen = set()
-    for _ in range(200):
-        batch = buffer.sample()
-        for time, stream in zip(batch["time"].view(2, 3).tolist(), batch["stream"].view(2, 3).tolist(), strict=True):
-            assert stream in ([0] * 3, [1] * 3)
-            seen.add((stream[0], *time))
-    starts = (6, 7, 8, 9)  # of the first trajectory two steps are left, of the second all six
-    assert seen == {(stream, t, t + 1, t + 2) for stream in (0, 1) for t in starts}
-
-
 def test_unbounded_storages_have_slices():
     buffer = ReplayBuffer(
         storage=ListStorage(None), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=2

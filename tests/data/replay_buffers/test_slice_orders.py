@@ -101,14 +101,6 @@ def test_starts_are_drawn_by_priority_among_the_rows_that_can_be_one(rare):
     assert torch.allclose(weights, (1 / priority[steps[:, :1]]).expand(-1, 3))
 
 
-def test_priorities_of_rows_are_updated_by_the_positions_of_a_batch():
-    buffer = prioritized()
-    buffer.extend(rows([0] * 5 + [1] * 5))
-    _, info = buffer.sample(return_info=True)
-    buffer.update_priority(info["index"], torch.rand(len(info["index"]), 1))
-    assert (buffer.sampler.probabilities() > 0).all()
-
-
 def test_a_short_trajectory_comes_whole_by_the_priority_of_its_first_row():
     buffer = prioritized(strict_length=False)
     buffer.extend(rows([0] * 2 + [1] * 4))

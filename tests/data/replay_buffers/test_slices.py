@@ -199,15 +199,6 @@ def test_slices_join_at_the_end_of_the_ring_and_stop_at_the_cursor(ring_of_eight
     assert drawn == {(2, 3, 4), (5, 6, 7), (6, 7, 8), (7, 8, 9)}
 
 
-def test_short_trajectories_come_whole_unless_the_length_is_strict(ring_of_eight):
-    long = {(5, 6, 7, 8), (6, 7, 8, 9)}
-    for strict, expected in ((False, {(2, 3, 4), *long}), (True, long)):
-        ring_of_eight.set_sampler(SliceSampler(num_slices=1, traj_key="t", strict_length=strict))
-        with pytest.warns(UserWarning, match="overrules"):
-            drawn = {tuple(ring_of_eight.sample(4)["s"].tolist()) for _ in range(200)}
-        assert drawn == expected
-
-
 def two_of_five(**arguments) -> ReplayBuffer:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10),

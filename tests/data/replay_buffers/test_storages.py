@@ -107,8 +107,7 @@ def test_lists_copy_tensors_wherever_they_are_and_keep_objects():
     given["a"][0].fill_(1)
     storage.get(0)["a"][1][0].fill_(1)
     read = storage.get(0)
-    assert read["a"][0] == 0
-    assert read["a"][1][0] == 0
+    assert (read["a"][0], read["a"][1][0]) == (0, 0)
     assert read["b"] is thing
     storage.set(slice(1, 3), (torch.tensor([1, 2]), torch.tensor([3, 4])))
     assert [tuple(map(int, row)) for row in storage.get(slice(1, 3))] == [(1, 3), (2, 4)]

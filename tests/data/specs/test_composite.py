@@ -102,14 +102,11 @@ def test_a_device_can_be_cleared_and_set():
 
 def test_names_of_dims_follow_them_and_are_those_of_the_values():
     spec = Composite(x=Unbounded((2, 1, 4)), shape=(2, 1), names=["env", None])
-    assert spec.names == ["env", None]
-    assert spec.rand((5,)).names == [None, "env", None]
+    assert (spec.names, spec.rand((5,)).names) == (["env", None], [None, "env", None])
     assert spec.refine_names(..., "time").names == ["env", "time"]
     assert spec.unsqueeze(0).names == [None, "env", "time"]
-    assert spec.expand(3, 2, 1).names == [None, "env", "time"]
-    assert spec.squeeze().names == ["env"]
-    assert spec[0].names == ["time"]
-    assert spec.clone().names == ["env", "time"]
+    assert (spec.expand(3, 2, 1).names, spec.squeeze().names) == ([None, "env", "time"], ["env"])
+    assert (spec[0].names, spec.clone().names) == (["time"], ["env", "time"])
     assert spec == Composite(x=Unbounded((2, 1, 4)), shape=(2, 1))
     for wrong, match in ((("env",), "one name per dim"), (("agent", "time"), "keeps its name")):
         with pytest.raises(ConfigError, match=match):
@@ -148,8 +145,7 @@ def test_project_repairs_a_copy_of_every_nested_entry():
     spec = Composite({"in": {"x": Bounded(0, 1, shape=(2,))}}, shape=(2,))
     td = TensorDict({"in": {"x": torch.tensor([-1.0, 0.5]), "free": torch.tensor([9, 9])}}, batch_size=[2])
     projected = spec.project(td)
-    assert projected["in", "x"].tolist() == [0.0, 0.5]
-    assert projected["in", "free"].tolist() == [9, 9]
+    assert (projected["in", "x"].tolist(), projected["in", "free"].tolist()) == ([0.0, 0.5], [9, 9])
     assert td["in", "x"].tolist() == [-1.0, 0.5]
 
 

@@ -24,6 +24,7 @@ from llmrl.data import (
     UnboundedDiscrete,
 )
 from llmrl.errors import ConfigError, DataError, ShapeError
+from tests.support.refusals import refusals
 
 MASK = torch.tensor([[True, False, True, False], [False, False, False, True]])
 
@@ -280,36 +281,30 @@ def test_finite_domains_can_be_counted_and_listed():
         Bounded(0, 1).enumerate()
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: Bounded(1, 0), ConfigError, "low must not exceed high"),
-        (lambda: Bounded(float("nan"), 1), ConfigError, "low must not exceed high"),
-        (lambda: Bounded(torch.zeros(3), 1, shape=(2,)), ShapeError, r"low must broadcast to the shape \(2,\)"),
-        (lambda: Categorical(0), ConfigError, "at least 1"),
-        (lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool)), ShapeError, "last dim of mask must be .* 2"),
-        (lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool)), ConfigError, "at least one choice"),
-        (lambda: Categorical(2, mask=torch.ones(2)), ConfigError, "mask must be bool"),
-        (lambda: Unbounded(shape=(-2,)), ConfigError, "a dim is a size"),
-        (lambda: Bounded(0, 255, dtype=torch.int8), ConfigError, "high .*torch.int8"),
-        (lambda: Bounded(0, math.inf, dtype=torch.int64), ConfigError, "high .*torch.int64"),
-        (lambda: Bounded(0.5, 0.7, dtype=torch.int64), ConfigError, "low must not exceed high"),
-        (lambda: Binary(), ConfigError, "needs n"),
-        (lambda: Binary(3, shape=(2,)), ConfigError, "must end with n"),
-        (lambda: OneHot(3, shape=(2,)), ShapeError, "last dim .*choices, 3"),
-        (lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool)), ShapeError, "last dim of mask must be .* 3"),
-        (lambda: MultiOneHot([2, 3], shape=(6,)), ShapeError, "last dim .*choices, 5"),
-        (lambda: MultiOneHot([2, 0]), ConfigError, "at least 1"),
-        (lambda: MultiCategorical([2, 3], shape=(3,)), ShapeError, "end with the number of groups"),
-        (lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool)), ShapeError, "number of choices, 5"),
-        (lambda: NonTensor(shape=(2,), batched=True, feature_dims=1), ConfigError, "feature_dims"),
-        (lambda: Choice([]), ConfigError, "at least one spec"),
-        (lambda: Choice([Bounded(0, 1), Bounded(0, 1, (2,))]), ConfigError, "one shape"),
-    ],
+test_impossible_domains_are_refused = refusals(
+    (ConfigError, "low must not exceed high", lambda: Bounded(1, 0)),
+    (ConfigError, "low must not exceed high", lambda: Bounded(float("nan"), 1)),
+    (ShapeError, r"low must broadcast to the shape \(2,\)", lambda: Bounded(torch.zeros(3), 1, shape=(2,))),
+    (ConfigError, "at least 1", lambda: Categorical(0)),
+    (ShapeError, "last dim of mask must be .* 2", lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool))),
+    (ConfigError, "at least one choice", lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool))),
+    (ConfigError, "mask must be bool", lambda: Categorical(2, mask=torch.ones(2))),
+    (ConfigError, "a dim is a size", lambda: Unbounded(shape=(-2,))),
+    (ConfigError, "high .*torch.int8", lambda: Bounded(0, 255, dtype=torch.int8)),
+    (ConfigError, "high .*torch.int64", lambda: Bounded(0, math.inf, dtype=torch.int64)),
+    (ConfigError, "low must not exceed high", lambda: Bounded(0.5, 0.7, dtype=torch.int64)),
+    (ConfigError, "needs n", Binary),
+    (ConfigError, "must end with n", lambda: Binary(3, shape=(2,))),
+    (ShapeError, "last dim .*choices, 3", lambda: OneHot(3, shape=(2,))),
+    (ShapeError, "last dim of mask must be .* 3", lambda: OneHot(3, mask=torch.ones(4, dtype=torch.bool))),
+    (ShapeError, "last dim .*choices, 5", lambda: MultiOneHot([2, 3], shape=(6,))),
+    (ConfigError, "at least 1", lambda: MultiOneHot([2, 0])),
+    (ShapeError, "end with the number of groups", lambda: MultiCategorical([2, 3], shape=(3,))),
+    (ShapeError, "number of choices, 5", lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool))),
+    (ConfigError, "feature_dims", lambda: NonTensor(shape=(2,), batched=True, feature_dims=1)),
+    (ConfigError, "at least one spec", lambda: Choice([])),
+    (ConfigError, "one shape", lambda: Choice([Bounded(0, 1), Bounded(0, 1, (2,))])),
 )
-def test_impossible_domains_are_refused(make, error, match):
-    with pytest.raises(error, match=match):
-        make()
 
 
 def test_non_tensor_draws_a_batch_without_a_cost_per_row():

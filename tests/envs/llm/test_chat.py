@@ -110,8 +110,7 @@ def test_an_epoch_end_is_a_typed_end_and_the_last_batch_may_be_smaller():
 def test_prompts_need_not_be_called_query():
     env = DatasetChatEnv(dataset=[{"task": "a", "gold": 7}], data_key="ask", prompt_column="task", answer_column="gold")
     td = env.reset()
-    assert td.get("ask").tolist() == ["a"]
-    assert td.get("answer").tolist() == ["7"]
+    assert (td.get("ask").tolist(), td.get("answer").tolist()) == (["a"], ["7"])
     assert td["history"].prompt.to_chats() == [[{"role": "user", "content": "a"}]]
 
 

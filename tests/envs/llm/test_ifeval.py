@@ -50,8 +50,7 @@ def test_the_reward_of_a_batch_of_scores_has_its_shape():
     assert scorer.default_reward_aggregator(scores[0], ["t"], ["a"]).shape == ()
     assert scorer.default_reward_aggregator(scores).tolist() == pytest.approx([0.3 * 0.5 + 0.2 + 0.1, 1.0])
     rewards = scorer.default_reward_aggregator(scores.unsqueeze(-1), ["t"], ["a"])
-    assert rewards.shape == (2, 1)
-    assert rewards.dtype == torch.float32
+    assert (rewards.shape, rewards.dtype) == ((2, 1), torch.float32)
     assert rewards[1].item() == pytest.approx(1.15)
 
 

@@ -51,8 +51,7 @@ def test_an_answer_that_never_ends_is_wrong_at_the_deadline_and_the_next_one_is_
 def test_pairs_are_compared_side_by_side_and_one_that_never_ends_costs_no_other():
     equality = MathEquality(deadline_s=3.0, processes=2)
     pairs = [("\\sqrt{8}", "2\\sqrt{2}"), ("\\sqrt{8}", "\\sum_{n=1}^{10^{12}} n^{n}"), ("x+1", "1+x"), ("2", "2")]
-    assert equality.equal_all(pairs) == [True, False, True, True]
-    assert equality.equal_all([]) == []
+    assert (equality.equal_all(pairs), equality.equal_all([])) == ([True, False, True, True], [])
     assert equality.counters == {"compared": 4, "timeouts": 1, "too_long": 0}
     equality.close()
 

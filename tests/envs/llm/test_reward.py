@@ -240,8 +240,7 @@ def test_a_clone_counts_for_itself_and_leaves_the_function_open():
     assert (original.counters["rows"], original.first_error) == (0, None)
     assert clone.counters["errors"] == 1
     clone.close()
-    assert original._score(["a"], {}) == [1.0]
-    assert original.fn.closed == 0
+    assert (original._score(["a"], {}), original.fn.closed) == ([1.0], 0)
     original.close()
     assert original.fn.closed == 1
 
@@ -297,8 +296,7 @@ def test_options_reach_the_reward(module):
     mine = [name for name in options if name not in ("concurrency", "process")]
     assert {name: getattr(reward, name) for name in mine} == {name: options[name] for name in mine}
     assert isinstance(reward._runner, ThreadRunner)
-    assert reward._runner.concurrency == 4
-    assert reward.name == "size"
+    assert (reward._runner.concurrency, reward.name) == (4, "size")
 
 
 def test_judge_and_code_are_made_from_their_settings():
@@ -356,6 +354,5 @@ def test_one_hanging_thread_of_several_costs_its_row_alone(say):
 
     values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=1.0)
     assert [math.isnan(value) for value in values] == [False, True, False, False]
-    assert transform.counters["timeouts"] == 1
-    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
+    assert (transform.counters["timeouts"], transform._score(["ok", "ok"], {})) == (1, [1.0, 1.0])
     release.set()

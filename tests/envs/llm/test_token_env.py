@@ -104,8 +104,7 @@ def test_text_and_batches_of_any_shape_are_written(tokenizer):
     assert td.batch_size == ()
     td["action"] = torch.tensor(tokenizer("4").input_ids)[:1]
     after = env.step(td)["next"]
-    assert after["text"] == "2+2=4"
-    assert after["hashing"].shape == (1,)
+    assert (after["text"], after["hashing"].shape) == ("2+2=4", (1,))
     assert torch.equal(after["hashing"], env.make_tensordict(["2+2=4"])["hashing"][0])
     grid = env.reset(TensorDict(observation=PROMPTS.expand(3, 2, 3), batch_size=[3, 2]))
     assert grid["hashing"].shape == (3, 2, 1)
@@ -124,17 +123,6 @@ def test_the_specs_of_the_hashing_env_are_kept(tokenizer):
 def test_a_custom_hash_is_used():
     env = LLMHashingEnv(10, text_output=False, hashing_module=lambda pair: pair[..., :1] * 10 + pair[..., 1:])
     assert env.reset(TensorDict(observation=PROMPTS, batch_size=[2]))["hashing"].tolist() == [[567], [897]]
-
-
-def test_prefixes_of_all_orders_and_lengths_differ():
-    ids = torch.cartesian_prod(*[torch.arange(6)] * 4)
-    env = LLMHashingEnv(6, text_output=False)
-    found = set()
-    for length in range(1, 5):
-        rows = torch.unique(ids[:, :length], dim=0)
-        found |= set(env.reset(TensorDict(observation=rows, batch_size=[len(rows)]))["hashing"].flatten().tolist())
-    assert len(found) == 6 + 6**2 + 6**3 + 6**4
-    assert min(found) >= 0
 
 
 def test_the_numbers_are_splitmix64s_and_so_the_same_everywhere():

@@ -168,8 +168,7 @@ def test_the_specs_of_a_text_view_are_kept(tokenizer):
 def test_ragged_rows_become_padded_or_nested_tensors():
     rows = [torch.arange(6).view(2, 3), torch.arange(9).view(3, 3)]
     padded = as_padded_tensor(rows)
-    assert padded.shape == (2, 3, 3)
-    assert padded[0, 2].tolist() == [0, 0, 0]
+    assert (padded.shape, padded[0, 2].tolist()) == ((2, 3, 3), [0, 0, 0])
     assert torch.equal(padded[1], rows[1])
     other = as_padded_tensor([row.T for row in rows], dim=1, stack_dim=1)
     assert torch.equal(other[:, 0, :2], rows[0].T)
@@ -185,8 +184,7 @@ def test_tensordicts_are_stacked_entry_by_entry():
     padded = as_padded_tensor(rows)
     assert padded["ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
     assert padded["more", "mask"].tolist() == [[True, True, False], [True, True, True]]
-    assert padded.get("text").tolist() == ["t", "t"]
-    assert padded.batch_size == (2,)
+    assert (padded.get("text").tolist(), padded.batch_size) == (["t", "t"], (2,))
     assert as_nested_tensor(rows)["ids"].offsets().tolist() == [0, 2, 5]
 
 

@@ -130,11 +130,6 @@ def test_a_call_inside_thinking_is_not_made(form):
     assert len(form.parse(f"\n{call}\n<think>\n{call}\n</think>\n{call}")) == 2, "thoughts between calls"
 
 
-def test_markers_inside_arguments_are_text():
-    arguments = {"text": '</think><tool_call>{"name": "x"}</tool_call><think>'}
-    assert HermesFormat().parse(HermesFormat().render("a", arguments)) == [ParsedCall("a", arguments)]
-
-
 BEGIN = "<｜tool▁call▁begin｜>"
 NAMED_MISTRAL = MistralFormat(named=True)
 TO_A = "<|channel|>commentary to=functions.a<|message|>"

@@ -77,8 +77,7 @@ def test_a_failed_reply_leaves_its_conversation_without_reward_and_the_others_al
     after = step["next"]
     assert after["truncated"].flatten().tolist() == [True, False]
     assert after["terminated"].flatten().tolist() == [False, True]
-    assert after["reward"].flatten().isnan().tolist() == [True, False]
-    assert after["reward"][1].item() == 3.0
+    assert (after["reward"].flatten().isnan().tolist(), after["reward"][1].item()) == ([True, False], 3.0)
     assert user.first_error
     assert user.counters == {"replies": 0, "ended": 1, "failed": 1, "retries": int(isinstance(value, Exception))}
 

@@ -114,8 +114,7 @@ def run(transform, steps=2):
 
 def test_images_become_fractions_with_the_channels_first():
     td = run(ToTensorImage())
-    assert td["pixels"].shape == (2, 3, 4, 6)
-    assert td["next", "pixels"].dtype == torch.float32
+    assert (td["pixels"].shape, td["next", "pixels"].dtype) == ((2, 3, 4, 6), torch.float32)
     assert td["next", "pixels"][1].unique().tolist() == [pytest.approx(20 / 255)]
     image = torch.arange(24).reshape(2, 4, 3)
     out = ToTensorImage(from_int=False, dtype=torch.float64)(TensorDict(pixels=image))["pixels"]
@@ -149,8 +148,7 @@ def test_selecting_keeps_reward_and_done_in_an_env():
 def test_renaming_moves_entries_and_actions():
     renamed = RenameTransform([("robot", "speed"), "reward"], ["speed", "gain"], ["action"], ["push"])
     env = TransformedEnv(Camera(), renamed)
-    assert env.action_keys == ("push",)
-    assert env.reward_keys == ("gain",)
+    assert (env.action_keys, env.reward_keys) == (("push",), ("gain",))
     td = env.rollout(2, policy=lambda td: td.set("push", torch.full((1,), 0.5, dtype=torch.float64)))
     assert td["next", "speed"].tolist() == [[1, -1], [2, -2]]
     assert td["next", "gain"].flatten().tolist() == [1, 2]
@@ -283,5 +281,4 @@ def test_the_documented_ensemble():
     for _ in range(2):
         sample = rb.sample(10)
         assert sample["next", "pixels"].shape == sample["pixels"].shape == (2, 5, 3, 32, 32)
-        assert sample["pixels33"].shape == (2, 5, 3, 33, 33)
-        assert sample["renamed"].shape == (2, 5)
+        assert (sample["pixels33"].shape, sample["renamed"].shape) == ((2, 5, 3, 33, 33), (2, 5))

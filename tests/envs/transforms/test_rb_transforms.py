@@ -61,8 +61,7 @@ def test_nothing_is_written_until_a_window_is_complete_and_flush_loses_no_row():
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=transform)
     rows = stream(6)
     assert len(buffer.extend(rows[:2])) == 0  # fewer rows than the window, in the first batch
-    assert len(buffer.extend(rows[2:3])) == 0
-    assert buffer.extend(rows[3:]).tolist() == [0, 1, 2]
+    assert (len(buffer.extend(rows[2:3])), buffer.extend(rows[3:]).tolist()) == (0, [0, 1, 2])
     assert buffer.extend(transform.flush()).tolist() == [3, 4, 5]
     assert transform.flush() is None
     assert buffer[:]["next", "reward"].flatten().tolist() == [10, 14, 18, 15, 11, 6]

@@ -147,8 +147,7 @@ def test_specs_pass_through_the_transforms_in_order_and_are_kept():
     assert env.observation_spec is env.observation_spec
     assert calls == ["a"]
     env.append_transform(Declares("b"))
-    assert list(env.observation_spec.keys()) == ["seen", "a", "b"]
-    assert env.reward_spec.shape == (2, 7, 1)
+    assert (list(env.observation_spec.keys()), env.reward_spec.shape) == (["seen", "a", "b"], (2, 7, 1))
     assert base.reward_spec.shape == (2, 1)
     base.observation_spec = Composite(other=Unbounded((2, 1)), shape=(2,))
     assert list(env.observation_spec.keys()) == ["other", "a", "b"]
@@ -163,8 +162,7 @@ def test_append_and_insert_place_transforms():
     env = TransformedEnv(Echo(), second)
     assert env.append_transform(third) is env
     assert env.insert_transform(0, first) is env
-    assert list(env.transform) == [first, second, third]
-    assert len(env.transform) == 3
+    assert (list(env.transform), len(env.transform)) == ([first, second, third], 3)
     assert env.transform[1] is second
     assert list(env.transform[1:]) == [second, third]
     with pytest.raises(ConfigError, match="already in it"):
@@ -234,8 +232,7 @@ def test_the_step_counter_counts_truncates_and_starts_again():
     assert steps["next", "truncated"][0].flatten().tolist() == [False, False, True, False, False, True, False]
     assert steps["next", "done"].equal(steps["next", "truncated"])
     assert not steps["next", "terminated"].any()
-    assert steps["step_count"].dtype == torch.int64
-    assert steps["step_count"].shape == (2, 7, 1)
+    assert (steps["step_count"].dtype, steps["step_count"].shape) == (torch.int64, (2, 7, 1))
 
 
 def test_the_step_counter_keeps_what_the_env_said_and_can_leave_done_alone():

@@ -16,6 +16,7 @@ from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.compat import environment
 from llmrl.modules.llm.engines.vllm.core import request_options, stop_reason
 from llmrl.testing import tiny_model, tiny_tokenizer
+from tests.support.refusals import refusals
 
 
 def some_vllm(**changes):
@@ -124,8 +125,7 @@ def test_the_environment_is_put_back_and_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     before = dict(os.environ)
     with environment(SOMETHING="1"):
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
-        assert os.environ["SOMETHING"] == "1"
+        assert (os.environ["VLLM_LOGGING_LEVEL"], os.environ["SOMETHING"]) == ("INFO", "1")
         os.environ["LEFT_BEHIND"] = "x"
     assert dict(os.environ) == before
 
@@ -155,22 +155,16 @@ def test_greedy_requests_are_not_truncated_and_repeated_stop_ids_are_sent_once()
 URL = "http://localhost:1"
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: VLLMEngine({}), "must be a folder or hub name.*got dict"),
-        (lambda: VLLMEngine(URL, max_model_len=5), "max_model_len can only be set when the engine is built"),
-        (lambda: VLLMEngine(URL, timeout_s=0), "timeout_s must be positive: got 0"),
-        (lambda: VLLMEngine(URL, connect_s=0), "connect_s must be positive: got 0"),
-        (lambda: VLLMEngine(URL, weight_backend="ncl"), "Did you mean 'nccl'"),
-        (lambda: AsyncVLLMEngine("model", in_flight="drop"), "'finish', 'abort' or 'continue': got 'drop'"),
-        (lambda: AsyncVLLMEngine(URL), "own_process can only be set when the engine is built"),
-        (lambda: vLLMWrapper("any", tokenizer=tiny_tokenizer(), device="cpu"), "device is decided by vLLM"),
-    ],
+test_unusable_models_and_settings_are_refused = refusals(
+    (ConfigError, "must be a folder or hub name.*got dict", lambda: VLLMEngine({})),
+    (ConfigError, "max_model_len can only be set when the engine is built", lambda: VLLMEngine(URL, max_model_len=5)),
+    (ConfigError, "timeout_s must be positive: got 0", lambda: VLLMEngine(URL, timeout_s=0)),
+    (ConfigError, "connect_s must be positive: got 0", lambda: VLLMEngine(URL, connect_s=0)),
+    (ConfigError, "Did you mean 'nccl'", lambda: VLLMEngine(URL, weight_backend="ncl")),
+    (ConfigError, "'finish', 'abort' or 'continue': got 'drop'", lambda: AsyncVLLMEngine("model", in_flight="drop")),
+    (ConfigError, "own_process can only be set when the engine is built", lambda: AsyncVLLMEngine(URL)),
+    (ConfigError, "device is decided by vLLM", lambda: vLLMWrapper("any", tokenizer=tiny_tokenizer(), device="cpu")),
 )
-def test_unusable_models_and_settings_are_refused(build, words):
-    with pytest.raises(ConfigError, match=words):
-        build()
 
 
 def test_wrong_settings_are_refused_before_an_engine_is_built():
