@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ConfigError, DataError, ShapeError
 from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.engines.vllm.core import request_options
 from llmrl.modules.llm.policies import LLMWrapperBase
@@ -244,6 +244,13 @@ def test_one_stop_token_needs_no_list(tokenizer):
 def test_options_of_one_call_are_refused_where_nothing_is_generated(tokenizer):
     with pytest.raises(ConfigError, match="this wrapper scores"):
         fake_policy(tokenizer, ["a"], generate=False)(history_td(chats()), generate_kwargs={"max_new_tokens": 1})
+
+
+@pytest.mark.parametrize("given", [{"model": "no/folder"}, {"model": None, "tokenizer": "no/folder"}])
+def test_a_name_that_cannot_be_loaded_is_a_data_error(model, tokenizer, given):
+    arguments = {"model": given["model"] or model, "tokenizer": given.get("tokenizer", tokenizer)}
+    with pytest.raises(DataError, match=r"TransformersWrapper: (model|tokenizer of) no/folder: cannot be loaded"):
+        TransformersWrapper(**arguments)
 
 
 def test_a_batch_that_is_not_a_tensordict_is_named(tokenizer):

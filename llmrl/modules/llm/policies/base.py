@@ -23,6 +23,7 @@ from llmrl.modules.llm.engines import Engine
 from llmrl.modules.llm.engines.base import check_ids
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
 from llmrl.modules.llm.policies.modes import Turn, make_mode
@@ -183,7 +184,9 @@ class LLMWrapperBase(nn.Module):
     def _load_tokenizer(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None
     ) -> PreTrainedTokenizerBase | ProcessorMixin | None:
-        return load_processor(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        if not isinstance(tokenizer, str):
+            return tokenizer
+        return loaded(load_processor, tokenizer, setting=f"{type(self).__name__}: tokenizer of")
 
     # --- public attributes --------------------------------------------------------------------------------------------
 

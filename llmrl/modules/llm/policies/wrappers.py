@@ -12,6 +12,7 @@ from llmrl.modules.llm.backends.vllm.ray_engine import RayEngine
 from llmrl.modules.llm.engines import TransformersEngine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
 from llmrl.modules.llm.policies.batching import own_engine
 from llmrl.modules.llm.vision import model_class
@@ -78,9 +79,16 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def load_model(model: PreTrainedModel | str, device: torch.device | str | None) -> PreTrainedModel:
-    """The module itself, or the pretrained model of that name or path; moved to ``device`` if one is given."""
+    """The module itself, or the pretrained model of that name or path; moved to ``device`` if one is given.
+
+    Raises  DataError for a name or path that cannot be loaded, ConfigError for anything else
+    """
     if isinstance(model, str):
-        model = model_class(model).from_pretrained(model)
+        model = loaded(
+            lambda source, **options: model_class(source, **options).from_pretrained(source, **options),
+            model,
+            setting="TransformersWrapper: model",
+        )
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
             f"TransformersWrapper: model must be a Hugging Face causal language model or its name: got "
