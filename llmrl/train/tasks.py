@@ -54,8 +54,8 @@ class Task:
     """Tools, user and rewards of the settings, loaded once, and the environments over them.
 
     Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
-            package that one of them needs: all when prompts are measured, but for a reward model, which has weights to
-            load and waits for the first environment that scores
+            package that one of them needs; DataError for the files of a reward model: all when prompts are measured.
+            Its weights are loaded for the first environment that scores
     """
 
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
@@ -99,7 +99,7 @@ class Task:
 
     def close(self) -> None:
         """Ends what tools and rewards hold, if they were loaded."""
-        for name in ("_acting", "_scoring"):
+        for name in ("_acting", "_planned", "_scoring"):
             for transform in self.__dict__.get(name, ()):
                 transform.close()
 
@@ -144,7 +144,16 @@ class Task:
         return acting
 
     @cached_property
+    def _planned(self) -> list[Transform]:
+        """As `_scoring`, but for reward models, of which only the files are checked."""
+        has_weights = any(reward.reward_model for reward in self.settings.rewards or ())
+        return self._make_rewards(load=False) if has_weights else self._scoring
+
+    @cached_property
     def _scoring(self) -> list[Transform]:
+        return self._make_rewards()
+
+    def _make_rewards(self, *, load: bool = True) -> list[Transform]:
         settings = self.settings
         shared = {"deadline_s": settings.reward_deadline_s, "retries": settings.retries}
         if settings.reward is not None:
@@ -154,7 +163,7 @@ class Task:
             for judge in (spec["reward_model"] for spec in specs if "model" in spec.get("reward_model", {})):
                 judge["model"] = str(resolve_model(judge["model"], runs=Path("runs")))
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
-            return list(make_rewards(specs, tokenizer=self.tokenizer))
+            return list(make_rewards(specs, tokenizer=self.tokenizer, load=load))
         maker = env_maker(settings.name)
         if is_task(maker):
             return [maker.scorer(self.tokenizer)]
@@ -167,8 +176,9 @@ class Task:
         """In tokens, as the environment asks them: with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
         judged = any(reward.reward_model for reward in self.settings.rewards or ())
-        env = self._asking(rows, self._acting, **options) if judged else self.make_env(rows, **options)
-        rewards = [] if judged else [getattr(transform, "fn", None) for transform in self._scoring]
+        transforms = (*self._acting, *self._planned)
+        env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
+        rewards = [getattr(transform, "fn", None) for transform in self._planned]
         judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]
         renderer, lengths = Renderer(self.processor), []
         while len(lengths) < len(rows):
