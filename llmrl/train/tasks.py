@@ -81,7 +81,9 @@ class Task:
         return kept, len(rows) - len(kept)
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
-        """Of these rows, in tokens; 0 without rows."""
+        """Of these rows, in tokens; 0 without rows. Raises DataError for images that a reward cannot read, and
+        TemplateError for those that the model cannot.
+        """
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:

@@ -164,6 +164,19 @@ def test_rewards_that_read_text_refuse_images(place):
         JudgeReward(**judge).message("red", query=asked)
 
 
+def test_images_of_problems_that_are_only_measured_are_refused_before_weights_are_loaded(place):
+    (place.path / "0.png").write_bytes(picture())
+    held_out = {"dataset": place.rows("measured.jsonl", [{"prompt": "What?", "image": "0.png", "answer": "a"}])}
+    words = ("images need the model's processor",)
+    place.plan("grpo", eval=held_out, code=3, words=words)
+    env = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
+    place.plan("sft", eval=held_out, env=env, code=3, words=words)
+    place.train("grpo", "blind", steps=1)
+    place.run("eval", "blind", "--data", "measured.jsonl", code=3, words=words)
+    (place.path / "0.png").unlink()
+    place.plan("grpo", model=VISION, eval=held_out, code=3, words=("0.png",))
+
+
 # --- adapters, several ranks ------------------------------------------------------------------------------------------
 
 
