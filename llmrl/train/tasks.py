@@ -101,9 +101,9 @@ class Task:
 
     def close(self) -> None:
         """Ends what tools and rewards hold, if they were loaded."""
-        for name in ("_acting", "_planned", "_scoring"):
-            for transform in self.__dict__.get(name, ()):
-                transform.close()
+        made = [each for name in ("_acting", "_planned", "_scoring") for each in self.__dict__.get(name, ())]
+        for transform in {id(each): each for each in made}.values():
+            transform.close()
 
     @property
     def tools(self) -> ToolTransform | None:
@@ -148,8 +148,11 @@ class Task:
     @cached_property
     def _planned(self) -> list[Transform]:
         """As `_scoring`, but for reward models, of which only the files are checked."""
-        has_weights = any(reward.reward_model for reward in self.settings.rewards or ())
-        return self._make_rewards(load=False) if has_weights else self._scoring
+        return self._make_rewards(load=False) if self._has_reward_model else self._scoring
+
+    @property
+    def _has_reward_model(self) -> bool:
+        return any(reward.reward_model for reward in self.settings.rewards or ())
 
     @cached_property
     def _scoring(self) -> list[Transform]:
@@ -177,7 +180,7 @@ class Task:
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
         """In tokens, as the environment asks them: with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
-        judged = any(reward.reward_model for reward in self.settings.rewards or ())
+        judged = self._has_reward_model
         transforms = (*self._acting, *self._planned)
         env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
         rewards = [getattr(transform, "fn", None) for transform in self._planned]
