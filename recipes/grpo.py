@@ -179,7 +179,7 @@ def prepare(
     prompts, dropped = task.fit_prompts(training_rows(config.env))
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
-    engine = plan_engine(source, session, task, held_out, empty, gpu)
+    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
     counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
     rows = grpo_plan(config, session, task, engine, model_shape(empty), gpu, **counts)
     return Prepared(prompts, held_out, engine, replays_routes(source, empty), rows)

@@ -61,15 +61,24 @@ class CheckpointStore:
         Returns  the folder that is published
         Raises   CheckpointError if anything fails; the draft is gone and earlier checkpoints are untouched
         """
+        self.begin(step)
+        with self.undoing(step):
+            write(self.draft(step))
+        self.publish(step, background=background)
+        return self.folder / f"step{step}"
+
+    def begin(self, step: int) -> None:
+        """Makes an empty draft, after the last checkpoint was published. The first part of `save`."""
         self.check(wait=True)
-        with self._undoing(step):
+        with self.undoing(step):
             shutil.rmtree(self.draft(step), ignore_errors=True)
             self.folder.mkdir(exist_ok=True)  # not the run's folder: if that was removed, nothing could go on
             self.draft(step).mkdir()
-            write(self.draft(step))
+
+    def publish(self, step: int, *, background: bool = False) -> None:
+        """Publishes the draft. The last part of `save`."""
         self._publishing = self._thread.submit(self._publish, step)
         self.check(wait=not background)
-        return self.folder / f"step{step}"
 
     def check(self, *, wait: bool = False) -> None:
         """Raises CheckpointError if the last checkpoint could not be published, once that is known, or after a wait."""
@@ -84,7 +93,7 @@ class CheckpointStore:
 
     def _publish(self, step: int) -> None:
         target = self.folder / f"step{step}"
-        with self._undoing(step):
+        with self.undoing(step):
             _seal(self.draft(step))
             if target.exists():
                 replaced = self.folder / f"{_REPLACED}step{step}"
@@ -97,7 +106,7 @@ class CheckpointStore:
         self._prune()
 
     @contextlib.contextmanager
-    def _undoing(self, step: int) -> Iterator[None]:
+    def undoing(self, step: int) -> Iterator[None]:
         """Removes the draft if the block fails.
 
         Raises  CheckpointError for whatever the block raises, but for an interruption

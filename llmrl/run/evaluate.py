@@ -71,9 +71,11 @@ def evaluate(
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
-        model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
-        policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
         with closing(Task(config.env, tokenizer)) as task:
+            for _, rows in sets:  # before weights are loaded
+                task.longest_prompt(rows)
+            model = load_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
+            policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history")
             for settings, rows in sets:
                 asking = {"samples": samples, "temperature": temperature}
                 make = partial(Evaluator, session, policy, task, rows, settings, **asking)

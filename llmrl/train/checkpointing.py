@@ -88,7 +88,6 @@ def save_state(
     state = {"step": step, "rng": torch.get_rng_state(), **_take_shards(state, shards)}
 
     def write(path: Path) -> None:
-        session.wait()  # the first rank has made the folder
         first = _FirstRank(session, path)
         has_adapters = hasattr(model, "peft_config")
         if has_adapters:
@@ -101,11 +100,14 @@ def save_state(
         first.write(_write_state, state, path / _FILE)
         first.check()
 
-    if session.is_first:
-        store.save(step, write, background=background)
-    else:
+    with session.raises_on_all():
+        if session.is_first:
+            store.begin(step)
+    with store.undoing(step):
         write(store.draft(step))
-    session.wait()
+    with session.raises_on_all():
+        if session.is_first:
+            store.publish(step, background=background)
 
 
 class _FirstRank:
@@ -133,13 +135,12 @@ class _FirstRank:
         _raise_on_all(self._error, self._folder, self._session)
 
 
-def _raise_on_all(error: Exception | None, folder: Path, session: Session) -> None:
+def _raise_on_all(error: BaseException | None, folder: Path, session: Session) -> None:
     """Raises CheckpointError on all ranks if there is an ``error`` on one of them, with those of all."""
-    own = [] if error is None else [error]
-    faults = [str(e) if isinstance(e, CheckpointError) else cause_of(e, folder, session.who) for e in own]
-    faults = session.gather(faults)
-    if faults:
-        raise CheckpointError("; ".join(faults)) from error
+    with session.raises_on_all():
+        if error is not None:
+            ours = isinstance(error, CheckpointError)
+            raise CheckpointError(str(error) if ours else cause_of(error, folder, session.who)) from error
 
 
 def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> None:

@@ -211,18 +211,31 @@ class Session:
         """The items of all ranks, in rank order, on every rank."""
         return gather_object(items) if self.world_size > 1 else items
 
+    @contextmanager
+    def raises_on_all(self) -> Iterator[None]:
+        """Around what ranks do by themselves, without collectives: an error of one of them ends the block on all.
+
+        Raises  the rank's own error; on the others its `LLMRLError`, the messages of several joined, or an LLMRLError
+                that names the rank and its error
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        known = own if own is None or isinstance(own, LLMRLError) else LLMRLError(f"{self.who}: {own!r}")
+        if errors := self.gather([] if known is None else [(type(known), str(known))]):
+            if own is not None and len(errors) == 1:
+                raise own
+            raise errors[0][0]("; ".join(dict.fromkeys(text for _, text in errors))) from own
+
     def on_first(self, call: Callable[[], T]) -> T:
-        """Calls it on the first rank alone, and returns its result on all. An `LLMRLError` is raised on all."""
-        result = error = None
-        if self.is_first:
-            try:
-                result = call()
-            except LLMRLError as caught:
-                error = caught
-        ((result, error),) = self.gather([(result, error)] if self.is_first else [])
-        if error is not None:
-            raise error
-        return result
+        """Calls it on the first rank alone, and returns its result on all. An error is raised on all."""
+        results = []
+        with self.raises_on_all():
+            if self.is_first:
+                results.append(call())
+        return self.gather(results)[0]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the ranks; names ending in ``_max`` take the largest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from llmrl.train.distributed import Session
-    from llmrl.train.tasks import Task
 
 __all__ = ["EnginePlan", "Gpus", "make_engine_plan", "plan_engine", "replays_routes"]
 
@@ -115,13 +114,12 @@ class EnginePlan:
 def plan_engine(
     config: GRPOConfig,
     session: Session,
-    task: Task,
-    held_out: Sequence[Mapping[str, Any]],
+    longest: int,
     model: PreTrainedModel,
     gpu: GPU | None = None,
 ) -> EnginePlan | None:
-    """The engine of this rank, or of the first one on ``gpu``; None without vLLM. ``model`` needs no weights. Measures
-    problems held out.
+    """The engine of this rank, or of the first one on ``gpu``; None without vLLM. ``model`` needs no weights.
+    ``longest``: tokens of the longest problem that is measured, 0 for none.
 
     Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
     """
@@ -130,7 +128,7 @@ def plan_engine(
         return None
     if config.rollout.options:
         check_options(config.rollout.options)
-    longest = task.longest_prompt(held_out) if config.env.max_turns == 1 else 0
+    longest = longest if config.env.max_turns == 1 else 0
     if config.rollout.elsewhere and vision_tower(model) is not None:
         raise ConfigError("rollout.servers: a server takes no images: leave out rollout.servers, .gpus and .ray.")
     if config.rollout.servers:

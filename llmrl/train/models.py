@@ -169,7 +169,8 @@ def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedMode
 
 def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
     """Writes the tiny model of ``config`` into ``folder``, for those who read its adapters, and returns that."""
-    if session.is_first:
+
+    def save() -> str:
         from transformers.utils.logging import disable_progress_bar
 
         from llmrl.testing import tiny_model
@@ -178,8 +179,9 @@ def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
         tokenizer = load_tokenizer(config, runs=folder.parent)
         tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    session.wait()
-    return str(folder)
+        return str(folder)
+
+    return session.on_first(save)
 
 
 def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any) -> PreTrainedModel:
@@ -197,7 +199,8 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
         model = auto_class.from_config(config, trust_remote_code=False, **built)
     kind = type(model)
     if not _can_slice(model, session):
-        whole = _read_all(kind, source, **options | {"device_map": None}) if session.is_first else None
+        with session.raises_on_all():
+            whole = _read_all(kind, source, **options | {"device_map": None}) if session.is_first else None
         return _deal_out(session, session.shard(model), whole)
 
     def init(self: PreTrainedModel, *arguments: Any, **settings: Any) -> None:

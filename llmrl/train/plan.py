@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
+from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.run import Run
     from llmrl.train.sft_data import TokenizedRows
-    from llmrl.train.tasks import Task
 
 __all__ = [
     "check_template",
@@ -53,6 +54,7 @@ def plan_recipe(
     on the machine that is here or on ``gpu``. Loads no weights.
     """
     tokenizer = load_tokenizer(config, runs=runs)
+    check_problems(config, tokenizer)
     with Session(config) as session:
         shape = model_shape(meta_model(config, tokenizer, runs=runs))
         return data_plan(config, session, tokenize(config, tokenizer), shape, gpu)
@@ -69,10 +71,18 @@ def read_data(
     and of an epoch. Prints the plan.
     """
     tokenizer = load_tokenizer(run.source, runs=run.runs)
+    check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
     shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
     run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, data, shape))
     return tokenizer, data, *sft_steps(config, len(data))
+
+
+def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Asks the problems that are only measured. Raises what `Task.longest_prompt` raises, before weights are loaded."""
+    if config.env is not None:
+        with closing(Task(config.env, tokenizer)) as task:
+            task.longest_prompt(eval_rows(config.env, config.eval) or ())
 
 
 def data_plan(

@@ -103,14 +103,16 @@ class Run(AbstractContextManager):
         self._on_start = on_start if session.is_first else None
         self._started = time.perf_counter()
         session.check_shared(path)
-        self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first, who=session.who)
+        with session.raises_on_all():
+            self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first, who=session.who)
         self._state: dict[str, Any] = {}
         import_optimizer(config.optim)
         if resume:
-            ((folder, faults),) = session.gather([self._store.restore()] if session.is_first else [])
+            folder, faults = session.on_first(self._store.restore)
             for fault in faults:
                 warn(session.console, f"{fault} It is kept as damaged-*; going on from {folder.name}.")
-            self._folder, self._state = folder, load_state(folder)
+            with session.raises_on_all():
+                self._folder, self._state = folder, load_state(folder)
             self.origin = self._state.get("origin") or config.model
         else:
             self.origin = resolve_model(config.model, runs=self.runs)
@@ -146,12 +148,13 @@ class Run(AbstractContextManager):
                 load_part(self._folder, part, self._state[name])
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
-        log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
-        self._log = self._stack.enter_context(log)
-        self._rollout_log = RolloutLog(self.path, **options)
-        if self._on_start:  # last: what it writes must not be written if a log could not be opened
-            self._on_start()
-        self._write_info(plan=self._plan, ended=None)
+        with self.session.raises_on_all():
+            log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
+            self._log = self._stack.enter_context(log)
+            self._rollout_log = RolloutLog(self.path, **options)
+            if self._on_start:  # last: what it writes must not be written if a log could not be opened
+                self._on_start()
+            self._write_info(plan=self._plan, ended=None)
 
     def evaluate_before(self, evaluator: Evaluator | None) -> None:
         """Evaluates as step 0, unless the run is resumed."""
@@ -241,7 +244,19 @@ class Run(AbstractContextManager):
 
         Raises  RunFolderError, CheckpointError if something cannot be written
         """
-        self._store.check()
+        is_last, every = self._is_last, self.config.checkpoint.every  # a collective, before what ranks do alone
+        with self.session.raises_on_all():
+            self._store.check()
+            self._log_step(step, metrics, rollouts)
+            self._display.step(step, metrics, "  ".join(self._notes))
+            if self._report is not None:
+                self._report.refresh()
+            if warning:
+                warn(self.session.console, f"step {step}: {warning}")
+        if is_last or (every and step % every == 0):
+            self._save(step)
+
+    def _log_step(self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] | None) -> None:
         metrics["time/step"] = self.step_seconds
         self._end_profile()
         if self._eval_seconds:
@@ -255,14 +270,6 @@ class Run(AbstractContextManager):
             if self.totals.first_reward is None:
                 self.totals.first_reward = metrics["reward/mean"]
         self.totals.trained += int(metrics["tokens/trained"])
-        self._display.step(step, metrics, "  ".join(self._notes))
-        if self._report is not None:
-            self._report.refresh()
-        if warning:
-            warn(self.session.console, f"step {step}: {warning}")
-        every = self.config.checkpoint.every
-        if self._is_last or (every and step % every == 0):
-            self._save(step)
 
     def _save(self, step: int) -> None:
         state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives, on every rank
@@ -274,7 +281,8 @@ class Run(AbstractContextManager):
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
         """Prints sample conversations and the summary: what was done, what changed, what to run next."""
-        self._write_info(ended="interrupted" if self._interrupted else "done")
+        with self.session.raises_on_all():
+            self._write_info(ended="interrupted" if self._interrupted else "done")
         console, totals = self.session.console, self.totals
         print_conversations(console, samples)
         headline = ["interrupted" if self._interrupted else f"{self._step} steps"]

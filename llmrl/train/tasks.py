@@ -54,8 +54,8 @@ class Task:
     """Tools, user and rewards of the settings, loaded once, and the environments over them.
 
     Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
-            package that one of them needs: all when prompts are measured, but for a reward model, which has weights to
-            load and waits for the first environment that scores
+            package that one of them needs; DataError for the files of a reward model: all when prompts are measured.
+            Its weights are loaded for the first environment that scores
     """
 
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
@@ -81,7 +81,9 @@ class Task:
         return kept, len(rows) - len(kept)
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
-        """Of these rows, in tokens; 0 without rows."""
+        """Of these rows, in tokens; 0 without rows. Raises DataError for images that a reward cannot read, and
+        TemplateError for those that the model cannot.
+        """
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
@@ -99,9 +101,9 @@ class Task:
 
     def close(self) -> None:
         """Ends what tools and rewards hold, if they were loaded."""
-        for name in ("_acting", "_scoring"):
-            for transform in self.__dict__.get(name, ()):
-                transform.close()
+        made = [each for name in ("_acting", "_planned", "_scoring") for each in self.__dict__.get(name, ())]
+        for transform in {id(each): each for each in made}.values():
+            transform.close()
 
     @property
     def tools(self) -> ToolTransform | None:
@@ -144,7 +146,19 @@ class Task:
         return acting
 
     @cached_property
+    def _planned(self) -> list[Transform]:
+        """As `_scoring`, but for reward models, of which only the files are checked."""
+        return self._make_rewards(load=False) if self._has_reward_model else self._scoring
+
+    @property
+    def _has_reward_model(self) -> bool:
+        return any(reward.reward_model for reward in self.settings.rewards or ())
+
+    @cached_property
     def _scoring(self) -> list[Transform]:
+        return self._make_rewards()
+
+    def _make_rewards(self, *, load: bool = True) -> list[Transform]:
         settings = self.settings
         shared = {"deadline_s": settings.reward_deadline_s, "retries": settings.retries}
         if settings.reward is not None:
@@ -154,7 +168,7 @@ class Task:
             for judge in (spec["reward_model"] for spec in specs if "model" in spec.get("reward_model", {})):
                 judge["model"] = str(resolve_model(judge["model"], runs=Path("runs")))
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
-            return list(make_rewards(specs, tokenizer=self.tokenizer))
+            return list(make_rewards(specs, tokenizer=self.tokenizer, load=load))
         maker = env_maker(settings.name)
         if is_task(maker):
             return [maker.scorer(self.tokenizer)]
@@ -166,9 +180,10 @@ class Task:
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
         """In tokens, as the environment asks them: with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
-        judged = any(reward.reward_model for reward in self.settings.rewards or ())
-        env = self._asking(rows, self._acting, **options) if judged else self.make_env(rows, **options)
-        rewards = [] if judged else [getattr(transform, "fn", None) for transform in self._scoring]
+        judged = self._has_reward_model
+        transforms = (*self._acting, *self._planned)
+        env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
+        rewards = [getattr(transform, "fn", None) for transform in self._planned]
         judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]
         renderer, lengths = Renderer(self.processor), []
         while len(lengths) < len(rows):

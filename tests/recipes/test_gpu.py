@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.memory import find_gpu
 
 ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,3 +57,56 @@ def test_images_and_adapters_are_sampled_and_trained_alike(place, on, device):
     for name, changes in {"whole": {"model_options": {"freeze_vision": False}}, "adapted": {"lora": {"r": 2}}}.items():
         place.train("grpo", name, dtype="float32", **shared, **changes)
         assert all(abs(row["mismatch/kl"]) < 1e-5 and row["policy/grad_norm"] >= 0 for row in place.steps(name))
+
+
+# --- vLLM on the GPU of the trainer -----------------------------------------------------------------------------------
+
+HEADS_OF_32 = {"hidden_size": 64, "layers": 1, "heads": 2}  # the smallest that vLLM's kernels compute
+ADAPTERS = {"model": "base", "lora": {"r": 2, "quantize": "nf4"}, "checkpoint": {"every": 2}, "optim": {"lr": 1e-3}}
+PICTURES = {"model": {**VISION, **HEADS_OF_32}, "env": {"name": "colours", "dataset": None, "reward": None}}
+GRAPHS = {"model": HEADS_OF_32, "rollout": {"own_process": True, "options": {"enforce_eager": False}}}
+CASES = {"adapters": ADAPTERS, "pictures": PICTURES, "graphs": GRAPHS}
+
+
+def beside_an_engine(place, name):
+    """The settings of a case, and the files of its model."""
+    tokenizer = tiny_tokenizer()
+    tiny_model(tokenizer, **HEADS_OF_32).save_pretrained(place.path / "base")
+    tokenizer.save_pretrained(place.path / "base")
+    rollout = {"engine": "vllm", **CASES[name].get("rollout", {})}
+    return {**CASES[name], "rollout": rollout, "zero_variance": "keep", "dtype": "bfloat16"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_runs_beside_an_engine_on_one_gpu_passes_the_plan_without_one(place, name):
+    pytest.importorskip("vllm")
+    if name == "adapters":
+        pytest.importorskip("bitsandbytes")
+    words = ("1 x H100", "engine     vLLM", "% of the GPU's memory", "asleep during updates")
+    place.plan("grpo", "--gpu", "H100:1", words=words, **beside_an_engine(place, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", list(CASES))
+def test_quantised_models_images_and_cuda_graphs_are_sampled_by_an_engine_on_the_same_gpu(place, name):
+    pytest.importorskip("vllm")
+    if name == "adapters":
+        pytest.importorskip("bitsandbytes")
+    recipe = place.recipe(name, "grpo", **beside_an_engine(place, name))
+    place.finish(place.process("grpo", recipe, "--name", name), words=["asleep during updates"])
+    rows = place.metrics(name)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["mismatch/probe_warnings"] == 0
+        assert row["mismatch/probe"] < 0.1, "in bfloat16"
+        assert row["perf/sync_gb_s"] > 0
+        assert row["policy/grad_norm"] >= 0
+    if name == "adapters":
+        place.run("export", name, "merged", "--merge", "--dtype", "float32", "--checkpoint", "step2")
+        whole, base = (load_file(place.path / folder / "model.safetensors") for folder in ("merged", "base"))
+        assert whole.keys() == base.keys()
+        assert place.weights(name, 3).keys() >= base.keys(), "no longer in 4 bits"

@@ -141,7 +141,9 @@ def test_pairs_with_images_that_cannot_be_trained_are_refused(place):
 
 
 def test_rewards_that_read_text_refuse_images(place):
-    judged = {**COLOURS_GRPO["env"], "rewards": [{"reward_model": {"model": "judge"}}]}
+    place.train("reward", "judge", steps=1)
+    model = {"reward_model": {"model": "runs/judge"}}
+    judged = {**COLOURS_GRPO["env"], "rewards": [model]}
     changes = {**COLOURS_GRPO, "env": judged}
     place.plan("grpo", code=3, words=("reward_model: reads text alone", "has images"), **changes)
     judge = {"url": "http://localhost:1/v1", "model": "gpt"}
@@ -149,9 +151,30 @@ def test_rewards_that_read_text_refuse_images(place):
     place.plan("grpo", code=3, words=("judge 'gpt', query of row 1: reads text alone", "has images"), **changes)
     changes["env"]["rewards"] = [{"judge": {**judge, "prompt": "Is {completion} {answer}?"}}]
     place.plan("grpo", **changes)  # it is shown no image
+    texts = {
+        "env": {"reward": None, "rewards": [model, {"judge": {**judge, "prompt": "Is {completion} in {picture}?"}}]}
+    }
+    url = "data:image/png;base64,"
+    picture = [{"role": "user", "content": [{"type": "image", "image": url}]}]
+    rows = [{"prompt": "Which?", "answer": "red", "picture": picture}]
+    texts["env"]["dataset"] = place.rows("pictures.jsonl", rows)
+    place.plan("grpo", code=3, words=("judge 'gpt', picture of row 1: reads text alone", "has images"), **texts)
     asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     with pytest.raises(DataError, match="judge 'gpt', query: reads text alone"):
         JudgeReward(**judge).message("red", query=asked)
+
+
+def test_images_of_problems_that_are_only_measured_are_refused_before_weights_are_loaded(place):
+    (place.path / "0.png").write_bytes(picture())
+    held_out = {"dataset": place.rows("measured.jsonl", [{"prompt": "What?", "image": "0.png", "answer": "a"}])}
+    words = ("images need the model's processor",)
+    place.plan("grpo", eval=held_out, code=3, words=words)
+    env = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
+    place.plan("sft", eval=held_out, env=env, code=3, words=words)
+    place.train("grpo", "blind", steps=1)
+    place.run("eval", "blind", "--data", "measured.jsonl", code=3, words=words)
+    (place.path / "0.png").unlink()
+    place.plan("grpo", model=VISION, eval=held_out, code=3, words=("0.png",))
 
 
 # --- adapters, several ranks ------------------------------------------------------------------------------------------

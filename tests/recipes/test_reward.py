@@ -8,7 +8,7 @@ import shutil
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
@@ -44,6 +44,20 @@ def test_a_model_of_pairs_is_the_reward_of_grpo(place):
     assert right == pytest.approx(steps[-1]["eval/pairs/mean"]), "what was trained is what scores"
     place.train("grpo", "policy", steps=1, env=judged_by(folder))
     assert math.isfinite(place.steps("policy")[-1]["reward/judge/mean"])
+
+
+def test_the_plan_reads_the_files_of_a_reward_model_but_no_weights(place):
+    place.train("reward", "judge", steps=1)
+    folder = place.checkpoint("judge", 1)
+    place.plan("grpo", env=judged_by(folder))
+    weights = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, place.path / "headless")
+    save_file({n: v for n, v in weights.items() if n != "score.weight"}, place.path / "headless/model.safetensors")
+    words = ("reward_model.model headless: cannot be loaded", "in none of its files, such as score.weight")
+    place.plan("grpo", env=judged_by("headless"), code=3, words=words)
+    (place.path / "headless/config.json").unlink()
+    place.plan("grpo", env=judged_by("headless"), code=3, words=("reward_model.model headless: cannot be loaded",))
+    place.plan("grpo", env=judged_by("gone"), code=3, words=("reward_model.model gone: cannot be loaded",))
 
 
 def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place):

@@ -196,6 +196,56 @@ def test_all_ranks_are_told_by_the_first_that_it_cannot_write_the_model(place, m
     place.ranks(module="cannot_write", timeout_s=180)
 
 
+CANNOT_PUBLISH = """
+from pathlib import Path
+from llmrl.errors import CheckpointError
+from llmrl.recipes.sft import train
+from llmrl.train.distributed import Session
+from llmrl.train.run import Run
+from llmrl.train.settings import SFTConfig
+
+def no_draft(checkpoints):
+    checkpoints.write_text("a file where the folder must be")
+
+def no_rename(checkpoints):
+    for name in ("step2", ".replaced-step2"):
+        (checkpoints / name / "in the way").mkdir(parents=True)
+
+def message(session, name, spoil, **checkpoint):
+    config = SFTConfig(model=MODEL, data={"path": "sums", "rows": 40}, batch_size=8, steps=6, optim={"lr": 1e-3},
+                       checkpoint={"every": 2, **checkpoint}, samples=1, parallel={"mode": "MODE"})
+    folder = Path("runs", name)
+    if session.is_first:
+        folder.mkdir(parents=True)
+    session.wait()
+    try:
+        with Run(config, session, folder) as run:
+            if session.is_first:
+                spoil(folder / "checkpoints")
+            train(config, session, run)
+    except CheckpointError as error:
+        return str(error)
+
+MODEL = {"hidden_size": 32, "layers": 1, "heads": 2}
+with Session(SFTConfig(model=MODEL, data={"path": "sums"}, parallel={"mode": "MODE", "timeout_s": 60})) as session:
+    for name, spoil, cause, options in (
+        ("draft", no_draft, "File exists", {}),
+        ("sealed", no_rename, "Directory not empty", {"asynchronous": False}),
+        ("later", no_rename, "Directory not empty", {}),
+    ):
+        said = message(session, name, spoil, **options)
+        assert said and "step 2 could not be written" in said, said
+        assert cause in said and "rank 0 on " in said, said
+        assert session.gather([said]) == [said] * 2, "the ranks are in step"
+"""
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+def test_all_ranks_are_told_by_the_first_that_it_cannot_begin_or_publish_a_checkpoint(place, mode):
+    place.module("cannot_publish", CANNOT_PUBLISH.replace('MODE"', f'{mode}"'))
+    place.ranks(module="cannot_publish", timeout_s=300)
+
+
 def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place):
     settings = place.recipe("sums", "sft", steps=6, batch_size=9, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
     place.run("sft", settings, "--name", "one")

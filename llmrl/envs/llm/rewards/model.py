@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from llmrl.data.llm.images import refuse_images
@@ -90,6 +91,11 @@ class RewardModelScorer:
         weights = loaded(_read, model, setting=setting, dtype=dtype)
         return cls(weights.to(device), loaded(AutoTokenizer.from_pretrained, model, setting=setting), **options)
 
+    @classmethod
+    def check(cls, model: str, **options: Any) -> None:
+        """Raises DataError if `load` could not: there are no such files, or those of a folder lack the output."""
+        loaded(_check_output, model, setting=f"{cls.name}.model")
+
     def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
         if not completions:
             return []
@@ -134,6 +140,22 @@ class RewardModelScorer:
         device = self.model.device
         logits_BL = self.model(input_ids=ids_BT.to(device), attention_mask=attention_BT.to(device)).logits
         return logits_BL[:, self.label].float().cpu()
+
+
+def _check_output(source: str, **options: Any) -> None:
+    """Reads the configuration, and of a folder the names in the headers of its safetensors files."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(source, **options)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    names = set()
+    for path in Path(source).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    if names and not any(Path(source).glob("adapter_model*")):  # adapters alone have another name for it
+        own = [name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")]
+        check_whole(set(own) - names)
 
 
 def _read(source: str, **options: Any) -> PreTrainedModel:

@@ -233,8 +233,9 @@ class RewardFunction(ScoringTransform):
         return value
 
 
-def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list[RewardFunction]:
+def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None, load: bool = True) -> list[RewardFunction]:
     """The transforms of a list of weighted rewards; each adds to "reward" and writes "reward_<name>" of its own.
+    Without ``load``, reward models are left out: only their files are checked.
 
     Reads   per reward, one of ``fn`` (a function or its name), ``judge``, ``reward_model``, ``code`` (the arguments of
             `JudgeReward`, `RewardModelScorer.load`, `CodeReward`), and ``weight``, ``name``, ``deadline_s``,
@@ -247,14 +248,15 @@ def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None) -> list
     """
     if isinstance(specs, (str, Mapping)) or not specs:
         raise ConfigError(f"rewards: must be a list with at least one reward: got {specs!r:.80}.")
-    rewards = [_make(spec, f"rewards[{number}]", tokenizer) for number, spec in enumerate(specs)]
+    made = [_make(spec, f"rewards[{number}]", tokenizer, load) for number, spec in enumerate(specs)]
+    rewards = [reward for reward in made if reward is not None]
     for name, count in Counter(reward.name for reward in rewards).items():
         if count > 1:
             raise ConfigError(f"rewards: each must have a name of its own: {count} are called {name!r}; set name.")
     return rewards
 
 
-def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
+def _make(spec: Spec, where: str, tokenizer: Any | None, load: bool) -> RewardFunction | None:
     if not isinstance(spec, Mapping):
         spec = {"fn": spec}
     known = (*_KINDS, *_OPTIONS)
@@ -271,11 +273,14 @@ def _make(spec: Spec, where: str, tokenizer: Any | None) -> RewardFunction:
     if kind != "fn":
         from llmrl.envs.llm import rewards  # here: most runs need none of them
 
-        made = {"judge": rewards.JudgeReward, "reward_model": rewards.RewardModelScorer.load}
+        scorer = rewards.RewardModelScorer
+        made = {"judge": rewards.JudgeReward, "reward_model": scorer.load if load else scorer.check}
         try:
             function = made.get(kind, rewards.CodeReward)(**function)
         except TypeError as error:  # an unknown or a missing argument
             raise ConfigError(f"{where}.{kind}: {error}.") from error
+        if function is None:  # only checked
+            return None
         options.setdefault("deadline_s", _BATCH_DEADLINE_S)
     return RewardFunction(function, tokenizer=tokenizer, **options)
 
