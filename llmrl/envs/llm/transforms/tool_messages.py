@@ -29,7 +29,7 @@ _ANSWERS = "assistant"
 _SYSTEM, _QUESTION, _ANSWER = (
     {"role": role, "content": words} for role, words in (("system", "rule"), ("user", "question"), (_ANSWERS, "answer"))
 )
-_UNKNOWN_TURNS, _MANY_TURNS = 3, 8
+_UNKNOWN_TURNS = 3
 
 
 def append_messages(
@@ -59,7 +59,7 @@ def append_messages(
     rows = [row for row, new in enumerate(messages) if new]
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
     answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
-    turns = [_compared_turns(None if stream is None else stream.num_answers(row)) for row in rows]
+    turns = [(None if stream is None else stream.num_answers(row)) or _UNKNOWN_TURNS for row in rows]
     deltas = dict(zip(rows, _deltas(renderer, ends, answers, [messages[row] for row in rows], turns), strict=True))
     covered = None
     if texts is not None:
@@ -110,16 +110,6 @@ def _deltas(
                 )
     renderer.note_compared(first_rows)
     return found
-
-
-def _compared_turns(num: int | None) -> int:
-    """The length of the pasts to try: many turns are as few of the same remainder, so that their number costs nothing.
-
-    A template that alternates does so by two or four messages, which the remainder keeps.
-    """
-    if num is None:
-        return _UNKNOWN_TURNS
-    return num if num < _MANY_TURNS else _MANY_TURNS // 2 + num % (_MANY_TURNS // 2)
 
 
 def _closed(message: Message) -> Message:
