@@ -28,8 +28,11 @@ def echo(text: str) -> str:
     return text
 
 
-def conversation(mode: str) -> tuple[list[float], list[float]]:
-    """Milliseconds of each turn in the environment, and in the policy."""
+def conversations(mode: str, repeats: int) -> list[tuple[list[float], list[float]]]:
+    """Milliseconds of each turn in the environment, and in the policy, of each repeat.
+
+    All are of one environment, as in a run: how a template writes n turns is tried once for each n.
+    """
     tokenizer = tiny_tokenizer()
     answer = "Let me see. " + HermesFormat().render("echo", {"text": "twelve and thirty"})
     engine = FakeEngine([answer], tokenizer=tokenizer)
@@ -37,6 +40,12 @@ def conversation(mode: str) -> tuple[list[float], list[float]]:
     policy = LLMWrapperBase(engine, tokenizer=tokenizer, input_mode=mode, **options)
     env = ChatEnv(batch_size=[NUM], input_mode=mode, tokenizer=tokenizer, system_prompt="Be brief.")
     env = env.append_transform(ToolTransform([echo]))
+    runs = [conversation(env, policy) for _ in range(repeats)]
+    env.close()
+    return runs
+
+
+def conversation(env: ChatEnv, policy: LLMWrapperBase) -> tuple[list[float], list[float]]:
     td = env.reset(TensorDict(query=[f"What is {n}?" for n in range(NUM)], batch_size=[NUM]))
     steps, turns = [], []
     for _ in range(TURNS):
@@ -46,14 +55,13 @@ def conversation(mode: str) -> tuple[list[float], list[float]]:
         td = env.step_mdp(env.step(td))
         steps.append(1e3 * (time.process_time() - asked))
         turns.append(1e3 * (asked - began))
-    env.close()
     return steps, turns
 
 
 def main(repeats: int) -> list[Row]:
     rows = []
     for mode in ("history", "text", "tokens"):
-        runs = [conversation(mode) for _ in range(repeats)]
+        runs = conversations(mode, repeats)
         step, policy = ([min(times) for times in zip(*column, strict=True)] for column in zip(*runs, strict=True))
         # the median of neighbours: one turn alone is a matter of luck
         first, second, last = step[0], sorted(step[1:4])[1], sorted(step[-3:])[1]

@@ -39,13 +39,14 @@ def shape_of(value: Any, key: str = "") -> Any:
     if key in _EXACT:
         return repr(value)
     if isinstance(value, (dict, Mapping)):  # a dict is found sooner
-        items: list[Any] = []
-        for name, item in value.items():
-            if type(item) is str:  # nearly all: without a call
-                items.append((name, item if name in _KEPT or not item or item.isspace() else None))
-            else:
-                items.append((name, shape_of(item, name)))
-        return tuple(items)
+        shapes = [
+            # nearly all items are strings: without a call
+            shape_of(item, name)
+            if type(item) is not str
+            else (item if name in _KEPT or not item or item.isspace() else None)
+            for name, item in value.items()
+        ]
+        return (*value, *shapes)
     if isinstance(value, (list, tuple)):
         return (list, *[shape_of(item, key) for item in value])
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
