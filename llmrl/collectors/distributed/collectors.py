@@ -373,7 +373,8 @@ class DistributedSyncDataCollector(DistributedDataCollector):
 
 class RPCDataCollector(_RemoteDataCollector):
     __doc__ = f"""{_RemoteDataCollector.__doc__}
-    Batches and weights go through torch.distributed.rpc, which this process must not use for anything else.
+    Batches and weights go through torch.distributed.rpc, which this process must not use for anything else,
+    nor for a `RemoteBuffer` afterwards.
 
     visible_devices     the device of each worker that sends tensors of a GPU
     tensorpipe_options  arguments of ``TensorPipeRpcBackendOptions``

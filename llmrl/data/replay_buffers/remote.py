@@ -68,6 +68,11 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         returned, result = _wait(worker, timeout_s, _build, cls, arguments)
         if not returned:
             raise result
+        if (owner := result.owner().name) != worker:  # torch keeps the names of the process's first group
+            raise WorkerError(
+                f"{cls.__name__}: this process must not have had another group of torch.distributed.rpc before: got "
+                f"{owner!r}, of a former group, for {worker!r}; use remote buffers in a process of their own."
+            )
         return RemoteBuffer(result, timeout_s=timeout_s)
 
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torch.distributed import rpc
+from torch.distributed import FileStore, autograd, rpc
 
 from llmrl.data.replay_buffers import (
     LazyStackStorage,
@@ -162,6 +162,30 @@ def test_an_answer_that_does_not_come_in_time_names_the_process(processes):
         buffer.apply(sleep_past, 10.0)
     with pytest.raises(WorkerError, match="'nobody'"):
         RemoteTensorDictReplayBuffer.on("nobody", timeout_s=1.0)
+
+
+def ask_in_two_groups(folder: str, end) -> None:
+    for name in ("first", "second"):
+        options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=DEADLINE_S)
+        store = FileStore(f"{folder}/{name}", 1)
+        autograd._init(0)
+        rpc._init_rpc_backend(store=store, name=name, rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            end.send(len(RemoteTensorDictReplayBuffer.on(name, timeout_s=DEADLINE_S)))
+        except WorkerError as error:
+            end.send(str(error))
+        rpc.shutdown(graceful=False)
+
+
+def test_a_second_group_of_one_process_is_refused_by_name(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=ask_in_two_groups, args=(str(tmp_path), theirs), daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S) and ours.recv() == 0
+    assert ours.poll(DEADLINE_S)
+    assert "another group of torch.distributed.rpc before: got 'first'" in ours.recv()
+    process.join(DEADLINE_S)
 
 
 def test_the_end_of_the_process_is_an_error_before_the_deadline(processes):
