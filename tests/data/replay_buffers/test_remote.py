@@ -182,7 +182,8 @@ def test_a_second_group_of_one_process_is_refused_by_name(tmp_path):
     ours, theirs = context.Pipe()
     process = context.Process(target=ask_in_two_groups, args=(str(tmp_path), theirs), daemon=True)
     process.start()
-    assert ours.poll(DEADLINE_S) and ours.recv() == 0
+    assert ours.poll(DEADLINE_S)
+    assert ours.recv() == 0
     assert ours.poll(DEADLINE_S)
     assert "another group of torch.distributed.rpc before: got 'first'" in ours.recv()
     process.join(DEADLINE_S)
