@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens
 from llmrl.train.step_rollouts import oldest_versions
 
@@ -85,6 +85,7 @@ class RolloutQueue:
         threads = most if concurrency is None or not self.by_group else min(most, max(1, concurrency // group_size))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rollouts-ahead")
         self._changed = threading.Condition()
+        self._closed = False
         self._num_drawn = 0
         self._drawn: list[_Part] = []  # of a resumed run, not sampled yet
         self._unfinished: list[_Part] = []
@@ -110,9 +111,12 @@ class RolloutQueue:
         wait the one that was begun first.
 
         Begins more if too few are on their way. Then stops what could only be taken by a later step, and would be
-        too old for it. Raises what sampling raised
+        too old for it.
+
+        Raises  what sampling raised; RolloutError if the queue is closed
         """
         with self._changed:
+            self._check_open()
             spare = len(self._finished) - self._parts_per_step
             if spare < 0 and self.in_progress:
                 self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
@@ -138,10 +142,10 @@ class RolloutQueue:
         return cat_rows([part.data for part in taken])
 
     def wait(self) -> None:
-        """Returns when nothing is being sampled."""
+        """Returns when nothing is being sampled, or the queue is closed."""
         clock = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: not self._unfinished)
+            self._changed.wait_for(lambda: self._closed or not self._unfinished)
         self._trainer_idle += time.perf_counter() - clock
 
     def idle(self, seconds: float) -> dict[str, float]:
@@ -161,8 +165,12 @@ class RolloutQueue:
             return _from_plain(_plain(self._collector.rollout()))
 
     def close(self) -> None:
-        for part in list(self._unfinished):
-            part.stopped.set()
+        """Stops what is being sampled and waits for its threads; whoever waits in `take` or `wait` goes on."""
+        with self._changed:
+            self._closed = True
+            for part in self._unfinished:
+                part.stopped.set()
+            self._changed.notify_all()
         self._pool.shutdown(cancel_futures=True)
 
     # --- the threads' side --------------------------------------------------------------------------------------------
@@ -208,13 +216,18 @@ class RolloutQueue:
     def _next_finished(self) -> _Part:
         clock = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._finished)
+            self._changed.wait_for(lambda: self._closed or self._finished)
+            self._check_open()
             part = min(self._finished, key=lambda part: part.number)  # else what waits could grow too old
             self._finished.remove(part)
         self._trainer_idle += time.perf_counter() - clock
         if part.error is not None:
             raise part.error
         return part
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("RolloutQueue: take() was called, or still waiting, when the queue was closed.")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ import pytest
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import DatasetChatEnv
+from llmrl.errors import RolloutError
 from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
 from llmrl.train.plan import _staleness, grpo_settings
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.train.settings import GRPOConfig
 from tests.support.simulated import simulate
-from tests.support.vllm import wait_until
+from tests.support.vllm import BackgroundCall, wait_until
 
 
 def is_accounted(totals):
@@ -58,15 +59,15 @@ def test_a_step_waits_less_for_the_slowest_when_more_groups_are_begun():
 
 
 class Gate(FakeEngine):
-    """Answers at once, but calls with seeds of ``held`` wait until `opened`."""
+    """Answers at once, but calls with seeds of ``held`` wait until `opened`; None: all calls."""
 
     def __init__(self, held=()):
         super().__init__(["yes", "no"], tokenizer=tiny_tokenizer())
-        self.held, self.opened, self.asked = set(held), threading.Event(), []
+        self.held, self.opened, self.asked = held, threading.Event(), []
 
     def generate(self, prompts, params, *, seeds=None):
         self.asked.append(seeds)
-        if self.held & set(seeds):
+        if self.held is None or set(self.held) & set(seeds):
             assert self.opened.wait(120)
         return super().generate(prompts, params, seeds=seeds)
 
@@ -77,6 +78,22 @@ def queue_of(engine, *, groups=2, **settings):
     policy = LLMWrapperBase(engine, tokenizer=engine.tokenizer)
     collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, track_policy_version=True)
     return RolloutQueue(collector, groups=groups, group_size=2, max_staleness=2, **settings)
+
+
+def test_a_queue_that_is_closed_ends_every_wait():
+    gate = Gate(held=None)
+    queue = queue_of(gate)
+    queue.begin_next(1)
+    waiting = BackgroundCall(lambda: queue.take(0))
+    closing = BackgroundCall(queue.close)
+    with pytest.raises(RolloutError, match="closed"):
+        waiting.result()
+    gate.opened.set()
+    closing.result()
+    queue.wait()
+    with pytest.raises(RolloutError, match="closed"):
+        queue.take(0)
+    assert [part["rows"] for part in queue.state_dict()["parts"]] == [None] * len(queue._unfinished)
 
 
 def test_a_checkpoint_holds_what_is_finished_and_begins_the_rest_anew():

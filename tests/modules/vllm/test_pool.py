@@ -68,14 +68,14 @@ def run_settings(folder, model, url, **rollout):
 def test_a_server_of_another_model_is_refused_in_the_plan(tmp_path, vllm_server, sizes, rollout, message):
     config, task = run_settings(tmp_path, tiny_model(tiny_tokenizer(), **sizes), vllm_server.url, **rollout)
     with Session(config) as session, pytest.raises(ConfigError, match=message):
-        plan_engine(config, session, task, [], meta_model(config, task.tokenizer, runs=tmp_path))
+        plan_engine(config, session, 0, meta_model(config, task.tokenizer, runs=tmp_path))
 
 
 def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm_server):
     model = tiny_model(tiny_tokenizer(), architecture="gemma", heads=2, seed=7)
     config, task = run_settings(tmp_path, model, vllm_server.url)
     with Session(config) as session:
-        plan = plan_engine(config, session, task, [], meta_model(config, task.tokenizer, runs=tmp_path))
+        plan = plan_engine(config, session, 0, meta_model(config, task.tokenizer, runs=tmp_path))
         assert plan.place == f"vLLM behind {vllm_server.url}"
         with closing(RolloutEngine(config, session, model, task.tokenizer, {}, plan)) as rollouts:
             check_weights(rollouts.policy.engine, model, 0)
