@@ -12,7 +12,6 @@ import torch
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm.completions import completion_texts
-from llmrl.errors import DataError
 from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
@@ -138,16 +137,8 @@ def evaluators(
     sampler = policy.get_new_version(generate=True)
     with closing(Task(config.env, tokenizer)) as task:
 
-        def evaluator(settings: EvalSettings) -> Evaluator | None:
-            rows = eval_rows(config.env, settings)
+        def evaluator(settings: EvalSettings | None) -> Evaluator | None:
+            rows = settings and eval_rows(config.env, settings)
             return None if rows is None else Evaluator(session, sampler, task, rows, settings)
 
-        stop = None
-        if config.stop is not None:
-            stop = evaluator(config.eval.model_copy(update={"split": config.stop.split, "rows": config.stop.rows}))
-            if stop is None:
-                raise DataError(
-                    f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
-                    "them in eval.dataset, or leave stop out."
-                )
-        yield evaluator(config.eval), stop
+        yield evaluator(config.eval), evaluator(config.stop_eval)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrl.errors import TemplateError
+from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.train.distributed import Session
@@ -79,10 +79,23 @@ def read_data(
 
 
 def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Asks the problems that are only measured. Raises what `Task.longest_prompt` raises, before weights are loaded."""
-    if config.env is not None:
-        with closing(Task(config.env, tokenizer)) as task:
-            task.longest_prompt(eval_rows(config.env, config.eval) or ())
+    """Asks the problems that are only measured, before weights are loaded.
+
+    Raises  DataError if ``stop`` has no problems; what `Task.longest_prompt` raises
+    """
+    if config.env is None:
+        return
+    with closing(Task(config.env, tokenizer)) as task:
+        task.longest_prompt(eval_rows(config.env, config.eval) or ())
+        if config.stop_eval is None:
+            return
+        rows = eval_rows(config.env, config.stop_eval)
+        if rows is None:
+            raise DataError(
+                f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
+                "them in eval.dataset, or leave stop out."
+            )
+        task.longest_prompt(rows)
 
 
 def data_plan(

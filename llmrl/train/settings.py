@@ -440,6 +440,11 @@ class SFTConfig(ModelSource):
     def loss_in_words(self) -> str:
         return "-log p, sum over the assistant's tokens / tokens of the step"
 
+    @property
+    def stop_eval(self) -> EvalSettings | None:
+        """The evaluation that decides when to stop; None without ``stop``."""
+        return self.stop and self.eval.model_copy(update={"split": self.stop.split, "rows": self.stop.rows})
+
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:

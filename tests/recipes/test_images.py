@@ -173,6 +173,11 @@ def test_images_of_problems_that_are_only_measured_are_refused_before_weights_ar
     place.plan("sft", eval=held_out, env=env, code=3, words=words)
     place.train("grpo", "blind", steps=1)
     place.run("eval", "blind", "--data", "measured.jsonl", code=3, words=words)
+    rows = [{"prompt": "What?", "image": name, "answer": "a"} for name in ("0.png", "gone.png")]
+    both = {"dataset": place.rows("both.jsonl", rows), "rows": 1}
+    place.plan("sft", model=VISION, eval=both, env=env)
+    stop = {"at_least": 0.5, "rows": 2}  # with rows of its own
+    place.plan("sft", model=VISION, eval=both, env=env, stop=stop, code=3, words=("gone.png",))
     (place.path / "0.png").unlink()
     place.plan("grpo", model=VISION, eval=held_out, code=3, words=("0.png",))
 

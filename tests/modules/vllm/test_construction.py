@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
+from llmrl.errors import ConfigError, DataError, MissingDependencyError, RolloutError
 from llmrl.modules.llm import vLLMWrapper
 from llmrl.modules.llm.engines import AsyncVLLMEngine, SamplingParams, StopReason, VLLMEngine
 from llmrl.modules.llm.engines.vllm import compat
@@ -85,6 +85,13 @@ def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_before_anything_sta
     model = tiny_model(tiny_tokenizer(), hidden_size=64, heads=4)
     with pytest.raises(ConfigError, match=r"size of the model's heads: got 16, expected one of 32, 64, .*head_dim"):
         VLLMEngine(model, own_process=own_process, max_model_len=128)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("own_process", [False, True], ids=["here", "own process"])
+def test_a_folder_without_a_model_is_a_data_error_that_names_it(tmp_path, own_process):
+    with pytest.raises(DataError, match=f"VLLMEngine: model {tmp_path}/absent: cannot be loaded"):
+        VLLMEngine(tmp_path / "absent", tokenizer=tiny_tokenizer(), own_process=own_process)
 
 
 QUIET = """

@@ -61,6 +61,7 @@ class VLLMEngine(SeededEngine):
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
             ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
+            DataError               a folder or hub name without a model
     """
 
     takes_groups = True  # of weights, one after the other

@@ -19,6 +19,7 @@ from llmrl.modules.llm.engines.vllm.in_process import InProcessCore
 from llmrl.modules.llm.engines.vllm.pool import PoolCore
 from llmrl.modules.llm.engines.vllm.server import ServerCore
 from llmrl.modules.llm.engines.vllm.subprocess import SubprocessCore
+from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.vision import save_processor
 
 if TYPE_CHECKING:
@@ -62,9 +63,16 @@ def make_core(
         with _saved(model, tokenizer) as folder:  # vLLM reads it while it is built
             options = {"dtype": _dtype_name(model.dtype), "skip_tokenizer_init": tokenizer is None, **options}
             return _build(folder, own_process, devices, options)
-    dtype = getattr(config_of(model, str(model)), "dtype", None)
+    config = config_of(model, str(model))
+    dtype = getattr(config, "dtype", None)
     options = options if dtype is None else {"dtype": _dtype_name(dtype), **options}
-    return _build(str(model), own_process, devices, options)
+    build = partial(_build, own_process=own_process, devices=devices, options=options)
+    if config is not None:
+        return build(str(model))
+    if not own_process:
+        compat.load_vllm()  # its absence has an error of its own
+    # vLLM reads formats that the Transformers library does not, so whether there is a model is for it to say.
+    return loaded(lambda path, **_: build(path), str(model), setting="VLLMEngine: model")
 
 
 def _build(path: str, own_process: bool, devices: Sequence[int] | None, options: Mapping[str, Any]) -> Core:
