@@ -165,7 +165,7 @@ class RolloutQueue:
             return _from_plain(_plain(self._collector.rollout()))
 
     def close(self) -> None:
-        """Stops what is being sampled and waits for its threads; whoever waits in `take` or `wait` goes on."""
+        """Stops what is being sampled and waits for its threads. Calls that wait end: `take` with an error."""
         with self._changed:
             self._closed = True
             for part in self._unfinished:
@@ -184,7 +184,8 @@ class RolloutQueue:
                 if not self._unfinished:
                     self._engine_idle += time.perf_counter() - self._ended
                 self._unfinished.append(part)
-            self._pool.submit(self._sample, part)
+                self._check_open()  # with the lock: a pool that is shut down takes no more
+                self._pool.submit(self._sample, part)
 
     def _draw(self) -> _Part:
         before, collector = self._collector.state_dict(), self._collector
@@ -227,7 +228,9 @@ class RolloutQueue:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RolloutError("RolloutQueue: take() was called, or still waiting, when the queue was closed.")
+            raise RolloutError(
+                "RolloutQueue: must be open: got a call after close(), or one that waited when it was closed."
+            )
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

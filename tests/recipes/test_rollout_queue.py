@@ -86,14 +86,15 @@ def test_a_queue_that_is_closed_ends_every_wait():
     queue.begin_next(1)
     waiting = BackgroundCall(lambda: queue.take(0))
     closing = BackgroundCall(queue.close)
-    with pytest.raises(RolloutError, match="closed"):
+    with pytest.raises(RolloutError, match="close"):
         waiting.result()
     gate.opened.set()
     closing.result()
     queue.wait()
-    with pytest.raises(RolloutError, match="closed"):
-        queue.take(0)
-    assert [part["rows"] for part in queue.state_dict()["parts"]] == [None] * len(queue._unfinished)
+    for call in (lambda: queue.take(0), lambda: queue.begin_next(2)):
+        with pytest.raises(RolloutError, match="close"):
+            call()
+    assert [part["rows"] for part in queue.state_dict()["parts"]] == [None] * 3, "a checkpoint has what was begun"
 
 
 def test_a_checkpoint_holds_what_is_finished_and_begins_the_rest_anew():
