@@ -8,7 +8,6 @@ has white space at the seam, a line break joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, to_messages, to_pair
 from llmrl.data.llm.images import take_images
-from llmrl.data.llm.rlhf.cache import Block
 from llmrl.data.llm.rlhf.source import Source, blocks_of
 from llmrl.data.llm.rlhf.tokenizing import check_workers, encode_answers, load_tokenizer, padding_id, same_width
 from llmrl.data.llm.templates import find_template
@@ -27,6 +25,8 @@ from llmrl.errors import ConfigError, DataError, TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from llmrl.data.llm.rlhf.cache import Block
 
 __all__ = ["PairwiseDataset", "PromptData", "RewardData"]
 
@@ -79,8 +79,13 @@ class _FromDataset:
         source = Source(str(dataset_name or cls._default_dataset), split, root_dir, from_disk, valid_size)
         check_workers(num_workers)
         rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
-        td = rows.load(source, cls.__name__, columns, partial(cls._chats, columns=columns), cls._columns)
-        return cls._of_columns(td)
+
+        def build() -> Iterator[Block]:
+            for count, groups in rows.groups(source, lambda row, number: cls._chats(row, number, columns)):
+                yield count, cls._columns(rows, groups)
+
+        recipe = {"kind": cls.__name__, "columns": columns, "unusable": unusable}
+        return cls._of_columns(source.tokenised(rows.tokenizer, max_length, build, recipe))
 
 
 class PairwiseDataset(_FromDataset, TensorClass["nocast"]):
@@ -92,7 +97,7 @@ class PairwiseDataset(_FromDataset, TensorClass["nocast"]):
     _default_dataset = "CarperAI/openai_summarize_comparisons"
 
     @staticmethod
-    def _chats(row: Row, number: int, *, columns: Mapping[str, str | None]) -> list[Chat]:
+    def _chats(row: Row, number: int, columns: Mapping[str, str | None]) -> list[Chat]:
         return list(to_pair(row, number=number, **columns))
 
     @staticmethod
@@ -148,8 +153,17 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
         )
 
     @staticmethod
-    def _chats(row: Row, number: int, *, columns: Mapping[str, str | None]) -> list[Chat]:
-        return [_answered(row, number, columns)]
+    def _chats(row: Row, number: int, columns: Mapping[str, str | None]) -> list[Chat]:
+        known = ("messages", "completion", *REFERENCE_COLUMNS)
+        if "completion_column" not in columns and not any(row.get(name) is not None for name in known):
+            if "chosen" in row and "rejected" in row:
+                return [to_pair(row, number=number, **columns)[0]]
+            if row.get("label") is not None:
+                columns = {**columns, "completion_column": "label"}
+        chat = to_messages(row, number=number, **columns)
+        if chat[-1]["role"] != "assistant" or not (chat[-1]["content"] or chat[-1].get("tool_calls")):
+            raise DataError(f"dataset: row {number} must end with an answer of the assistant: it has {chat[-1]!r:.80}.")
+        return [chat]
 
     @staticmethod
     def _columns(rows: _Rows, groups: list[list[_Ids]]) -> Mapping[str, Any]:
@@ -164,19 +178,6 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
     @classmethod
     def _of_columns(cls, td: TensorDict) -> PromptData:
         return cls(**td, batch_size=td.batch_size)
-
-
-def _answered(row: Row, number: int, columns: Mapping[str, str | None]) -> Chat:
-    known = ("messages", "completion", *REFERENCE_COLUMNS)
-    if "completion_column" not in columns and not any(row.get(name) is not None for name in known):
-        if "chosen" in row and "rejected" in row:
-            return to_pair(row, number=number, **columns)[0]
-        if row.get("label") is not None:
-            columns = {**columns, "completion_column": "label"}
-    chat = to_messages(row, number=number, **columns)
-    if chat[-1]["role"] != "assistant" or not (chat[-1]["content"] or chat[-1].get("tool_calls")):
-        raise DataError(f"dataset: row {number} must end with an answer of the assistant: it has {chat[-1]!r:.80}.")
-    return chat
 
 
 class _Ids(NamedTuple):
@@ -197,20 +198,10 @@ class _Rows:
         self.codec = codec_for(tokenizer, find_template(tokenizer)) if tokenizer.chat_template else None
         self.end = None if self.codec else tokenizer.eos_token_id  # of plain texts
 
-    def load(
-        self,
-        source: Source,
-        kind: str,
-        columns: dict[str, Any],
-        chats_of: Callable[[Row, int], list[Chat]],
-        columns_of: Callable[[_Rows, list[list[_Ids]]], Mapping[str, Any]],
-    ) -> TensorDict:
-        """``chats_of`` gives the conversations of a row, ``columns_of`` the columns of rows of their ids."""
-        recipe = {"kind": kind, "columns": columns, "unusable": self.unusable}
-        build = partial(self._blocks, source, chats_of, columns_of)
-        return source.tokenised(self.tokenizer, self.max_length, build, recipe)
-
-    def _blocks(self, source: Source, chats_of: Callable, columns_of: Callable) -> Iterator[Block]:
+    def groups(
+        self, source: Source, chats_of: Callable[[Row, int], list[Chat]]
+    ) -> Iterator[tuple[int, list[list[_Ids]]]]:
+        """Block by block: the rows that were read, and the ids of the conversations of each row that is kept."""
         refused: list[DataError] = []
         kept = 0
 
@@ -226,36 +217,36 @@ class _Rows:
         for first, block in blocks_of(*source.rows()):
             rows = [(number, usable(chats_of, row, number)) for number, row in enumerate(block, first)]
             rows = [(number, chats) for number, chats in rows if chats]
-            ids = iter(self._encode(rows, source.name))
+            # All conversations of a block are encoded in one call: per row it would be many times slower.
+            ids = iter(self._encode([(number, chat) for number, chats in rows for chat in chats], source.name))
             found = [usable(self._checked, [next(ids) for _ in chats], number) for number, chats in rows]
             found = [group for group in found if group]
             kept += len(found)
-            yield len(block), columns_of(self, found)
+            yield len(block), found
         if not kept:
             raise DataError(f"{source.name}: no row is left. The first that was left out: {refused[0]}")
 
-    def _encode(self, rows: list[tuple[int, list[Chat]]], name: str) -> list[_Ids]:
-        numbered = [(number, chat) for number, chats in rows for chat in chats]
+    def _encode(self, numbered: list[tuple[int, Chat]], name: str) -> list[_Ids]:
         for number, chat in numbered:
-            if [0 for message in chat if isinstance(message["content"], (list, tuple))] and any(take_images(chat)[1]):
+            if any(take_images(chat)[1]):
                 raise DataError(f"dataset: tokenised rows hold no images: row {number} of {name} has some.")
-        chats = [chat for _, chat in numbered]
         if self.codec is None:
-            prompts, answers = _plain_texts(numbered, name)
-            return [self._ended(*row) for row in encode_answers(self.tokenizer, prompts, answers)]
+            encoded = []
+            for ids, start in encode_answers(self.tokenizer, *_plain_texts(numbered, name)):
+                if self.end is not None and ids[-1:] != [self.end]:
+                    ids.append(self.end)
+                encoded.append(_Ids(ids, start, len(ids)))
+            return encoded
         try:
-            texts, spans = self.codec.render_with_spans(chats)
+            texts, spans = self.codec.render_with_spans([chat for _, chat in numbered])
             ids, spans = self.codec.encode_with_spans(texts, spans)
         except TemplateError as error:
-            raise TemplateError(f"{name}, conversations of the rows from {rows[0][0]} on: {error}") from error
+            raise TemplateError(f"{name}, conversations of the rows from {numbered[0][0]} on: {error}") from error
         return [_Ids(own, *found[-1]) for own, found in zip(ids, spans, strict=True)]
-
-    def _ended(self, ids: list[int], start: int) -> _Ids:
-        ids = ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
-        return _Ids(ids, start, len(ids))
 
     def _checked(self, group: list[_Ids], number: int) -> list[_Ids]:
         for ids, start, end in group:
+            # The end-of-sequence id that was added to a plain text is not a token of the answer.
             if start >= end - (self.end is not None):
                 raise DataError(f"dataset: an answer must have a token: one of row {number} has none.")
             if len(ids) > self.max_length:
@@ -264,6 +255,7 @@ class _Rows:
                     f"dataset: a conversation must be at most max_length = {self.max_length} tokens long: one of row "
                     f"{number} {what}; raise max_length, or pass unusable='drop'."
                 )
+        # Texts may differ where their ids do not: a tokenizer may normalise, or drop what it does not know.
         if len(group) == 2 and group[0].ids == group[1].ids:
             raise DataError(f"dataset: the answers of a pair must differ in their tokens: row {number}'s do not.")
         return group
