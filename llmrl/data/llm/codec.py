@@ -115,13 +115,9 @@ class ChatCodec:
                         f"{index} of conversation {row} does; remove them."
                     )
 
-    def escape(self, content: str) -> str:
-        """A message's content, to be written without the template and given to :meth:`encode`."""
-        return self._controls.escape_value(content, "a message")
-
     def open_answer(self, content: str) -> str:
         """An unfinished message of the assistant's behind the generation prompt, to be given to :meth:`encode`."""
-        return self.answer_lead + self.escape(content) if content else ""
+        return self.answer_lead + self._controls.escape_value(content, "a message") if content else ""
 
     def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:
         """An answer without the white space that the template writes around contents itself.

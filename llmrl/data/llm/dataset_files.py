@@ -325,12 +325,15 @@ def _with_images(messages: list[Message], row: Row, where: str) -> list[Message]
             images.append({"type": "image", "image": image})
     if not images:
         return messages
-    contents = [message["content"] for message in messages]
+    messages = [
+        {**message, "content": list(message["content"])} if isinstance(message["content"], (list, tuple)) else message
+        for message in messages
+    ]
     places = [
-        (number, place)
-        for number, content in enumerate(contents)
-        if isinstance(content, (list, tuple))
-        for place, part in enumerate(content)
+        (message["content"], place)
+        for message in messages
+        if isinstance(message["content"], list)
+        for place, part in enumerate(message["content"])
         if isinstance(part, Mapping) and part.get("type") == "image" and len(part) == 1
     ]
     if places and len(places) != len(images):
@@ -338,12 +341,8 @@ def _with_images(messages: list[Message], row: Row, where: str) -> list[Message]
             f"dataset: {where} must have as many images as its messages have places for: got {len(images)} images for "
             f"{len(places)} parts {{'type': 'image'}}."
         )
-    messages = [
-        {**message, "content": list(content)} if isinstance(content, (list, tuple)) else message
-        for message, content in zip(messages, contents, strict=True)
-    ]
-    for (number, place), image in zip(places, images, strict=False):
-        messages[number]["content"][place] = image
+    for (content, place), image in zip(places, images, strict=False):
+        content[place] = image
     if not places:
         first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
         said = messages[first]["content"]

@@ -405,44 +405,39 @@ def _join(nested: Any, new: Any, depth: int, method: str) -> Any:
 
 def _index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
     """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
-    index = index if isinstance(index, tuple) else (index,)
-    spots = [spot for spot, part in enumerate(index) if part is Ellipsis]
-    if len(spots) > 1 or len(index) - len(spots) > ndim:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    spots = [spot for spot, part in enumerate(parts) if part is Ellipsis]
+    if len(spots) > 1 or len(parts) - len(spots) > ndim:
         return None
-    if spots:
-        fill = (slice(None),) * (ndim - len(index) + 1)
-        index = (*index[: spots[0]], *fill, *index[spots[0] + 1 :])
-    if sum(not isinstance(part, (int, slice)) for part in index) > 1 or any(part is None for part in index):
+    for spot in spots:
+        parts[spot : spot + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    for spot, part in enumerate(parts):
+        if not isinstance(part, (int, slice, type(None))):  # numbers or a mask, as a list, a tensor or an array
+            parts[spot] = part.tolist() if hasattr(part, "tolist") else list(part)
+    picks = [part for part in parts if isinstance(part, list)]
+    # None and a single bool add a dimension, and two lists pick pairs rather than rows and columns.
+    if any(part is None or isinstance(part, bool) for part in parts) or len(picks) > 1:
         return None
-    if not index:
-        return nested, ndim
-    first, rest = index[0], index[1:]
-    if isinstance(first, torch.Tensor) and not first.ndim:
-        first = first.item()
-    if isinstance(first, bool):
+    if any(isinstance(pick, list) for part in picks for pick in part):
         return None
+    return _take_rows(nested, parts), ndim - sum(isinstance(part, int) for part in parts)
+
+
+def _take_rows(nested: Any, parts: list[Any]) -> Any:
+    if not parts:
+        return nested
+    first, *rest = parts
     if isinstance(first, int):
-        return _index_rows(nested[first], rest, ndim - 1)
-    rows = nested[first] if isinstance(first, slice) else _pick_rows(nested, first)
-    if rows is None or not rest:
-        return None if rows is None else (rows, ndim)
-    found = [_index_rows(row, rest, ndim - 1) for row in rows]
-    if any(row is None for row in found):
-        return None
-    inner = found[0][1] if found else ndim - 1 - sum(isinstance(part, int) for part in rest)
-    return [row[0] for row in found], inner + 1
-
-
-def _pick_rows(nested: Any, index: Any) -> list[Any] | None:
-    """The rows of a list or tensor of numbers, or of a mask; None for an index of several dimensions."""
-    picks = index.tolist() if hasattr(index, "tolist") else list(index)
-    if any(isinstance(pick, list) for pick in picks):
-        return None
-    if not picks or not isinstance(picks[0], bool):
-        return [nested[pick] for pick in picks]
-    if len(picks) != len(nested):
-        raise ShapeError(f"History: a mask must have an entry for each of {len(nested)} rows: got {len(picks)}.")
-    return [row for row, keep in zip(nested, picks, strict=True) if keep]
+        return _take_rows(nested[first], rest)
+    if isinstance(first, slice):
+        rows = nested[first]
+    elif not first or not isinstance(first[0], bool):
+        rows = [nested[pick] for pick in first]
+    elif len(first) == len(nested):
+        rows = [row for row, keep in zip(nested, first, strict=True) if keep]
+    else:
+        raise ShapeError(f"History: a mask must have an entry for each of {len(nested)} rows: got {len(first)}.")
+    return [_take_rows(row, rest) for row in rows] if rest else rows
 
 
 # A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its

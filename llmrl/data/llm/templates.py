@@ -242,45 +242,38 @@ def render_text(
 
 
 def _family(
-    name: str, parse: Parser, tokens: str, *, keywords: str = "", markers: str = "", known_by: str = "", **fields: Any
+    name: str, parse: Parser, tokens: str, keywords: str = "", *, markers: str = "", known_by: str = "", **fields: Any
 ) -> None:
     jinja = resources.files("llmrl.chat_templates").joinpath(f"{name}.jinja").read_text("utf-8")
-    fields |= {"keywords": keywords, "special_tokens": tokens, "text_markers": markers, "recognised_by": known_by}
-    lists = {field: tuple(value.split()) for field, value in fields.items() if field not in ("answer", "rewrites")}
-    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, **(fields | lists))
+    lists = {"keywords": keywords, "special_tokens": tokens, "text_markers": markers, "recognised_by": known_by}
+    fields |= {field: tuple(value.split()) for field, value in lists.items()}
+    _BUILT_IN[name] = _TEMPLATES[name] = ChatTemplate(name, jinja, parse, **fields)
 
 
 _CHATML, _ROLES = "<|im_start|> <|im_end|>", "<|system|> <|user|> <|assistant|>"
 _LLAMA3, _GEMMA = "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<start_of_turn> <end_of_turn>"
+_MISTRAL = "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"
+_DEEPSEEK, _DEEPSEEK_TURNS = " ".join(deepseek.DEEPSEEK_TOKENS), " ".join(deepseek.DEEPSEEK_TOKENS[1:3])
 _GPT_OSS = "<|start|> <|channel|> <|constrain|> <|message|> <|call|> <|end|> <|return|>"
 _DROPS_THINKING = "only the answers after the last question keep their thinking, or an empty block in its place"
 _DROPS_ANALYSIS = "an answer that is not the last ends with another marker, and what was thought up to it is dropped"
 
 _family("chatml_format", chatml.parse_chatml, _CHATML, known_by=_CHATML)
-_family("qwen", chatml.parse_chatml, _CHATML, keywords="qwen")
-_family("qwen3", chatml.parse_qwen3, _CHATML, keywords="qwen3 qwen-3", rewrites=_DROPS_THINKING)
-_family("llama", turns.parse_llama, "<s> </s>", keywords="llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
+_family("qwen", chatml.parse_chatml, _CHATML, "qwen")
+_family("qwen3", chatml.parse_qwen3, _CHATML, "qwen3 qwen-3", rewrites=_DROPS_THINKING)
+_family("llama", turns.parse_llama, "<s> </s>", "llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
+_family("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}", "llama-3 llama3", known_by=_LLAMA3)
+_family("mistral", turns.parse_mistral, _MISTRAL, "mistral mixtral ministral")
+_family("gemma", turns.parse_gemma, f"<bos> {_GEMMA}", "gemma", known_by=_GEMMA)
+_family("phi", turns.parse_phi, f"{_ROLES} <|end|>", "phi-3 phi3")
+_family("deepseek", deepseek.parse_deepseek, _DEEPSEEK, "deepseek", known_by=_DEEPSEEK_TURNS)
+_family("falcon", turns.parse_falcon, "<|endoftext|>", "falcon", markers=_ROLES)
+_family("dialogpt", turns.parse_dialogpt, "<|endoftext|>", "dialogpt")
 _family(
-    *("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}"),
-    keywords="llama-3 llama3",
-    known_by="<|start_header_id|> <|eot_id|>",
-)
-_family(
-    *("mistral", turns.parse_mistral, "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"),
-    keywords="mistral mixtral ministral",
-)
-_family("gemma", turns.parse_gemma, f"<bos> {_GEMMA}", keywords="gemma", known_by=_GEMMA)
-_family("phi", turns.parse_phi, f"{_ROLES} <|end|>", keywords="phi-3 phi3")
-_family(
-    *("deepseek", deepseek.parse_deepseek, " ".join(deepseek.DEEPSEEK_TOKENS)),
-    keywords="deepseek",
-    known_by=" ".join(deepseek.DEEPSEEK_TOKENS[1:3]),
-)
-_family("falcon", turns.parse_falcon, "<|endoftext|>", keywords="falcon", markers=_ROLES)
-_family("dialogpt", turns.parse_dialogpt, "<|endoftext|>", keywords="dialogpt")
-_family(
-    *("gpt_oss", gpt_oss.parse_gpt_oss, _GPT_OSS),
-    keywords="gpt-oss gpt_oss",
+    "gpt_oss",
+    gpt_oss.parse_gpt_oss,
+    _GPT_OSS,
+    "gpt-oss gpt_oss",
     known_by="<|channel|> <|message|> <|return|>",
     answer=gpt_oss.read_gpt_oss_answer,
     rewrites=_DROPS_ANALYSIS,

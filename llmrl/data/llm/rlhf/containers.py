@@ -17,13 +17,13 @@ C = TypeVar("C", bound=type)
 
 def _with_lists(cls: C) -> C:
     """A list becomes a column with one value per row of the batch, so that indexing the batch indexes it too."""
-    init, names = cls.__init__, list(cls.__annotations__)
+    init, fields = cls.__init__, cls.__annotations__
 
     @wraps(init)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
-        given = dict(zip(names, values, strict=False))
-        fields = {name: options.pop(name) for name in names if name in options} | given
-        init(self, **{k: column(v) if isinstance(v, list) else v for k, v in fields.items()}, **options)
+        # Only fields: the list of ``batch_size`` stays one.
+        lists = {name: column(v) for name, v in options.items() if name in fields and isinstance(v, list)}
+        init(self, *[column(v) if isinstance(v, list) else v for v in values], **options | lists)
 
     cls.__init__ = __init__
     return cls
