@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from llmrl.data.datasets.base import BaseDatasetExperienceReplay
 from llmrl.data.datasets.downloads import RemoteFile
-from llmrl.data.datasets.formats import reading, ted_rows
+from llmrl.data.datasets.formats import npy_header, reading, ted_rows
 from llmrl.data.replay_buffers import Sampler, SamplerWithoutReplacement, SliceSampler, SliceSamplerWithoutReplacement
 from llmrl.data.ted_utils import segment_ids, trajectory_ends
 from llmrl.errors import DataError
@@ -169,9 +168,7 @@ def _npy_rows(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
     """The rows of a gzipped array, some at a time: a checkpoint has 7 GB of frames."""
     count, row, dtype = _npy_shape(path)
     size = int(np.prod(row)) * dtype.itemsize
-    with ExitStack() as stack:
-        stack.enter_context(reading(path))
-        file = stack.enter_context(gzip.open(path, "rb"))
+    with reading(path), gzip.open(path, "rb") as file:
         _header(path, file)
         at = 0
         while at < stop:
@@ -192,9 +189,7 @@ def _npy_shape(path: Path) -> tuple[int, tuple[int, ...], np.dtype]:
 
 
 def _header(path: Path, file: Any) -> tuple[int, tuple[int, ...], np.dtype]:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, by_columns, dtype = read(file)
+    shape, by_columns, dtype = npy_header(file)
     if not shape or by_columns or dtype.hasobject:
         raise DataError(f"{path}: the file must hold an array of numbers, row after row: got {dtype} of shape {shape}.")
     return shape[0], shape[1:], dtype

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "h5_columns",
     "load_pickle",
     "load_pickled_array",
+    "npy_header",
     "open_h5",
     "reading",
     "tar_members",
@@ -184,14 +185,20 @@ def load_pickle(content: bytes) -> Any:
     return _DataUnpickler(io.BytesIO(content)).load()
 
 
+def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads the head of a ``.npy`` file: the shape, whether it is stored by columns, and the dtype."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(file)
+
+
 def load_pickled_array(content: bytes) -> Any:
     """Reads what ``numpy.save`` wrote; of a Python value (an array of objects), the value."""
     file = io.BytesIO(content)
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
+    shape, _, dtype = npy_header(file)
     if not dtype.hasobject:
         return np.load(io.BytesIO(content), allow_pickle=False)
+    # numpy would unpickle an array of objects with its own unpickler, which runs code.
     value = load_pickle(content[file.tell() :])
     return value.item() if isinstance(value, np.ndarray) and not shape else value
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         return files
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
-        folders = sorted({path.parent for path in files if (path.parent / "metadata.json").exists()})
-        folders = [
-            folder for folder in folders if "total_episodes" in json.loads((folder / "metadata.json").read_text())
-        ]
+        # Folders above that of the dataset may have a metadata.json too, which describes the namespace.
+        about = {path.parent / "metadata.json" for path in files}
+        found = sorted(path for path in about if path.exists() and "total_episodes" in json.loads(path.read_text()))
+        folders = [path.parent for path in found]
         if len(folders) != 1:
             raise DataError(
                 f"{self._who}: the files must be one dataset of Minari, a folder with metadata.json and its episodes: "
@@ -83,34 +84,32 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
             dataset = _minari(self._who).MinariDataset(folders[0])
             notes["metadata"] = json.loads(json.dumps(dataset.storage.metadata, default=str))
             episodes = iter(dataset.iterate_episodes())
-        number = 0
-        while True:
+        for number in count():
             where = f"{folders[0]}, episode {number}"
             with reading(where):
                 episode = next(episodes, None)
             if episode is None:
                 return
             yield _rows(where, episode), where
-            number += 1
 
 
 def _rows(where: str, episode: Any) -> TensorDict:
-    count = len(episode.rewards)
+    steps = len(episode.rewards)
     now: dict[Key, Any] = {}
     then: dict[Key, Any] = {}
     for key, values in [*_flat(episode.observations, ("observation",)), *_flat(episode.infos or {}, ("info",))]:
-        if len(values) == count + 1:
+        if len(values) == steps + 1:
             now[key], then[key] = values[:-1], values[1:]
-        elif key[0] == "info" and len(values) == count:
+        elif key[0] == "info" and len(values) == steps:  # the environment gives it in steps only
             then[key] = values
         else:
             raise DataError(
-                f"{where}: {'.'.join(key)} must have {count + 1} values, one more than rewards: got {len(values)}."
+                f"{where}: {'.'.join(key)} must have {steps + 1} values, one more than rewards: got {len(values)}."
             )
     now |= dict(_flat(episode.actions, ("action",)))
     flags = {"terminated": episode.terminations, "truncated": episode.truncations}
     rows = ted_rows(where, now, then, reward=episode.rewards, **flags)
-    return rows.set("episode", torch.full([count], int(episode.id)))
+    return rows.set("episode", torch.full([steps], int(episode.id)))
 
 
 def _flat(value: Any, key: Key) -> list[tuple[Key, Any]]:

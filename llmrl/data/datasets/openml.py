@@ -125,22 +125,20 @@ def _scaled(where: str, values: np.ndarray) -> np.ndarray:
 
 def _read_arff(path: Path) -> tuple[dict[str, str], list[list[str]]]:
     """The type of every attribute, in the order of the file, and the rows as texts; "?" is a missing value."""
+    types: dict[str, str] = {}
     with reading(path):
         if reason := why_not_text(path):
             raise DataError(reason)
-        lines = path.open(encoding="utf-8-sig")
-    with lines, reading(path):
-        types: dict[str, str] = {}
-        number = 0
-        for line in lines:
-            number += 1
-            if line.strip().lower() == "@data":
-                break
-            if match := _ATTRIBUTE.match(line.strip()):
-                kind = match[2].strip()
-                types[match[1].strip("'\"")] = "category" if kind.startswith("{") else kind.lower()
-        kept = ((number + index, line) for index, line in enumerate(lines, 1) if line.strip() and line[0] != "%")
-        rows = [_arff_row(f"{path}, line {at}", line, types) for at, line in kept]
+        with path.open(encoding="utf-8-sig") as file:
+            lines = enumerate(file, 1)
+            for _, line in lines:
+                if line.strip().lower() == "@data":
+                    break
+                if match := _ATTRIBUTE.match(line.strip()):
+                    kind = match[2].strip()
+                    types[match[1].strip("'\"")] = "category" if kind.startswith("{") else kind.lower()
+            kept = ((number, line) for number, line in lines if line.strip() and line[0] != "%")
+            rows = [_arff_row(f"{path}, line {number}", line, types) for number, line in kept]
     if not types:
         raise DataError(f"{path}: an ARFF file must have lines '@attribute name type': it has none.")
     return types, rows

@@ -112,8 +112,8 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         if not files:
             self._check_name()
             files = self._remote_files()
-        order = torch.randperm(len(files)).tolist() if self.shuffle else range(len(files))
-        for file in (files[number] for number in order):
+        for file in (files[number] for number in self._order(len(files))):
+            # Not a TemporaryDirectory, which warns where a loop leaves the stream before its end.
             folder = None if isinstance(file, Path) else Path(mkdtemp(prefix="llmrl-stream-"))
             try:
                 paths = [file] if folder is None else fetch(self._who, [file], folder)
@@ -121,6 +121,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             finally:
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
+
+    def _order(self, count: int) -> list[int]:
+        return torch.randperm(count).tolist() if self.shuffle else list(range(count))
 
     def __iter__(self) -> Iterator[Any]:
         if self.batch_size is not None:
@@ -130,17 +133,14 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         else:
             ends = self._storage.entry(("next", "done"), torch.arange(len(self))).reshape(-1).nonzero().reshape(-1)
             starts = [0, *(ends[:-1] + 1).tolist()]
-            for number in torch.randperm(len(ends)).tolist() if self.shuffle else range(len(ends)):
+            for number in self._order(len(ends)):
                 rows = self._storage.get(slice(starts[number], int(ends[number]) + 1))
                 yield self._transform(rows if self.slice_len is None else cut(self._who, rows, self.slice_len, None))
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
-        number = 0
-        for path in files:
-            for where, steps in _episodes(path):
-                rows = _rows(self._who, where, steps)
-                yield rows.set("episode", torch.full([len(rows)], number, dtype=torch.int32)), where
-                number += 1
+        for number, (where, steps) in enumerate(episode for path in files for episode in _episodes(path)):
+            rows = _rows(self._who, where, steps)
+            yield rows.set("episode", torch.full([len(rows)], number, dtype=torch.int32)), where
 
 
 def _episodes(path: Path) -> Iterator[tuple[str, list[Any]]]:
@@ -173,7 +173,7 @@ def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
         key: following(values) for key, values in now.items() if key[0] == "observation" and torch.is_tensor(values)
     }
     last, terminal = flags["is_last"].to(torch.bool), flags["is_terminal"].to(torch.bool)
-    last[-1] = True
+    last[-1] = True  # whatever the file says: no step follows
     return ted_rows(where, now, then, reward=flags["reward"], terminated=terminal, truncated=last & ~terminal)
 
 

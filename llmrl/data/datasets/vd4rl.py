@@ -63,22 +63,18 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         return hub_files(self._who, self.repository, f"{self.repository_folder}/{self.dataset_id}", self.suffixes)
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
-        number = 0
-        for path in files:
-            for where, episode in _npz_episode(path) if path.suffix == ".npz" else _h5_episodes(self._who, path):
-                rows = _episode(where, episode)
-                yield rows.set("episode", torch.full([len(rows)], number)), where
-                number += 1
+        for number, (where, columns) in enumerate(part for path in files for part in _episodes(self._who, path)):
+            rows = _rows(where, columns)
+            yield rows.set("episode", torch.full([len(rows)], number)), where
 
 
-def _npz_episode(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        episode = dict(arrays)
-    yield str(path), episode
-
-
-def _h5_episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The shard cut where ``step_type`` is 0, the first step of an episode."""
+def _episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The one of an .npz file, or those of a shard: it is cut where ``step_type`` is 0, the first step of one."""
+    if path.suffix == ".npz":
+        with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            episode = dict(arrays)
+        yield str(path), episode
+        return
     with open_h5(who, path) as file:
         starts = np.flatnonzero(np.asarray(column(str(path), file, "step_type")) == 0)
         count = len(file["step_type"])
@@ -90,7 +86,7 @@ def _h5_episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield where, {name: values[start:stop] for name, values in file.items()}
 
 
-def _episode(where: str, columns: dict[str, Any]) -> TensorDict:
+def _rows(where: str, columns: dict[str, Any]) -> TensorDict:
     pixels = columns["image"] if "image" in columns else column(where, columns, "observation")
     reward, discount = (np.asarray(column(where, columns, name)).reshape(-1) for name in ("reward", "discount"))
     for name, values in columns.items():
@@ -102,6 +98,7 @@ def _episode(where: str, columns: dict[str, Any]) -> TensorDict:
     terminated = np.asarray(terminal).reshape(-1).astype(bool)[1:]
     truncated = np.zeros_like(terminated)
     truncated[-1:] = ~terminated[-1:]
+    # Row t of a file has the frame after step t and the action that led to it: actions, rewards and flags move by one.
     state = {name: np.asarray(values) for name, values in columns.items() if name not in _KNOWN}
     both = {("pixels",): np.asarray(pixels), **{("observation", name): values for name, values in state.items()}}
     first = np.arange(len(reward) - 1) == 0
@@ -125,7 +122,7 @@ class _Pixels:
 
     def _converted(self, pixels: Tensor) -> Tensor:
         stored = pixels.dtype is torch.uint8
-        last = stored and pixels.shape[-1] == 3 and pixels.shape[-3] != 3
+        last = stored and pixels.shape[-1] == 3 and pixels.shape[-3] != 3  # channels last, as .npz files have them
         images = pixels.movedim(-1, -3) if last else pixels
         if stored and (self.to_float or self.size is not None):
             images = images / 255
