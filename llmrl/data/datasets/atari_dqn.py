@@ -97,7 +97,9 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         notes["following"] = ["observation"]
         notes["metadata"] = {"dataset_id": self.dataset_id, "checkpoints": []}
-        seen, held = 0, None  # how many steps were added before; the newest row, until its next frame is known
+        # Steps that were added before this checkpoint, and the newest row: the next observation of a row is the
+        # observation of the row that follows, so a row is given out only when it is known what follows.
+        seen, held = 0, None
         for number, paths in _checkpoints(files):
             where = f"{paths['observation'].parent}, checkpoint {number}"
             shapes = {name: _npy_shape(paths[name])[0] for name in _STORED}
@@ -106,10 +108,10 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
                 raise DataError(f"{where}: the files must have as many rows each: got {shapes}.")
             if "add_count" in paths:
                 added = int(_npy(paths["add_count"]))
-                oldest = max(added - count, 0)
+                oldest = max(added - count, 0)  # the ring has overwritten those before
                 runs = _runs(max(oldest, seen), added, count)
             else:
-                added, oldest, runs = seen + count, seen, [(0, count)]
+                added, oldest, runs = seen + count, seen, [(0, count)]  # taken to go on where the last one ended
             about = {"number": number, "add_count": added}
             if "invalid_range" in paths:
                 about["invalid_range"] = _npy(paths["invalid_range"]).tolist()
@@ -172,6 +174,7 @@ def _npy_rows(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
         _header(path, file)
         at = 0
         while at < stop:
+            # A gzip file has no positions to seek to: rows before ``start`` are read and left.
             wanted = min(_PART, (start if at < start else stop) - at)
             content = file.read(wanted * size)
             if len(content) < wanted * size:

@@ -14,7 +14,6 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,6 +128,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     def _open(self, download: bool | str) -> DatasetStorage:
         if download == "force" or not self._is_built():
             with self._lock():
+                # Asked again inside: another process may have built it while this one waited.
                 if download == "force" or not _is_complete(self.data_path_root):
                     self._build(bool(download))
                 if self.split_trajs and not self._is_built():
@@ -148,13 +148,13 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     def _build(self, download: bool) -> None:
         downloads = self.data_path_root / "downloads"
         files = self._local_files()
-        if not files and not download:
-            raise DataError(
-                f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download be True: there is "
-                f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or give "
-                "source=..., a file or folder."
-            )
         if not files:
+            if not download:
+                raise DataError(
+                    f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download be True: there is "
+                    f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or "
+                    "give source=..., a file or folder."
+                )
             self._check_name()
             files = self._download(downloads)
         notes = {"sources": [self._source_entry(file) for file in files]}
@@ -181,6 +181,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         where = self._source or self.data_path_root
         if where.is_file():
             return [where]
+        # What llmrl wrote below the folder: half a download is not a file of the dataset.
         own = [self.data_path_root / "downloads", *self.data_path_root.glob("checkpoint.*")]
         found = [
             path
@@ -206,6 +207,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         about = file.stat()
         if (file.name, about.st_size) != (entry["name"], entry["bytes"]):
             return False
+        # Hashing takes long, so it is for copies alone, which have another time.
         return about.st_mtime_ns == entry["changed"] or file_digest(file) == entry["sha256"]
 
     def _check_notes(self, notes: dict[str, Any]) -> None:
@@ -224,13 +226,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
                 f"{again}."
             )
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> ProcessLock:
         self.data_path_root.mkdir(parents=True, exist_ok=True)
         lock = ProcessLock(self.data_path_root / "build.lock", self.lock_timeout_s)
-        lock.hand_over()
-        with lock:
-            yield
+        lock.hand_over()  # it excludes unrelated processes too, not only those that inherit it
+        return lock
 
     # --- changing and removing ---
 
@@ -260,13 +260,14 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
             raise ConfigError(f"{self._who}: rows are dimension 0: got dim={dim}.")
         count = min(num_frames or len(self), len(self))
         task = _Task(self._who, current_directory(self.data_path), fn)
-        at = TensorDict(at=torch.arange(count), batch_size=[count])
+        at = TensorDict(at=torch.arange(count), batch_size=[count])  # processes get positions, and map the files
         size = chunksize if chunksize is not None or num_chunks else _CHUNK
         if num_workers or pool.get("pool") is not None:
             made = at.map_iter(task, 0, num_workers, chunksize=size, num_chunks=num_chunks, **pool)
         else:
             size = size if size is not None else -(-count // num_chunks)
             made = map(task, at.split(size) if size else at.unbind(0))
+        # ``fn`` was given the next observations, so they are written like all other entries.
         notes = {name: value for name, value in self._storage.notes.items() if name != "following"}
         notes |= {"preprocessed": True}
         path = self.data_path if dest is None else Path(dest).expanduser()
@@ -308,6 +309,7 @@ class _Task:
         return made if index.ndim else made.unsqueeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The function may be a lambda, which pickle refuses; the storage is opened anew.
         return {"who": self.who, "folder": self.folder, "fn": cloudpickle.dumps(self.fn)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -66,19 +66,10 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"{self._who}: datasets are read from the published files: got from_env={from_env}, direct_download="
                 f"{direct_download}; the package d4rl needs gym, which gymnasium has replaced. Leave both out."
             )
-        buffer = {"sampler": sampler, "writer": writer, "collate_fn": collate_fn, "pin_memory": pin_memory}
-        super().__init__(
-            dataset_id,
-            batch_size,
-            root=root,
-            download=download,
-            split_trajs=split_trajs,
-            options={"use_truncated_as_done": use_truncated_as_done, "drop_timeouts": terminate_on_end is False},
-            prefetch=prefetch,
-            transform=transform,
-            **buffer,
-            **arguments,
-        )
+        arguments |= {"sampler": sampler, "writer": writer, "collate_fn": collate_fn, "pin_memory": pin_memory}
+        arguments |= {"prefetch": prefetch, "transform": transform, "split_trajs": split_trajs, "root": root}
+        options = {"use_truncated_as_done": use_truncated_as_done, "drop_timeouts": terminate_on_end is False}
+        super().__init__(dataset_id, batch_size, download=download, options=options, **arguments)
 
     def _remote_files(self) -> list[RemoteFile]:
         address = f"{self.base_url}/{self.addresses[self.dataset_id]}.hdf5"
@@ -92,6 +83,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 for start in range(0, count, _PART):
                     stop = min(start + _PART, count)
                     with reading(f"{path}, rows {start} to {stop - 1}"):
+                        # One row more than is kept: its observation is the next one of the last row.
                         part = {key: value[start : stop + 1] for key, value in columns.items() if key[0] != "metadata"}
                     rows = self._rows(str(path), part, stop - start)
                     if len(rows):
@@ -118,7 +110,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         flags = {"terminated": terminals, "truncated": timeouts, "done": done}
         rows = ted_rows(where, now, {("observation",): then}, reward=own[("rewards",)], **flags)
         kept = torch.ones_like(ends)
-        if not known:
+        if not known:  # the last row of the file is left out if it does not end its episode: its next one is not there
             kept[-1] = bool(ends[-1]) or len(columns[("observations",)]) > count
             if self._options["drop_timeouts"]:
                 kept &= ~timeouts | terminals

@@ -133,6 +133,8 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
             _receive(file, part, folder, known, lambda done, total: progress.update(task, completed=done, total=total))
             break
         except (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
+            # A connection that breaks again and again is fine as long as each attempt brings bytes. Of the answers
+            # with a 4xx, these three may be others next time: a slow request, a stale range, too many requests.
             grew = part.exists() and part.stat().st_size > had
             failures = 1 if grew else failures + 1
             fatal = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
@@ -152,6 +154,7 @@ def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], 
     """Appends the rest of the file to ``part``, or starts again if the server has another file by now."""
     validator = read_ledger(folder).get(file.name, {}).get("validator")
     start = part.stat().st_size if part.exists() and validator else 0
+    # With If-Range a server that has another file by now sends the whole of it instead of a rest that does not fit.
     headers = {"Range": f"bytes={start}-", "If-Range": validator} if start else {}
     try:
         response = urlopen(Request(file.url, headers=headers), timeout=_TIMEOUT_S)
@@ -163,10 +166,11 @@ def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], 
     with response:
         resumed = response.status == 206
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        weak = validator is not None and validator.startswith("W/")
+        weak = validator is not None and validator.startswith("W/")  # does not promise the same bytes
         length = response.headers.get("Content-Length")
-        start = start if resumed else 0
+        start = start if resumed else 0  # the server ignored the range
         total = None if length is None else start + int(length)
+        # Noted before the first byte arrives, so that a later process can resume what this one leaves.
         _note(folder, file.name, {**known, "url": file.url, "validator": None if weak else validator, "bytes": None})
         with part.open("ab" if resumed else "wb") as out:
             while piece := response.read(_PIECE):
@@ -196,7 +200,7 @@ def _check(who: str, file: RemoteFile, part: Path, known: dict[str, Any]) -> Non
 
 def _note(folder: Path, name: str, entry: dict[str, Any]) -> None:
     ledger = {**read_ledger(folder), name: entry}
-    draft = folder / f"{LEDGER}.draft"
+    draft = folder / f"{LEDGER}.draft"  # renamed: a process that is killed leaves a whole ledger
     draft.write_text(json.dumps(ledger, indent=1))
     draft.replace(folder / LEDGER)
 

@@ -108,7 +108,7 @@ def reading(where: Path | str) -> Iterator[None]:
     try:
         yield
     except LLMRLError:
-        raise
+        raise  # it names its place already
     except (OSError, EOFError, ValueError, KeyError, RuntimeError, *_BROKEN) as error:
         raise DataError(
             f"{where}: the file must be complete and of its format: {error}; download it again, or check what wrote it."

@@ -82,6 +82,7 @@ def _episode(where: str, columns: dict[str, Any]) -> TensorDict:
         raise DataError(
             f"{where}: there must be one observation more than actions: got {len(frames)} and {len(action)}."
         )
+    # The frame after the end of an episode is of the next level.
     then = frames[1:].masked_fill(expand_right(done, frames.ndim), 0) if len(done) == len(action) else frames[1:]
     return ted_rows(
         where,

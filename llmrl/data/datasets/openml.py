@@ -120,7 +120,7 @@ def _scaled(where: str, values: np.ndarray) -> np.ndarray:
         row, number = np.argwhere(np.isnan(values))[0]
         raise DataError(f"{where}: numeric values must be there: row {row} of the data misses number {number}.")
     spread = values.std(0)
-    return (values - values.mean(0)) / np.where(spread == 0, 1, spread)
+    return (values - values.mean(0)) / np.where(spread == 0, 1, spread)  # a column of one value becomes zeros
 
 
 def _read_arff(path: Path) -> tuple[dict[str, str], list[list[str]]]:
@@ -147,7 +147,7 @@ def _read_arff(path: Path) -> tuple[dict[str, str], list[list[str]]]:
 def _arff_row(where: str, line: str, types: dict[str, str]) -> list[str]:
     if line.startswith("{"):
         raise DataError(f"{where}: rows must name every value: got a sparse row, {line.strip()!r:.60}.")
-    quote = '"' if '"' in line else "'"
+    quote = '"' if '"' in line else "'"  # ARFF allows both; csv takes one
     row = [value.strip() for value in next(csv.reader([line], quotechar=quote, escapechar="\\", skipinitialspace=True))]
     if len(row) != len(types):
         raise DataError(f"{where}: a row must have {len(types)} values, one per attribute: got {len(row)}.")

@@ -62,7 +62,8 @@ def _trial(where: str, columns: dict[tuple[str, ...], np.ndarray]) -> TensorDict
     cut = np.zeros_like(ends)
     cut[-1:] = ~ends[-1:]
     now, then = {}, {}
-    column(where, columns, ("observations",)), column(where, columns, ("actions",))
+    for name in ("observations", "actions"):
+        column(where, columns, (name,))  # names the column if it is missing; all of them are copied below
     for key, values in columns.items():
         if key[0] not in ("rewards", "done"):
             now[(names.get(key[0], key[0]), *key[1:])] = values

@@ -78,7 +78,7 @@ class RowWriter:
                     f"{list(column.shape)}."
                 )
             content = values.clone(memory_format=torch.contiguous_format)  # a row of one value may have any stride
-            # Not by tofile, which hides what a full disk did not take.
+            # Not by numpy's tofile, which hides what a full disk did not take.
             column.file.write(content.reshape(-1).view(torch.uint8).numpy().data)
         self.rows += len(rows)
 
@@ -86,7 +86,7 @@ class RowWriter:
         """Completes the folder. Raises: DataError if nothing was written."""
         if not self.rows:
             raise DataError(f"{self.who}: a dataset must have at least one row: the files have none.")
-        self._files.close()
+        self._files.close()  # before the marker: it tells that all rows are in the files
         columns = []
         for key, column in self._columns.items():
             dtype = str(column.dtype).removeprefix("torch.")
@@ -155,7 +155,7 @@ class DatasetStorage(TensorStorage):
 
     def _next(self, key: Key, index: int | slice | Tensor, rows: Any) -> Tensor:
         at = torch.arange(index.start, index.stop) if isinstance(index, slice) else torch.as_tensor(index)
-        last = len(self) - 1
+        last = len(self) - 1  # nothing follows it: zeros, as at the end of a trajectory
         values = super().entry(key, (at + 1).clamp(max=last).reshape(-1)).reshape(rows.get(key).shape)
         ends = rows.get(("next", "done")).reshape(at.shape) | (at == last)
         return values.masked_fill(expand_right(ends, values.ndim), 0)
@@ -178,6 +178,7 @@ def read_marker(who: str, folder: Path) -> dict[str, Any]:
 def _mapped(file: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not prod(shape):
         return torch.zeros(shape, dtype=dtype)
+    # Not shared: what a program writes to the rows stays in its memory, and never reaches the file.
     return torch.from_file(str(file), shared=False, size=prod(shape), dtype=dtype).view(shape)
 
 

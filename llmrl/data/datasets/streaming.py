@@ -68,7 +68,7 @@ class TrajectoryStream(Storage):
         raise UnsupportedError(f"{self.who}: a stream has no length; leave out streaming=True to store its rows.")
 
     def _next(self) -> TensorDict:
-        for _ in range(2):
+        for _ in range(2):  # the second time at the beginning of a new pass; if that is empty too, there is nothing
             if (rows := next(self._current, None)) is not None:
                 return rows
             self._current = self._shuffled()
@@ -77,7 +77,7 @@ class TrajectoryStream(Storage):
     def _shuffled(self) -> Iterator[TensorDict]:
         window: list[TensorDict] = []
         for rows in self._passes():
-            window.append(rows)
+            window.append(rows)  # a pass cannot be permuted without reading all of it: a window is
             if len(window) > (_WINDOW if self._shuffle else 0):
                 yield window.pop(int(torch.randint(len(window), ())))
         while window:
@@ -101,7 +101,7 @@ def cut(who: str, rows: TensorDict, length: int, pad: float | None) -> TensorDic
         )
     start = int(torch.randint(max(-missing, 0) + 1, ()))
     rows = rows[start : start + length].clone()
-    for name in ("truncated", "done"):
+    for name in ("truncated", "done"):  # so that returns are not summed beyond the slice
         rows["next", name][-1] = True
     if missing <= 0:
         return rows

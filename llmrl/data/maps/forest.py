@@ -129,10 +129,6 @@ class MCTSForest:
         """The number of different steps."""
         return len(self._ends)
 
-    def branches_of(self, node: int) -> list[int]:
-        """The positions of the steps that were taken at a node."""
-        return self.node_map.branches[node]
-
     def extend(self, rollout: TensorDictBase, *, return_node: bool = False) -> Tree | None:
         """Adds the trajectories of ``rollout``; ``return_node``: and returns the tree at its first step."""
         if not rollout.batch_dims:
@@ -146,15 +142,16 @@ class MCTSForest:
             ends = nodes.index(after, extend=True).tolist()
             index = self.data_map.query_module.index(steps, extend=True).tolist()
             self._check_ends(index, ends)
-            self.data_map.query_module.forget(known)  # the map numbers them in the same order
+            # These numbers were for the check alone: writing gives the same ones, in the same order, with the rows.
+            self.data_map.query_module.forget(known)
             self.data_map[steps] = steps
-        except BaseException:
+        except BaseException:  # an interruption too: both maps must know the same steps
             nodes.forget(before)
             self.data_map.query_module.forget(known)
             raise
         self.node_map.branches += [[] for _ in range(len(nodes) - before)]
         for start, position, end, value in zip(starts, index, ends, earned, strict=True):
-            if position == len(self):
+            if position == len(self):  # a new step: positions count up in the order of the rollout
                 self._ends.append(end)
                 self.counts.append(0)
                 self.returns.append(0.0)
@@ -178,12 +175,13 @@ class MCTSForest:
         """
         if root.batch_dims:
             raise DataError(f"MCTSForest.get_tree: root must be one observation: got batch size {[*root.batch_size]}.")
-        limit = len(self) + 1 if max_depth is None else max_depth
+        limit = len(self) + 1 if max_depth is None else max_depth  # a path meets no observation twice
         start = self.node_map.node(root)
         root = root.select(*self.observation_keys)
         tree, made = None, 0
         on_path: dict[int, None] = {}
-        # A vertex to make (its parent, the first step, steps before it), or the nodes to leave after its children.
+        # An explicit stack: a trajectory may have more steps than Python allows calls. It holds a vertex to make (its
+        # parent, the first step, steps before it), or how many nodes were on the path before the vertex that is left.
         waiting: list[tuple[Tree | None, int | None, int] | int] = [(None, None, 0)]
         while waiting:
             task = waiting.pop()
@@ -200,10 +198,12 @@ class MCTSForest:
                 node = following.pop()
                 is_repeated = node in on_path
                 on_path.setdefault(node)
-                choices = self.branches_of(node)
+                choices = self.node_map.branches[node]
+                # The vertex grows while there is no choice, and while as many trajectories go on as came: if some end
+                # here, the rest is a child, with a value of its own.
                 if not compact or is_repeated or len(choices) != 1 or depth + len(branches) == limit:
                     continue
-                if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:  # else some end here
+                if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:
                     branches.append(choices[0])
                     following.append(self._ends[choices[0]])
             vertex = Tree(self, root, node, tuple(branches), parent, made)
@@ -212,15 +212,15 @@ class MCTSForest:
             tree = tree or vertex
             if parent is not None:
                 parent.subtree = (*parent.subtree, vertex)
-            waiting.append(size)
+            waiting.append(size)  # below the children, so that it is taken from the stack after them
             depth += len(branches)
             if not is_repeated and depth < limit:
-                waiting += [(vertex, choice, depth) for choice in reversed(self.branches_of(node))]
+                waiting += [(vertex, choice, depth) for choice in reversed(self.node_map.branches[node])]
         return tree
 
     def get_child(self, root: TensorDictBase) -> TensorDictBase:
         """The steps that were taken at the observation in ``root``, [k]."""
-        return self.data_map[torch.tensor(self.branches_of(self.node_map.node(root)))]
+        return self.data_map[torch.tensor(self.node_map.branches[self.node_map.node(root)])]
 
     def valid_paths(self, root: TensorDictBase) -> list[tuple[int, ...]]:
         """The paths of the leaves of `get_tree` of ``root``."""
@@ -240,20 +240,17 @@ class MCTSForest:
         after = rollout.get("next", None)
         if after is None:
             raise MissingKeyError("MCTSForest: each step must have what follows it under 'next': there is none.")
-        rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in _all(after)]
+        present = after.keys(True, True)
+        rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in present]
         total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
         if not total.isfinite().all():
             raise DataError("MCTSForest: rewards must be finite, or values would not be: leave out what failed.")
         done = torch.zeros(rollout.batch_size, dtype=torch.bool)
         for key in self.done_keys:
-            if key in _all(after):
+            if key in present:
                 done |= reduce_right(after.get(key), rollout.batch_size)
         left = steps_left(trajectory_ends(done=done))
         return sum_ahead(total, left, steps=total.shape[-1], discount=1.0, dim=-1)
-
-
-def _all(td: TensorDictBase) -> Any:
-    return td.keys(True, True)
 
 
 def _keys(given: Sequence[NestedKey] | None, default: Sequence[NestedKey]) -> list[NestedKey]:

@@ -19,10 +19,11 @@ def row_bytes(rows: Tensor) -> list[bytes]:
     """The bytes of each row of [N, F]. Equal numbers have equal bytes: -0.0 counts as 0.0."""
     rows = rows.detach().cpu()
     if rows.is_floating_point() or rows.is_complex():
-        rows = rows + 0.0
+        rows = rows + 0.0  # makes 0.0 of -0.0
     count, width = rows.shape[0], rows.shape[1] * rows.element_size()
     if not width:
         return [b""] * count
+    # One void value per row: numpy makes the bytes objects in one pass, without a loop over rows.
     return rows.contiguous().view(torch.uint8).numpy().view(np.dtype((np.void, width))).ravel().tolist()
 
 
@@ -77,7 +78,7 @@ class SipHash(nn.Module):
         digests = [blake2b(row, digest_size=8).digest() for row in rows]
         if not self.as_tensor:
             return digests
-        hashes = np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64)
+        hashes = np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64)  # the same on big-endian machines
         return torch.from_numpy(hashes).reshape(x.shape[:-1]).to(x.device)
 
 

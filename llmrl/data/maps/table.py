@@ -249,7 +249,7 @@ class TensorDictMap(TensorMap):
             )
         if not item.batch_size.numel():
             return
-        before = len(self)
+        before = len(self)  # to return to after an error: rows get their numbers before they are written
         if not item.batch_dims:
             item, value = item.unsqueeze(0), value.unsqueeze(0)
         if self.out_keys is not None:
@@ -277,14 +277,13 @@ class TensorDictMap(TensorMap):
         places: dict[int, list[int]] = {}
         for place, position in enumerate(index.tolist()):
             places.setdefault(position, []).append(place)
-        positions = sorted(places)
+        positions = sorted(places)  # new ones, the highest, must follow each other in the storage
         if self.write_fn is None:
             rows = value[torch.tensor([places[position][-1] for position in positions], dtype=torch.int64)]
         else:
             rows = self._merged(value, positions, places)
-        if positions:
-            is_run = positions[-1] - positions[0] + 1 == len(positions)
-            self.storage.set(slice(positions[0], positions[-1] + 1) if is_run else torch.tensor(positions), rows)
+        is_run = positions[-1] - positions[0] + 1 == len(positions)  # a slice is copied as a block
+        self.storage.set(slice(positions[0], positions[-1] + 1) if is_run else torch.tensor(positions), rows)
 
     def _merged(self, value: TensorDictBase, positions: list[int], places: dict[int, list[int]]) -> TensorDictBase:
         rows = value[torch.tensor([places[position][0] for position in positions], dtype=torch.int64)]
@@ -292,7 +291,8 @@ class TensorDictMap(TensorMap):
         if stored.any():
             old = self._read(torch.tensor(positions)[stored])
             rows[stored] = self.write_fn(old, rows[stored])
-        for turn in range(1, max(map(len, places.values()), default=0)):
+        # Turn by turn, all keys at once: each pass takes the next row of those that have one.
+        for turn in range(1, max(map(len, places.values()))):
             again = torch.tensor([len(places[position]) > turn for position in positions])
             news = value[torch.tensor([where[turn] for _, where in sorted(places.items()) if len(where) > turn])]
             rows[again] = self.write_fn(rows[again], news)

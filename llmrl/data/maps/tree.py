@@ -38,7 +38,7 @@ class Tree:
     ) -> None:
         self._forest, self._node, self.branches, self.node_id = forest, node, branches, id_
         self._root_data = node_data
-        self._parent = None if parent is None else ref(parent)
+        self._parent = None if parent is None else ref(parent)  # weak: a circle would wait for the garbage collector
         self.subtree: tuple[Tree, ...] = ()
         self.is_repeated = False
 
@@ -71,17 +71,18 @@ class Tree:
 
     @property
     def count(self) -> int:
-        if self.branches:
-            return self._forest.counts[self.branches[0]]
-        return sum(self._forest.counts[branch] for branch in self._forest.branches_of(self._node))
+        return self._sum(self._forest.counts)
 
     visits = count
 
     @property
     def wins(self) -> float:
-        if self.branches:
-            return self._forest.returns[self.branches[0]]
-        return sum(self._forest.returns[branch] for branch in self._forest.branches_of(self._node))
+        return self._sum(self._forest.returns)
+
+    def _sum(self, of_steps: list[Any]) -> Any:
+        # All trajectories of a vertex take its first step. Those of a root without steps take any from its observation.
+        steps = self.branches[:1] or self._forest.node_map.branches[self._node]
+        return sum(of_steps[step] for step in steps)
 
     @property
     def value(self) -> float:
@@ -219,10 +220,10 @@ class Tree:
             if not tree.subtree:
                 row[tree.node_id], leaves = leaves, leaves + 1
         vertices = [tree for _, tree in self.walk()]
-        for tree in reversed(vertices):
+        for tree in reversed(vertices):  # children before their parents, which stand in the middle of them
             if tree.subtree:
                 row[tree.node_id] = sum(row[child.node_id] for child in tree.subtree) / len(tree.subtree)
-        values = [tree.value for tree in vertices if tree.value == tree.value] or [0.0]
+        values = [tree.value for tree in vertices if tree.value == tree.value] or [0.0]  # NaN: nothing came this way
         low, span = min(values), (max(values) - min(values)) or 1.0
         at = {id_: (20 + depth[id_] * width, 20 + row[id_] * height) for id_ in row}
         parts = [
