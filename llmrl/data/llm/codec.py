@@ -66,7 +66,7 @@ class ChatCodec:
         self.answer_lead, self.answer_trail, self.end_of_turn = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
         self.end_is_control = self._controls.first(self.end_of_turn) is not None
-        if not self.end_is_control:
+        if not self.end_is_control:  # ordinary text cannot be escaped: a message that spells it would end its turn
             self._controls.forbidden = self.end_of_turn.strip()
         self._finder = SpanFinder(template, self._kwargs, self.end_of_turn, end_is_control=self.end_is_control)
 
@@ -95,7 +95,8 @@ class ChatCodec:
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
         blocks = None
         if self._marks_generation and not add_generation_prompt and not only_contents(chats):
-            texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True)  # no skeleton would fit
+            # Messages with more than a content fit no skeleton, so the blocks are asked for in the same rendering.
+            texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True)
         else:
             texts, _ = self._render(chats, tools, add_generation_prompt=add_generation_prompt)
         found = self._finder.find(chats, texts, blocks, tools, add_generation_prompt=add_generation_prompt)
@@ -164,6 +165,7 @@ class ChatCodec:
         ]
 
     def _encoded(self, texts: Sequence[str]) -> list[EncodedText]:
+        # Few texts quote control tokens: all others go through the model's own tokenizer, in one batch.
         quoting = {row for row, text in enumerate(texts) if self._controls.quotes(text)}
         plain = [text for row, text in enumerate(texts) if row not in quoting]
         batch = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False) if plain else {}
@@ -204,7 +206,7 @@ class ChatCodec:
 
     def _find_surroundings(self) -> tuple[str, str, str]:
         """White space before and after the assistant's content, and what follows it up to the first control token."""
-        stand_in = chr(STAND_IN)
+        stand_in = chr(STAND_IN)  # what a template does around it, it does around any content
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
         [text], _ = self._render([probe], None, add_generation_prompt=False)
         [prompt], _ = self._render([probe[:1]], None, add_generation_prompt=True)
@@ -216,7 +218,7 @@ class ChatCodec:
         if self._marks_generation:
             self._check_blocks(probe, text)
         before, _, after = text.partition(stand_in)
-        lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""  # the prompt may open a thought, the text not
         start, end = self._controls.first(after) or (0, len(after.rstrip()))
         return lead if lead.isspace() else "", after[:start] if after[:start].isspace() else "", after[:end]
 
@@ -264,7 +266,7 @@ class ControlTokens:
         self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(ordered)}
         self._markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
         self._structure = tuple(marker for marker in markers if marker not in self._stand_ins)
-        # a text without any of these holds no marker
+        # A text without any of these holds no marker: searching for them is faster than the regular expressions.
         self._heads = sorted({marker[:3] for marker in (*ordered, *self._structure)})
         self._find_markers = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._find_stand_ins = re.compile(f"([{''.join(self._markers)}])" if ordered else r"(?!)")
@@ -335,6 +337,8 @@ class ControlTokens:
         encodings = tokenizer.encode_batch([text for text, _ in swapped], add_special_tokens=False)
         rows = []
         for (text, place), encoding in zip(swapped, encodings, strict=True):
+            # The id of a real control token means that a quoted marker was not split into plain ids. Unknown is an
+            # exception: it stands for any character that the vocabulary lacks.
             if not self._ids.isdisjoint(set(encoding.ids) - {self._tokenizer.unk_token_id}):
                 held = sorted({self._markers[mark] for mark in self._find_stand_ins.findall(texts[len(rows)])})
                 raise TemplateError(
@@ -353,20 +357,22 @@ class ControlTokens:
                 "ControlTokens: quoted control tokens need a fast tokenizer: got "
                 f"{type(self._tokenizer).__name__}; remove them from the messages."
             )
-        tokenizer = type(backend).from_str(backend.to_str())
+        tokenizer = type(backend).from_str(backend.to_str())  # a copy: the user's tokenizer stays as it is
         tokenizer.no_padding()
         tokenizer.no_truncation()
         added = {str(token): token for token in self._tokenizer.added_tokens_decoder.values()}
         for marker, stand_in in self._stand_ins.items():
             like = added.get(marker, AddedToken(marker, normalized=False))
+            # Cut from the text as the token itself is, with the same white space around it.
             sides = {name: getattr(like, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
             tokenizer.add_tokens([AddedToken(stand_in, special=False, **sides)])
-        tokenizer.encode_special_tokens = True
+        tokenizer.encode_special_tokens = True  # special tokens that are spelled out become plain text
         convert = self._tokenizer.convert_tokens_to_ids
         return tokenizer, {tokenizer.token_to_id(mark): convert(marker) for mark, marker in self._markers.items()}
 
     def _swapped(self, text: str) -> tuple[str, Callable[[int], int]]:
         """The text with markers and stand-ins exchanged, and a function from its positions to those of the new text."""
+        # Stand-ins are one character, markers are not: each exchange moves all positions behind it.
         parts, places, moved, at = [], [0], [0], 0
         for match in self._find_any.finditer(text):
             found = match.group()
@@ -396,7 +402,7 @@ class ControlTokens:
                         strings.append(value)
                     else:
                         strings.extend(_strings(value))
-        everything = "\0".join(strings)
+        everything = "\0".join(strings)  # no marker holds a null, so none arises between two strings
         return any(head in everything for head in (*self._heads, self.forbidden) if head)
 
 

@@ -111,7 +111,7 @@ def to_prompt(
     {'level': 'easy', 'query': '2 + 2?', 'answer': '4'}
     """
     where = _where(number)
-    reference: Any = None
+    reference: Any = None  # a column goes before the last turn of "messages"
     if prompt_column is None and row.get("messages") is not None:
         query, used = _checked(row["messages"], "messages", where), {"messages"}
         if query[-1]["role"] == "assistant":
@@ -120,6 +120,7 @@ def to_prompt(
             raise DataError(f"to_prompt: a prompt must have at least one message: {where} has only an assistant turn.")
     else:
         prompt_column = prompt_column or _pick(row, PROMPT_COLUMNS, "prompt", where, or_messages=True)
+        # The columns that are used leave the row: the others are for reward functions.
         query, used = _require(row, prompt_column, where), {prompt_column}
         query = query if isinstance(query, str) else _checked(query, prompt_column, where)
     if answer_column is not None:
@@ -325,6 +326,7 @@ def _with_images(messages: list[Message], row: Row, where: str) -> list[Message]
             images.append({"type": "image", "image": image})
     if not images:
         return messages
+    # Copies, so that images can take their places in them: the row is the caller's.
     messages = [
         {**message, "content": list(message["content"])} if isinstance(message["content"], (list, tuple)) else message
         for message in messages
@@ -370,6 +372,7 @@ def _checked(messages: Any, column: str, where: str) -> list[Message]:
             )
         # Parquet gives every message the union of all fields; the fields that this one never had come back as None.
         kept = {key: value for key, value in message.items() if value is not None}
+        # An empty list is left out: templates test whether there are calls, not how many.
         if kept.get("tool_calls"):
             kept["tool_calls"] = _without_nulls(kept["tool_calls"])
         else:

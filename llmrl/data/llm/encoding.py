@@ -149,7 +149,7 @@ class Encoding:
             )
         codec.refuse_markers(chats)  # the processor would take one that a message quotes for a real one
         rows = []
-        for chat in chats:
+        for chat in chats:  # of several, a processor returns the media in one tensor, without saying whose they are
             made = self.tokenizer.apply_chat_template(
                 [chat],
                 chat_template=self._template.jinja,
@@ -205,9 +205,11 @@ def _with_end(mask: Tensor, ids: Tensor, codec: ChatCodec) -> Tensor:
     mask, end = mask.bool().clone(), codec.end_of_turn_ids
     if not end:
         return mask
+    # -1 where a run ends; the zero behind the row closes one that reaches its end.
     edges = torch.diff(mask.int(), append=torch.zeros(1, dtype=torch.int32))
     for last in (edges == -1).nonzero().flatten().tolist():
         after = last + 1
+        # Templates close the generation block before the end of turn, or after it: both give one mask.
         if ids[after : after + len(end)].tolist() == end:
             mask[after : after + len(end)] = codec.include_end_of_turn
         elif ids[after - len(end) : after].tolist() == end:

@@ -280,6 +280,7 @@ def _init(
     probe = role
     while isinstance(probe, (list, tuple)):
         ndim, probe = ndim + 1, probe[0] if probe else ""
+    # The nesting of ``role`` alone: contents and calls may be lists themselves.
     columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
     fill(self, stack_messages(_zip_fields(columns, ndim), ndim))
     if batch_size is not None:

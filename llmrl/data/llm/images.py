@@ -81,9 +81,9 @@ def image_key(source: Any) -> tuple[Any, Image | None]:
         return hashlib.blake2b(source).digest(), None
     if isinstance(source, (str, Path)):
         try:
-            found = Path(source).stat()
+            found = Path(source).stat()  # time and size: reading each file again would cost what the key saves
             return (str(source), found.st_mtime_ns, found.st_size), None
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # a "data:" URL, which is its own content, or a file that is missing
             return str(source), None
     image = load_image(source)
     return (image.size, hashlib.blake2b(image.tobytes()).digest()), image
@@ -110,7 +110,7 @@ def load_image(source: Any, *, only_check: bool = False) -> Image | None:
         if isinstance(source, bytes):
             source = module.open(io.BytesIO(source))
             if only_check:
-                return source.verify()
+                return source.verify()  # None, after checksums; decoding every image of a dataset would take minutes
         elif not isinstance(source, module.Image):
             source = module.fromarray(source.numpy() if hasattr(source, "numpy") else source)
         return None if only_check else source.convert("RGB")

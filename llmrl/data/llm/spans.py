@@ -61,15 +61,15 @@ class SpanFinder:
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
-        marks_generation = self._template.marks_generation
         skeletons = self._skeletons if tools is None else {}  # the text of tools is part of a skeleton
         spans = []
         for row, (chat, text) in enumerate(zip(chats, texts, strict=True)):
-            found = None
-            if blocks is None:
+            if blocks is not None:
+                found = self._from_blocks(chat, row, tools, blocks[row])
+            else:
                 found = self._from_skeleton(chat, text, skeletons, add_generation_prompt, tools)
-            if found is None and marks_generation:
-                found = self._from_blocks(chat, row, tools, None if blocks is None else blocks[row])
+            if found is None and self._template.marks_generation:
+                found = self._from_blocks(chat, row, tools)
             elif found is None:
                 found = self._from_prefixes(chat, text, row, tools)
             spans.append(found)
@@ -92,12 +92,13 @@ class SpanFinder:
         except KeyError:
             return None
         if roles not in skeletons:
-            if len(skeletons) >= _MAX_SKELETONS:
+            if len(skeletons) >= _MAX_SKELETONS:  # conversations of ever new shapes; those in use are soon back
                 skeletons.clear()
             skeletons[roles] = self._skeleton(roles, tools)
         skeleton = skeletons[roles]
         if skeleton is None or not all(isinstance(content, str) for content in contents):
             return None
+        # The comparison of the whole text is the proof. Most templates write contents as they are, some trim them.
         found = skeleton.spans(contents, text)
         return skeleton.spans([content.strip() for content in contents], text) if found is None else found
 
@@ -109,6 +110,7 @@ class SpanFinder:
         try:
             text = self._render(chat, bool(prompt), tools)
             places = [text.index(stand_in) for stand_in in stand_ins]
+            # A content that is moved, repeated or dropped cannot be put back by position.
             if places != sorted(places) or any(text.count(stand_in) != 1 for stand_in in stand_ins):
                 return None
             if self._template.marks_generation:
@@ -120,6 +122,7 @@ class SpanFinder:
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
         margins = []
         for turn, (start, end) in zip(turns, spans, strict=True):
+            # A span may hold more than the content, such as "<think>" before it: the margins are kept.
             if not start <= places[turn] < end:
                 return None
             margins.append((turn, places[turn] - start, end - places[turn] - 1))
@@ -157,6 +160,8 @@ class SpanFinder:
             if message["role"] != "assistant":
                 continue
             start = self._start_from_prefix(chat, turn, text, row, tools)
+            # A control token cannot be in a content, so the first one ends the turn. Any other text can be: then only
+            # a rendering that stops there tells where the turn ends.
             if self._end_is_control:
                 end = text.find(self._end_of_turn, start)
                 if end < 0:
@@ -190,6 +195,7 @@ class SpanFinder:
         except REFUSALS as error:
             raise TemplateError(self._no_span(turn, row, "the messages before it cannot be rendered alone")) from error
         header = other[: common_prefix_length(prompt, other)]
+        # A header that does not hold all earlier messages would put the turn inside of one of them.
         if len(header) < len(before) or not text.startswith(header):
             raise TemplateError(self._no_span(turn, row, "the text before it changes when it is added"))
         return len(header)
@@ -241,6 +247,7 @@ def end_span(text: str, span: Span, end_of_turn: str, *, include: bool) -> Span:
         return span
     if text.startswith(end_of_turn, end):
         return start, end + len(end_of_turn) * include
+    # Inside, it counts as the end only if nothing but white space follows.
     inside = text.rfind(end_of_turn, start, end)
     if inside >= 0 and not text[inside + len(end_of_turn) : end].strip():
         return start, inside + len(end_of_turn) * include
@@ -262,6 +269,7 @@ def _first_token_from(encoding: Encoding, position: int, text_length: int) -> in
             continue
         if char > position or encoding.token_to_chars(token)[0] >= position:
             return token
+        # This token begins before the position, as may others that spell bytes of one character: all are left out.
         while token < len(encoding) and encoding.token_to_chars(token)[0] < position:
             token += 1
         return token

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, nodes
 from jinja2 import TemplateError as JinjaError
 
+from llmrl.data.llm.spans import STAND_IN
 from llmrl.data.llm.templates import Message
 
 __all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
@@ -27,7 +28,6 @@ _TYPE_TESTS += ("true", "false", "integer", "float")
 _WRITING_FILTERS = ("trim", "string", "tojson", "safe", "default", "d")
 _HOLDERS = (nodes.Or, nodes.And, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword)
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-_STAND_IN = "\U00100000"  # private-use plane B
 
 _NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothing, messages or calls, strings in them
 
@@ -49,6 +49,7 @@ def shape_of(value: Any, key: str = "") -> Any:
         return (*value, *shapes)
     if isinstance(value, (list, tuple)):
         return (list, *[shape_of(item, key) for item in value])
+    # An object of another type may say anything when it is written: equal to nothing, not even to itself.
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
 
 
@@ -72,7 +73,7 @@ def stand_ins(chat: Sequence[Message], first: int = 0) -> list[Message]:
         if key in _EXACT:
             return value
         if isinstance(value, str):
-            return value if key in _STRUCTURE or not value or value.isspace() else f" {_STAND_IN}{next(numbers)} "
+            return value if key in _STRUCTURE or not value or value.isspace() else f" {chr(STAND_IN)}{next(numbers)} "
         if isinstance(value, Mapping):
             return {name: replaced(item, name) for name, item in value.items()}
         return [replaced(item, key) for item in value] if isinstance(value, (list, tuple)) else value
@@ -189,7 +190,7 @@ class _Walk:
 
     def _combination(self, node: nodes.Node) -> int:
         level = self._levels(list(node.iter_child_nodes()))
-        match node:
+        match node:  # what is not listed may tell texts apart: arithmetic, slices, operators
             case nodes.Not():
                 return _NOTHING
             case nodes.Test() if node.name in _TYPE_TESTS:
@@ -222,6 +223,7 @@ class _Walk:
                 raise _ReadsError
             return holder
         if isinstance(called, nodes.Name) and called.name in self._macros:
+            # A macro is walked once, with the most that any of its calls passes.
             for parameter in self._macros[called.name].args:
                 self._bind(parameter, level)
             return _TEXT
@@ -230,6 +232,7 @@ class _Walk:
         return level
 
     def _filter(self, node: nodes.Filter) -> int:
+        # Without a node it is a filter block, whose body is text.
         level, given = self._level(node.node) if node.node else _TEXT, self._levels([*node.args, *node.kwargs])
         if not level and not given:
             return _NOTHING

@@ -149,6 +149,7 @@ def find_template(
         for keyword in row.keywords
         if keyword in model_name
     ]
+    # Yours before the built-in ones, then the longest keyword; the key leaves out the rows, which have no order.
     is_yours, _, row = max(found, key=lambda match: match[:2], default=(False, 0, _TEMPLATES["chatml_format"]))
     return _unregistered("tokenizer", own) if own and not is_yours else row
 
@@ -172,7 +173,7 @@ def template_names() -> list[str]:
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
     """A row for a template that comes as text. A format that is recognised by its control tokens can be read back."""
     for row in _TEMPLATES.values():
-        if row.jinja == jinja:
+        if row.jinja == jinja:  # a tokenizer that was saved with a registered template: its parser fits
             return row
     for row in _BUILT_IN.values():
         tokens = row.recognised_by
@@ -190,6 +191,7 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
     With ``tools`` None, each conversation has the tools that its first message declares under ``"tools"``.
     Raises  ValueError for tools, or calls of them, in a template that jinja would leave them out of without a word
     """
+    # jinja ignores a variable that the template does not read: the model would be asked without its tools.
     declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
     jinja = options["chat_template"]
     if "tools" not in jinja and (tools or any(declared)):
@@ -198,7 +200,7 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
         raise ValueError("it does not use tool_calls: the calls of a message would be lost; write them as content")
     if not any(declared):
         return render_jinja_template(conversations=chats, tools=tools, **options)
-    texts, blocks = [], []
+    texts, blocks = [], []  # one by one: a call of the library renders all with the same tools
     for chat, own in zip(chats, declared, strict=True):
         text, found = render_jinja_template(conversations=[chat], tools=own or None, **options)
         texts += text
@@ -252,6 +254,7 @@ def _family(
 
 _CHATML, _ROLES = "<|im_start|> <|im_end|>", "<|system|> <|user|> <|assistant|>"
 _LLAMA3, _GEMMA = "<|start_header_id|> <|end_header_id|> <|eot_id|>", "<start_of_turn> <end_of_turn>"
+_LLAMA3_TURNS = "<|start_header_id|> <|eot_id|>"
 _MISTRAL = "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] </s>"
 _DEEPSEEK, _DEEPSEEK_TURNS = " ".join(deepseek.DEEPSEEK_TOKENS), " ".join(deepseek.DEEPSEEK_TOKENS[1:3])
 _GPT_OSS = "<|start|> <|channel|> <|constrain|> <|message|> <|call|> <|end|> <|return|>"
@@ -262,7 +265,7 @@ _family("chatml_format", chatml.parse_chatml, _CHATML, known_by=_CHATML)
 _family("qwen", chatml.parse_chatml, _CHATML, "qwen")
 _family("qwen3", chatml.parse_qwen3, _CHATML, "qwen3 qwen-3", rewrites=_DROPS_THINKING)
 _family("llama", turns.parse_llama, "<s> </s>", "llama", markers="[INST] [/INST] <<SYS>> <</SYS>>")
-_family("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}", "llama-3 llama3", known_by=_LLAMA3)
+_family("llama3", turns.parse_llama3, f"<|begin_of_text|> {_LLAMA3}", "llama-3 llama3", known_by=_LLAMA3_TURNS)
 _family("mistral", turns.parse_mistral, _MISTRAL, "mistral mixtral ministral")
 _family("gemma", turns.parse_gemma, f"<bos> {_GEMMA}", "gemma", known_by=_GEMMA)
 _family("phi", turns.parse_phi, f"{_ROLES} <|end|>", "phi-3 phi3")

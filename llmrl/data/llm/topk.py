@@ -118,9 +118,10 @@ class TopKRewardSelector:
         reward_T = [float(row.detach().double().sum()) for row in self._get(td, self.rewards_key, as_list=True)]
         prompts = row_values(self._get(td, self.prompt_key), count, "TopKRewardSelector")
         ended = []
+        # A flat batch may cut a conversation: its beginning waits for the next batch.
         prompt, rows, total = self._open or (None, [], 0.0)
         for row, own, reward, done in zip(to_rows(td), prompts, reward_T, done_T, strict=True):
-            prompt = prompt if rows else own
+            prompt = prompt if rows else own  # later turns have longer prompts: the first one names the group
             rows.append(row)
             total += reward
             if done:
@@ -134,6 +135,7 @@ class TopKRewardSelector:
         finite = rewards.isfinite()
         best: list[_Conversation] = []
         if bool(finite.any()):
+            # Of equal rewards none is above the median: such a prompt teaches nothing.
             median = torch.quantile(rewards[finite], 0.5)
             order = torch.argsort(rewards.masked_fill(~finite, -torch.inf), descending=True, stable=True)
             above = [index for index in order.tolist() if finite[index] and rewards[index] > median]

@@ -75,6 +75,7 @@ def parse_qwen3(text: str) -> list[Message]:
 
 def _assistant_message(content: str) -> Message:
     """The assistant's text and, apart from it, the tool calls written at its end."""
+    # From the end: a call that the text before quotes, or that is not JSON, ends the run and stays in the content.
     calls = []
     end = len(content)
     while (match := _last_call(content, end)) and (call := read_call(match.group(1), "arguments")):

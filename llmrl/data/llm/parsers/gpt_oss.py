@@ -61,7 +61,7 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[Mess
         content = body[: end.start()] if end else body
         if role == "system" or (role == "assistant" and channel is None and not body):
             continue  # about the model, or a generation prompt
-        if channel == "analysis":
+        if channel == "analysis":  # a message of its own in the text; here a field of the answer or call after it
             reasoning = f"{reasoning}\n{content}" if reasoning else content
             continue
         message: Message = {"role": role, "content": content}

@@ -47,14 +47,14 @@ def open_or_build(
 
     Raises  DataError if the disk does not take the files, DeadlineError after ``timeout_s``
     """
-    recipe = json.loads(json.dumps(recipe))
+    recipe = json.loads(json.dumps(recipe))  # as it comes back from the file: tuples are lists there
     folder = root / f"{name}-{digest(json.dumps(recipe, sort_keys=True))[:12]}"
     found = _open(folder, recipe)
     if found is None:
         try:
             root.mkdir(parents=True, exist_ok=True)
             lock = ProcessLock(folder.with_name(folder.name + ".lock"), timeout_s)
-            lock.hand_over()
+            lock.hand_over()  # it excludes unrelated processes too, not only those that inherit it
             with lock:
                 found = _open(folder, recipe)  # another process may have built it meanwhile
                 if found is None:
@@ -86,6 +86,7 @@ def _open(folder: Path, recipe: Recipe) -> tuple[TensorDict, dict[str, Any]] | N
         rows, entries = content["rows"], {}
         for key, (dtype, shape) in content["columns"].items():
             path, kind = folder / f"{key}.memmap", getattr(torch, dtype)
+            # Mapping a file that is too short would end the process at the first read behind its end.
             if path.stat().st_size != rows * kind.itemsize * torch.Size(shape).numel():
                 return None
             entries[key] = MemoryMappedTensor.from_filename(path, dtype=kind, shape=(rows, *shape))
@@ -116,7 +117,7 @@ def _build(folder: Path, recipe: Recipe, blocks: Iterable[Block]) -> None:
             read, rows = read + count, rows + lengths.pop()
         if not rows:
             raise DataError("tokenised rows: there must be at least one: none is left.")
-        files.close()
+        files.close()  # what is buffered is written, or fails, before the description says that it is there
         (draft / _CONTENT).write_text(json.dumps({"recipe": recipe, "read": read, "rows": rows, "columns": kinds}))
 
 

@@ -38,27 +38,6 @@ class Source:
         if self.valid_size is not None and self.valid_size < 0:
             raise ConfigError(f"dataset: valid_size must not be negative: got {self.valid_size}.")
 
-    @property
-    def root(self) -> Path:
-        return Path(self.root_dir or _DEFAULT_ROOT).expanduser()
-
-    @property
-    def label(self) -> str:
-        """For the name of the folder of the cache."""
-        words = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(self.name).name)
-        return f"{words}-{self.split}"
-
-    def recipe(self) -> dict[str, Any]:
-        """The part of the recipe that identifies the rows; of a file also its size and time."""
-        path = self._path()
-        stamp = None
-        if path is not None and path.is_file():
-            found = path.stat()
-            stamp = [str(path.resolve()), found.st_size, found.st_mtime_ns]
-        elif self.from_disk:
-            stamp = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(path.resolve().rglob("*.arrow"))]
-        return {"name": self.name, "split": self.split, "valid_size": self.valid_size, "stamp": stamp}
-
     def tokenised(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -67,14 +46,22 @@ class Source:
         recipe: Mapping[str, Any],
     ) -> TensorDict:
         """The rows that ``build`` makes of these, kept for as long as whatever decides about them stays the same."""
+        path = self._path()
+        files = [path] if path is not None and path.is_file() else []
+        if self.from_disk:
+            files = sorted(path.rglob("*.arrow"))
+        # Size and time stand for the content: hashing a file takes as long as reading it.
+        stamp = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         recipe = {
             **recipe,
-            "source": self.recipe(),
+            "source": {"name": self.name, "split": self.split, "valid_size": self.valid_size, "stamp": stamp},
             "max_length": max_length,
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "code": code_fingerprint(),
         }
-        return open_or_build(self.root, self.label, recipe, build)
+        root = Path(self.root_dir or _DEFAULT_ROOT).expanduser()
+        words = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(self.name).name)
+        return open_or_build(root, f"{words}-{self.split}", recipe, build)
 
     def rows(self) -> tuple[Sequence[Row], int]:
         """The rows, and the number of those that stand before them in the file.

@@ -90,15 +90,17 @@ class TensorDictTokenizer:
     def _result(
         self, sample: Mapping[str, Any], rows: list[list[int]], columns: dict[str, Tensor], side: str
     ) -> TensorDict | dict[str, Any]:
-        width = self.max_length if self.padding == "max_length" else max(map(len, rows), default=0)
-        if max(map(len, rows), default=0) > width:
+        longest, who = max(map(len, rows), default=0), type(self).__name__
+        width = self.max_length if self.padding == "max_length" else longest
+        if longest > width:
             raise ConfigError(
-                f"{type(self).__name__}: rows must fit max_length={width}: one has {max(map(len, rows))} ids; pass "
-                "truncation=True, or padding='longest'."
+                f"{who}: rows must fit max_length={width}: one has {longest} ids; pass truncation=True, or "
+                "padding='longest'."
             )
-        if self.padding in _NO_PADDING and self.return_tensordict and len(set(map(len, rows))) > 1:
-            raise ConfigError(f"{type(self).__name__}: rows of different lengths need padding in a TensorDict.")
-        if self.padding in _NO_PADDING and not self.return_tensordict:
+        ragged = self.padding in _NO_PADDING
+        if ragged and self.return_tensordict and len(set(map(len, rows))) > 1:
+            raise ConfigError(f"{who}: rows of different lengths need padding in a TensorDict.")
+        if ragged and not self.return_tensordict:
             ids, mask = rows, [[1] * len(row) for row in rows]
         else:
             ids, mask = same_width(rows, width, padding_id(self.tokenizer), side)
@@ -165,6 +167,7 @@ def encode_answers(
     batch = tokenizer(texts, return_attention_mask=False, verbose=False)
     found = []
     for text, ids, encoding, prompt in zip(texts, batch["input_ids"], batch.encodings, prompts, strict=True):
+        # Characters that belong to no token, as a tokenizer drops some white space, are passed over.
         places = (encoding.char_to_token(place) for place in range(len(prompt), len(text)))
         found.append((ids, next((place for place in places if place is not None), len(ids))))
     return found
@@ -176,6 +179,7 @@ def same_width(rows: Sequence[Sequence[int]], width: int, pad: int, side: str = 
     place = np.arange(width)
     mask = place < lengths if side == "right" else place >= width - lengths
     ids = np.full(mask.shape, pad, dtype=np.int64)
+    # A mask is filled row by row, from left to right, which is the order of the ids end to end.
     ids[mask] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
     return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
