@@ -22,19 +22,6 @@ from llmrl.data.ragged.tensordicts import column as text_column
 from llmrl.errors import DataError, LLMRLError, did_you_mean
 from llmrl.optional import require
 
-__all__ = [
-    "column",
-    "following",
-    "h5_columns",
-    "load_pickle",
-    "load_pickled_array",
-    "npy_header",
-    "open_h5",
-    "reading",
-    "tar_members",
-    "ted_rows",
-]
-
 Key = tuple[str, ...]
 
 

@@ -155,12 +155,12 @@ def _episodes(path: Path) -> Iterator[tuple[str, list[Any]]]:
 
 def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
     flat = [dict(_flat(who, step)) for step in steps]
+    for number, step in enumerate(flat):
+        if step.keys() != flat[0].keys():
+            odd = sorted(".".join(name) for name in step.keys() ^ flat[0].keys())
+            raise DataError(f"{where}, step {number}: every step must have the same entries: {', '.join(odd)}.")
     columns: dict[Key, Any] = {}
     for key in flat[0]:
-        for number, step in enumerate(flat):
-            if step.keys() != flat[0].keys():
-                odd = sorted(".".join(name) for name in step.keys() ^ flat[0].keys())
-                raise DataError(f"{where}, step {number}: every step must have the same entries: {', '.join(odd)}.")
         values = [step[key] for step in flat]
         with reading(f"{where}, {'.'.join(key)}"):
             if not isinstance(values[0], str):

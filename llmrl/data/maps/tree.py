@@ -203,12 +203,9 @@ class Tree:
         while waiting:
             own, below, tree = waiting.pop()
             lines.append(own + _label(tree, node_format_fn))
-            last = len(tree.subtree) - 1
-            marks = [("└── ", "    ") if place == last else ("├── ", "│   ") for place in range(last + 1)]
-            children = [
-                (below + mark, below + gap, child) for (mark, gap), child in zip(marks, tree.subtree, strict=True)
-            ]
-            waiting += reversed(children)
+            for child in reversed(tree.subtree):
+                mark, gap = ("└── ", "    ") if child is tree.subtree[-1] else ("├── ", "│   ")
+                waiting.append((below + mark, below + gap, child))
         return "\n".join(lines)
 
     def to_svg(self, node_format_fn: Callable[[Tree], Any] | None = None) -> str:

@@ -19,17 +19,6 @@ from llmrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "PromptTensorDictTokenizer",
-    "TensorDictTokenizer",
-    "TokenizedDatasetLoader",
-    "check_workers",
-    "encode_answers",
-    "load_tokenizer",
-    "padding_id",
-    "same_width",
-]
-
 DEFAULT_TOKENIZER = "gpt2"
 _NO_PADDING = (False, "do_not_pad")
 
