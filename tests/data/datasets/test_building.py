@@ -129,12 +129,6 @@ def test_rows_are_mapped_and_not_read(kitchen):
 
 
 # --- opening again ---
-def test_a_dataset_is_built_once(kitchen, monkeypatch):
-    D4RLExperienceReplay(KITCHEN, **kitchen)
-    monkeypatch.setattr(D4RLExperienceReplay, "_read", None)
-    assert len(D4RLExperienceReplay(KITCHEN, **kitchen)) == 10
-
-
 def test_other_options_or_files_are_refused_until_it_is_built_again(kitchen, tmp_path):
     D4RLExperienceReplay(KITCHEN, **kitchen)
     with pytest.raises(ConfigError, match=r"drop_timeouts.*download='force'"):

@@ -1,7 +1,9 @@
 """History: a tensorclass over plain messages, that batches, slices, grows and renders."""
 
 import pickle
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, is_tensorclass, lazy_stack
@@ -48,40 +50,39 @@ def test_ragged_batch_keeps_each_conversations_length():
     assert (one.shape, one.to_chats()) == ((2,), CHATS[1])
 
 
-def test_dense_batch_from_nested_lists():
-    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1])
-    assert history.shape == (2, 1)
+def test_a_shape_that_does_not_fit_is_refused_and_a_device_means_nothing():
+    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1], device="cpu")
+    assert (history.shape, history.device) == ((2, 1), None)
     with pytest.raises(ShapeError, match=r"batch_size .*role"):
         History(role=["user"], content=["a"], batch_size=[2])
     with pytest.raises(ShapeError, match=r"content .*2 roles: got 1"):
         History(role=["user", "assistant"], content=["a"])
-
-
-@pytest.mark.parametrize(
-    ("index", "content"),
-    [
-        (0, ["a"]),
-        (-1, ["b", "c"]),
-        ((..., -1), ["a", "c"]),
-        ((1, 0), "b"),
-        ((slice(None), slice(None, 1)), [["a"], ["b"]]),
-        (slice(1, None), [["b", "c"]]),
-        ([1, 0], [["b", "c"], ["a"]]),
-        (torch.tensor([False, True]), [["b", "c"]]),
-        (torch.tensor([1, 1]), [["b", "c"], ["b", "c"]]),
-        (torch.tensor(1), ["b", "c"]),
-        (([0, 1], -1), ["a", "c"]),
-        (None, [[["a"], ["b", "c"]]]),
-    ],
-)
-def test_indexing_is_that_of_tensors(index, content):
-    assert History.from_chats(CHATS)[index].content == content
-
-
-def test_device_means_nothing_and_dimensions_have_no_names():
-    assert History(role="user", content="Hi", batch_size=(), device="cpu").device is None
     with pytest.raises(ConfigError, match="have no names"):
         History(role=["user"], content=["Hi"], names=["message"])
+
+
+PARTS = [0, -1, np.int64(1), torch.tensor(1), slice(1, 3), slice(None), ..., None, [2, 0], torch.tensor([1, 1])]
+PARTS += [np.array([0, 2]), torch.tensor([True, False, True])]
+
+
+def test_indexing_is_that_of_tensors():
+    """Regression: numbers of numpy were a TypeError."""
+    names = [[f"{row}{column}" for column in range(3)] for row in range(3)]
+    pairs = [pair for pair in product(PARTS, PARTS) if not pair[0] is pair[1] is ...]
+    for index in [*PARTS, *pairs, (), (0, ..., 1), (..., -1, slice(2))]:
+        numbers = torch.arange(9).reshape(3, 3)[index]
+        history = History(role=names, content=names)[index]
+        expected = [names[number // 3][number % 3] for number in numbers.flatten().tolist()]
+        assert (history.shape, np.array(history.content).ravel().tolist()) == (numbers.shape, expected), index
+
+
+def test_conversations_of_different_lengths_are_indexed_too():
+    history = History.from_chats(CHATS)
+    assert history[..., -1].content == ["a", "c"]
+    assert history[[1, 0], :1].content == [["b"], ["a"]]
+    assert history[None].content == [[["a"], ["b", "c"]]]
+    with pytest.raises(ShapeError, match="a mask must have an entry for each of 2 rows: got 3"):
+        history[torch.tensor([True, False, True])]
 
 
 def test_extra_keys_of_messages_survive():
@@ -97,15 +98,12 @@ def test_extra_keys_of_messages_survive():
     assert history.to_chats() == chat
 
 
-def test_messages_of_the_caller_are_neither_kept_nor_changed():
+def test_a_field_can_be_assigned_and_nothing_else_changes_a_history():
     chat = [user("a")]
     history = History.from_messages(chat)
     chat[0]["content"] = "changed"
     history.to_chats()[0]["content"] = "changed"
     assert history.content == ["a"]
-
-
-def test_field_can_be_assigned():
     history = History.from_chats(CHATS)
     other = history.clone()
     history.content = [["1"], ["2", "3"]]
@@ -152,11 +150,6 @@ def test_messages_that_do_not_fit_are_a_shape_error_and_a_runtime_error(method, 
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_a_locked_history_does_not_grow_in_place():
-    with pytest.raises(RuntimeError, match="locked"):
-        History.from_chats(CHATS).lock_().append(History(role=["user"] * 2, content=["x", "y"]))
-
-
 def test_stack_makes_a_batch_of_conversations():
     rows = [History.from_messages(chat) for chat in CHATS]
     assert History.stack(rows).to_chats() == CHATS
@@ -190,17 +183,15 @@ def test_history_survives_pickling_and_locking():
     td = TensorDict({"history": History.from_chats(CHATS)}, batch_size=[2])
     assert pickle.loads(pickle.dumps(td))["history"].to_chats() == CHATS
     td.lock_()
-    assert td["history"].is_locked
+    with pytest.raises(RuntimeError, match="locked"):
+        td["history"].append(History(role=["user"] * 2, content=["x", "y"]))
     td.unlock_()
     assert td["history"].append(History(role=["user"] * 2, content=["x", "y"])).shape == (2, -1)
 
 
-def test_padding_messages_are_left_out_of_chats():
+def test_default_spec_describes_a_history_and_padding_messages_are_no_part_of_chats():
     history = History(role=[["user", "<none>"], ["user", "assistant"]], content=[["a", ""], ["b", "c"]])
     assert history.to_chats() == CHATS
-
-
-def test_default_spec_describes_a_history():
     assert History.default_spec((2, -1)).is_in(History.from_chats(CHATS))
     assert History.default_spec((-1,)).is_in(History.from_messages(CHATS[1]))
     assert not History.default_spec((-1,)).is_in(TensorDict({"role": torch.zeros(2)}, batch_size=[2]))
@@ -255,15 +246,7 @@ def test_ids_are_tensors_and_a_padded_dict_is_dense():
     assert padded["attention_mask"].sum(-1).tolist() == lengths
 
 
-# --- text back to messages ---
-def test_rendered_text_parses_back():
-    chat = [{"role": "system", "content": "Be brief.\n"}, user(" x \n\n y"), assistant(""), user("é"), assistant("z\n")]
-    text = History.from_messages(chat).apply_chat_template(chat_template_name="qwen", add_generation_prompt=False)
-    assert History.from_text(text, chat_template_name="qwen").to_chats() == chat
-    batch = History.from_text([text, text])
-    assert batch.shape == (2, 5)
-
-
+# --- text back to messages (that reading inverts writing: tests/modules/test_template_families.py) ---
 def test_malformed_tool_call_stays_in_the_content():
     for body in ("{not json", "[1]", '{"arguments": {}}', "5"):
         content = f"x\n<tool_call>\n{body}\n</tool_call>"

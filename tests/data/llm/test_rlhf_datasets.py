@@ -2,8 +2,6 @@
 
 import json
 import multiprocessing
-import re
-import resource
 import shutil
 import time
 from itertools import islice
@@ -49,6 +47,10 @@ def real(data, row: int) -> list[int]:
     return data.input_ids[row][data.attention_mask[row].bool()].tolist()
 
 
+def answer(data: PromptData, row: int, tokenizer) -> str:
+    return tokenizer.decode(data.labels[row][data.labels[row] != -100])
+
+
 def folders(options) -> list[str]:
     return sorted(path.name for path in options["root_dir"].iterdir() if path.is_dir())
 
@@ -74,7 +76,10 @@ def test_prompts_end_where_the_answer_begins_and_labels_are_the_answer(options):
     assert real(prompt, 3) == asked  # the last token of the prompt included
     assert set(prompt.input_ids[3, len(asked) :].tolist()) == {7}
     assert (prompt.shape, prompt.labels) == ((10,), None)
-    assert tokenizer.decode(data.labels[3][data.labels[3] != -100]) == "It is 6.<|im_end|>"
+    assert answer(data, 3, tokenizer) == "It is 6.<|im_end|>"
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}]
+    write(options["dataset_name"], rows)
+    assert answer(PromptData.from_dataset("train", **options), 0, tokenizer) == "Hello<|im_end|>"
 
 
 def test_without_a_template_rows_are_the_texts_and_end(tmp_path, options):
@@ -86,18 +91,12 @@ def test_without_a_template_rows_are_the_texts_and_end(tmp_path, options):
     end = tokenizer.eos_token
     assert tokenizer.decode(real(data, 0)) == TEA + " cold tea" + end
     assert tokenizer.decode(real(data, 1)) == RAIN + "\nwet" + end  # a line break where nothing is between
-    assert tokenizer.decode(data.labels[1][data.labels[1] != -100]) == "wet" + end
+    assert answer(data, 1, tokenizer) == "wet" + end
     assert tokenizer.decode(real(data.mask_label(0), 0)) == TEA
     rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "completion": "a"}]
     options["dataset_name"] = write(tmp_path / "chat.jsonl", rows)
     with pytest.raises(DataError, match=r"row 1 of .* \(system, user, assistant\).*tokenizer that has one"):
         PromptData.from_dataset("train", **options)
-
-
-def test_conversations_give_prompts_too(tmp_path, options):
-    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}]
-    data = PromptData.from_dataset("train", **options | {"dataset_name": write(tmp_path / "chats.jsonl", rows)})
-    assert options["tokenizer"].decode(data.labels[0][data.labels[0] != -100]) == "Hello<|im_end|>"
 
 
 def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_path, options):
@@ -217,27 +216,18 @@ def test_broken_files_and_unknown_names_are_explained(tmp_path, options):
         PairwiseDataset.from_dataset("train", **options, no_column="a")
 
 
-def build_in_a_process(root: Path, mode: str, said) -> None:
-    """Builds 2048 rows in a forked process: "slowly", "for ever", or on a disk that is "full" after 4096 bytes."""
+def start(root: Path, seconds: float):
+    """A process that builds 2048 rows, which takes so long."""
+    context = multiprocessing.get_context("fork")
+    said = context.Queue()
 
     def blocks():
         said.put("building")
-        if mode == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        time.sleep(60 if mode == "for ever" else 0.3)
+        time.sleep(seconds)
         for start in range(4):
             yield 512, {"a": torch.arange(512) + 512 * start}
 
-    try:
-        said.put(len(open_or_build(root, "x", {"of": 1}, blocks)))
-    except DataError as error:
-        said.put(str(error))
-
-
-def start(root: Path, mode: str):
-    context = multiprocessing.get_context("fork")
-    said = context.Queue()
-    process = context.Process(target=build_in_a_process, args=(root, mode, said))
+    process = context.Process(target=lambda: said.put(len(open_or_build(root, "x", {"of": 1}, blocks))))
     process.start()
     return process, said
 
@@ -247,7 +237,7 @@ def never():
 
 
 def test_one_of_two_processes_builds(tmp_path):
-    started = [start(tmp_path, "slowly") for _ in range(2)]
+    started = [start(tmp_path, 0.3) for _ in range(2)]
     words = []
 
     def both_have_opened():
@@ -261,16 +251,15 @@ def test_one_of_two_processes_builds(tmp_path):
     assert open_or_build(tmp_path, "x", {"of": 1}, never)["a"].tolist() == list(range(2048))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path):
-    process, said = start(tmp_path, "full")
-    assert said.get(timeout=60) == "building"
-    assert re.match(r"tokenised rows cannot be written: .*root_dir chooses another disk", said.get(timeout=60))
-    process.join(60)
+def test_a_full_disk_leaves_nothing(tmp_path, largest_file):
+    message = r"tokenised rows cannot be written: .*root_dir chooses another disk"
+    with largest_file(4096), pytest.raises(DataError, match=message):
+        open_or_build(tmp_path, "x", {"of": 1}, lambda: [(1024, {"a": torch.arange(1024)})])
     assert list(tmp_path.rglob("*.memmap")) == []
 
 
 def test_a_build_that_is_killed_is_begun_again_and_one_that_hangs_is_named(tmp_path):
-    process, said = start(tmp_path, "for ever")
+    process, said = start(tmp_path, 600)
     assert said.get(timeout=60) == "building"  # it holds the lock
     with pytest.raises(DeadlineError, match="another process builds it"):
         open_or_build(tmp_path, "x", {"of": 1}, never, timeout_s=0.2)
@@ -328,12 +317,9 @@ def test_a_loader_applies_the_hook_once_and_keeps_any_columns(tmp_path, options)
     assert (Counting.calls, loaded.shape) == (1, (3,))
     assert set(loaded.keys()) == {"input_ids", "attention_mask", "prompt_rindex", "valid_sample"}
     assert loaded["valid_sample"].dtype == torch.bool
+    del options["max_length"]
     with pytest.raises(DataError, match="column 'label' is missing"):
-        TokenizedDatasetLoader("train", 30, options["dataset_name"], Counting, **_of(options)).load()
-
-
-def _of(options):
-    return {"root_dir": options["root_dir"], "tokenizer": options["tokenizer"]}
+        TokenizedDatasetLoader("train", 30, tokenizer_fn=Counting, **options).load()
 
 
 def test_a_tokenizer_comes_by_class_and_name(tmp_path, options):

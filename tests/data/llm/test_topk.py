@@ -23,14 +23,15 @@ def batch(prompts, rewards, done=None):
     return td
 
 
-def test_two_of_five_are_above_the_median_though_three_were_asked_for():
-    out = TopKRewardSelector(5, 3).inv(batch(["p"] * 5, [0.0, 4.0, 1.0, 3.0, 2.0]))
-    assert (out["next", "reward"].flatten().tolist(), out["number"].tolist()) == ([4.0, 3.0], [1, 3])
-
-
-def test_no_more_than_k_are_written_and_ties_go_to_the_first():
-    out = TopKRewardSelector(6, 2).inv(batch(["p"] * 6, [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]))
-    assert out["number"].tolist() == [1, 3]
+@pytest.mark.parametrize(
+    ("k", "rewards", "written"),
+    [(3, [0.0, 4.0, 1.0, 3.0, 2.0], [1, 3]), (2, [0.0, 1.0] * 3, [1, 3]), (1, [1.0] * 3, []), (1, [math.nan] * 2, [])],
+)
+def test_of_those_above_the_median_the_k_best_are_written_and_ties_go_to_the_first(k, rewards, written):
+    selector = TopKRewardSelector(len(rewards), k)
+    out = selector.inv(batch(["p"] * len(rewards), rewards))
+    assert ([] if out is None else out["number"].tolist()) == written
+    assert selector.counters["dropped"] + selector.counters["failed"] == len(rewards) - len(written)
 
 
 def test_prompts_wait_apart_until_there_are_enough_turns():
@@ -42,18 +43,12 @@ def test_prompts_wait_apart_until_there_are_enough_turns():
     assert selector.counters == {"prompts": 2, "written": 2, "dropped": 4, "failed": 0, "evicted": 0, "queued": 0}
 
 
-def test_equal_rewards_leave_nothing():
-    selector = TopKRewardSelector(3, 1)
-    assert selector.inv(batch(["p"] * 3, [1.0, 1.0, 1.0])) is None
-    assert selector.counters["dropped"] == 3
-
-
 def test_failed_rewards_are_neither_chosen_nor_part_of_the_median():
     selector = TopKRewardSelector(4, 3)
     out = selector.inv(batch(["p"] * 4, [math.nan, 1.0, math.inf, 2.0]))
     assert out["next", "reward"].flatten().tolist() == [2.0]
     assert (selector.counters["failed"], selector.counters["dropped"]) == (2, 1)
-    assert TopKRewardSelector(2, 1).inv(batch(["p"] * 2, [math.nan, math.nan])) is None
+    assert selector.inv(batch(["p"], [1.0])[:0]) is None, "an empty batch writes nothing"
 
 
 def test_rows_of_a_two_dimensional_batch_are_conversations_of_several_turns():
@@ -112,7 +107,3 @@ def test_single_rows_that_were_stacked_lazily_are_a_batch_like_any_other(prompt_
     rows = LazyStackedTensorDict.lazy_stack([row.clone() for row in given.unbind(0)])
     out = TopKRewardSelector(3, 1, prompt_key=prompt_key).inv(rows)
     assert out["number"].tolist() == [4, 1]
-
-
-def test_an_empty_batch_writes_nothing():
-    assert TopKRewardSelector(3, 1).inv(batch(["p"], [1.0])[:0]) is None
