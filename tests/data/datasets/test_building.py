@@ -82,16 +82,10 @@ def test_the_example_of_preprocessing(tmp_path, workers):
     assert "obs_norm" not in anew.sample().keys()
 
 
-def test_datasets_are_composed_in_an_ensemble(kitchen, tmp_path):
-    formats.write_d4rl(tmp_path / "other.hdf5", {"terminals": [9]})
-    first = D4RLExperienceReplay(KITCHEN, **kitchen)
-    second = D4RLExperienceReplay("other", root=kitchen["root"], source=tmp_path / "other.hdf5")
-    sample = ReplayBufferEnsemble(first, second, batch_size=8, sample_from_all=True).sample()
-    assert sample.batch_size == (2, 4)
-
-
 # --- the buffer ---
-def test_arguments_of_the_buffer_reach_it(kitchen):
+def test_arguments_of_the_buffer_reach_it_and_it_may_be_part_of_an_ensemble(kitchen):
+    parts = [D4RLExperienceReplay(KITCHEN, **kitchen) for _ in range(2)]
+    assert ReplayBufferEnsemble(*parts, batch_size=8, sample_from_all=True).sample().batch_size == (2, 4)
     parts = {"sampler": RandomSampler(), "transform": ExcludeTransform("infos"), "collate_fn": lambda rows: rows}
     dataset = D4RLExperienceReplay(KITCHEN, 4, prefetch=2, **parts, **kitchen)
     sample = dataset.sample()
@@ -118,10 +112,7 @@ def test_a_dataset_is_not_written_to_and_never_reaches_the_files(kitchen):
     open_to_writes[0] = open_to_writes[1]
     assert open_to_writes[0]["action"].tolist() == [10]
     assert D4RLExperienceReplay(KITCHEN, 4, **kitchen)[0]["action"].tolist() == [0]
-
-
-def test_rows_are_mapped_and_not_read(kitchen):
-    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    # Rows are mapped and not read:
     columns = {column.data_ptr() for column in dataset.storage._columns}
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(dataset.data_path) in line]
     spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
@@ -130,7 +121,9 @@ def test_rows_are_mapped_and_not_read(kitchen):
 
 # --- opening again ---
 def test_other_options_or_files_are_refused_until_it_is_built_again(kitchen, tmp_path):
-    D4RLExperienceReplay(KITCHEN, **kitchen)
+    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
+    notes = json.loads((current_directory(dataset.data_path) / MARKER).read_text())["notes"]
+    assert [(source["name"], len(source["sha256"])) for source in notes["sources"]] == [("kitchen.hdf5", 64)]
     with pytest.raises(ConfigError, match=r"drop_timeouts.*download='force'"):
         D4RLExperienceReplay(KITCHEN, terminate_on_end=False, **kitchen)
     formats.write_d4rl(tmp_path / "kitchen.hdf5", {"terminals": [19]}, count=20)
@@ -244,20 +237,17 @@ def test_frames_that_are_stored_once_are_preprocessed_with_the_next(tmp_path):
 
 
 # --- delete ---
-def test_delete_removes_what_llmrl_wrote_and_nothing_else(kitchen):
+def test_delete_removes_what_llmrl_wrote_and_empty_folders_up_to_the_root(kitchen, tmp_path):
     dataset = D4RLExperienceReplay(KITCHEN, split_trajs=True, **kitchen)
     assert dataset.data_path.exists()
     dataset.delete()
     assert not dataset.data_path.exists()
     assert [path.name for path in dataset.data_path_root.iterdir()] == ["kitchen.hdf5"]
     assert len(dataset[:]) == 3  # what is mapped stays readable
-
-
-def test_delete_removes_empty_folders_up_to_the_root(tmp_path):
     formats.write_roboset(tmp_path / "seed.h5", [3])
-    dataset = RobosetExperienceReplay("DAPG(human)/pen_v2d-v1", root=tmp_path / "root", source=tmp_path / "seed.h5")
-    dataset.delete()
-    assert list((tmp_path / "root").iterdir()) == []
+    names = {"root": tmp_path / "other", "source": tmp_path / "seed.h5"}
+    RobosetExperienceReplay("DAPG(human)/pen_v2d-v1", **names).delete()
+    assert list((tmp_path / "other").iterdir()) == []
     assert (tmp_path / "seed.h5").exists()
 
 
@@ -303,11 +293,7 @@ def test_wrong_arguments_are_refused(tmp_path, name, arguments, error):
         D4RLExperienceReplay(name, root=tmp_path, **arguments)
 
 
-def test_the_marker_records_what_the_rows_were_built_from(kitchen):
-    dataset = D4RLExperienceReplay(KITCHEN, **kitchen)
-    notes = json.loads((current_directory(dataset.data_path) / MARKER).read_text())["notes"]
-    (source,) = notes["sources"]
-    assert (source["name"], len(source["sha256"])) == ("kitchen.hdf5", 64)
+def test_names_are_sorted_and_have_an_address():
     names = D4RLExperienceReplay.available_datasets
     assert all(first < second for first, second in pairwise(names))
     assert D4RLExperienceReplay.addresses["walker2d-medium-replay-v0"] == "gym_mujoco/walker_mixed"

@@ -42,23 +42,17 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize("body", WRITES)
-def test_contents_that_are_only_written(body: str):
-    assert not reads_contents(LOOP % body)
-
-
-@pytest.mark.parametrize("body", READS)
-def test_contents_that_something_depends_on(body: str):
-    assert reads_contents(LOOP % body)
-
-
-def test_a_template_that_cannot_be_parsed_counts_as_reading():
-    assert reads_contents("{% for m in messages %}")
-
-
-def test_of_the_built_in_templates_those_that_rewrite_thinking_read_contents():
-    reading = {name for name, row in _BUILT_IN.items() if reads_contents(row.jinja)}
-    assert reading == {name for name, row in _BUILT_IN.items() if row.rewrites}
+@pytest.mark.parametrize(
+    ("jinja", "reads"),
+    [
+        *((LOOP % body, False) for body in WRITES),
+        *((LOOP % body, True) for body in READS),
+        ("{% for m in messages %}", True),  # cannot be parsed
+        *((row.jinja, bool(row.rewrites)) for row in _BUILT_IN.values()),
+    ],
+)
+def test_contents_are_only_written_or_something_depends_on_them(jinja: str, reads: bool):
+    assert reads_contents(jinja) == reads
 
 
 def test_stand_ins_have_the_shape_of_the_conversation_and_other_texts():

@@ -31,20 +31,11 @@ def without_template(name_or_path: str):
     return tokenizer
 
 
-def test_choice_goes_from_the_explicit_to_the_guess():
+def test_what_is_named_goes_before_the_tokenizers_own_which_may_be_several():
     tokenizer = without_template("someone/Qwen-like")
     tokenizer.chat_template = TEMPLATE
     assert find_template(tokenizer, "chatml_format", template="text").jinja == "text"
     assert find_template(tokenizer, "chatml_format").name == "chatml_format"
-    assert find_template(tokenizer).jinja == TEMPLATE  # its own, whatever its name says
-    tokenizer.chat_template = None
-    assert find_template(tokenizer).name == "qwen"
-    tokenizer.name_or_path = "someone/else"
-    assert find_template(tokenizer).name == "chatml_format"
-
-
-def test_tokenizer_with_several_templates():
-    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": "D", "rag": "R"}
     assert find_template(tokenizer).jinja == "D"
     assert find_template(tokenizer, "rag").jinja == "R"
@@ -74,16 +65,14 @@ def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_
     ],
 )
 def test_what_cannot_be_registered_is_refused_the_same_template_twice_is_fine(arguments, message):
-    add_chat_template("bracket", TEMPLATE)
-    add_chat_template("bracket", TEMPLATE)
+    """Regression: a keyword that was no list was taken letter by letter, and chosen for nearly every model."""
+    for _ in range(2):
+        add_chat_template("bracket", TEMPLATE, model_family_keywords="Bracket")
+    assert find_template(None, "bracket").keywords == ("bracket",)
     with pytest.raises(TemplateError, match=message):
         add_chat_template(*arguments)
-
-
-def test_one_keyword_needs_no_list():
-    """Regression: a string was taken letter by letter, and chosen for nearly every model."""
-    add_chat_template("bracket", TEMPLATE, model_family_keywords="Bracket")
-    assert find_template(None, "bracket").keywords == ("bracket",)
+    with pytest.raises(TemplateError, match=r"got 'brakket', known: bracket, chatml.*Did you mean 'bracket'\?"):
+        find_template(None, "brakket")
 
 
 @pytest.mark.parametrize(
@@ -99,11 +88,6 @@ def test_generation_blocks_around_other_roles_are_refused(written, held):
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
     with pytest.raises(TemplateError, match=f"they {held}"):
         Renderer(tokenizer)
-
-
-def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(TemplateError, match=r"got 'qwn', known: chatml_format, deepseek, .*\. Did you mean 'qwen'\?"):
-        find_template(None, "qwn")
 
 
 @pytest.mark.parametrize(
