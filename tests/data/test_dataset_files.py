@@ -110,11 +110,6 @@ def test_csv_fields_may_be_long_and_rows_with_more_fields_than_the_header_are_na
     assert csv.field_size_limit() == limit
 
 
-def test_a_dataset_of_the_hub_library_is_a_sequence_of_rows():
-    datasets = pytest.importorskip("datasets")
-    assert [to_prompt(row)["query"] for row in datasets.Dataset.from_list(ROWS)] == ["1 + 1?", "2 + 2?"]
-
-
 @pytest.mark.parametrize(
     ("row", "messages"),
     [

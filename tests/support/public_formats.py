@@ -48,7 +48,7 @@ def write_atari(folder: Path, number: int, frames: np.ndarray, terminals: list[i
             np.save(file, values)
 
 
-def write_dgrl(path: Path, lengths: list[int], start: int = 0) -> list[dict[str, np.ndarray]]:
+def write_dgrl(path: Path, lengths: list[int]) -> list[dict[str, np.ndarray]]:
     """An archive of episodes, each a pickled dict in a .npy file; the last frame is of the next level."""
     episodes = []
     with tarfile.open(path, "w:xz") as archive:
@@ -66,9 +66,8 @@ def write_dgrl(path: Path, lengths: list[int], start: int = 0) -> list[dict[str,
     return episodes
 
 
-def write_openx(path: Path, lengths: list[int], **extra: object) -> list[list[dict]]:
+def write_openx(path: Path, lengths: list[int]) -> None:
     """An archive of episodes, each a pickle of RLDS steps, with an encoded image and a text."""
-    episodes = []
     with tarfile.open(path, "w") as archive:
         for number, length in enumerate(lengths):
             steps = []
@@ -79,10 +78,8 @@ def write_openx(path: Path, lengths: list[int], **extra: object) -> list[list[di
                 flags = {"is_first": step == 0, "is_last": step == length - 1, "is_terminal": step == length - 1}
                 values = {"reward": float(step == length - 1), "discount": 1.0, "action": np.full(2, step, np.float64)}
                 texts = {"language_instruction": f"task {number}", "unused": None}
-                steps.append({"observation": observation, **flags, **values, **texts, **extra})
+                steps.append({"observation": observation, **flags, **values, **texts})
             _add(archive, f"cmu_stretch_{number}.data.pickle", pickle.dumps({"steps": steps}))
-            episodes.append(steps)
-    return episodes
 
 
 def write_roboset(path: Path, lengths: list[int]) -> None:
@@ -95,7 +92,7 @@ def write_roboset(path: Path, lengths: list[int]) -> None:
                 file[f"Trial{number}/{name}"] = values
 
 
-def write_vd4rl(path: Path, steps: int = 5, *, first: int = 0, terminal: bool = False) -> dict[str, np.ndarray]:
+def write_vd4rl(path: Path, steps: int = 5, *, first: int = 0, terminal: bool = False) -> None:
     """An episode of ``steps`` transitions: pixels, and the action that led to each."""
     at = np.arange(steps + 1)
     image = np.full((steps + 1, 8, 8, 3), first, np.uint8) + at.astype(np.uint8)[:, None, None, None]
@@ -104,10 +101,9 @@ def write_vd4rl(path: Path, steps: int = 5, *, first: int = 0, terminal: bool = 
     arrays |= {"reward": at.astype(np.float32) * 3, "discount": np.where(last & terminal, 0, 1).astype(np.float32)}
     arrays |= {"is_first": at == 0, "is_last": last, "is_terminal": last & terminal, "height": at.astype(np.float32)}
     np.savez(path, **arrays)
-    return arrays
 
 
-def write_vd4rl_shard(path: Path, lengths: list[int]) -> dict[str, np.ndarray]:
+def write_vd4rl_shard(path: Path, lengths: list[int]) -> None:
     """Episodes end to end in one HDF5 file, with pixels [3, 8, 8] and the kind of every step."""
     at = np.concatenate([np.arange(length + 1) for length in lengths])
     kind = np.concatenate([[0] + [1] * (length - 1) + [2] for length in lengths])
@@ -117,7 +113,6 @@ def write_vd4rl_shard(path: Path, lengths: list[int]) -> dict[str, np.ndarray]:
     with h5py.File(path, "w") as file:
         for name, values in arrays.items():
             file.create_dataset(name, data=values, compression="gzip")
-    return arrays
 
 
 ARFF = """% A small table.

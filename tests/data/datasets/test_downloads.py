@@ -125,20 +125,22 @@ def test_a_file_that_was_replaced_while_it_was_broken_is_started_again(server, t
     assert server.requests[-1][1] == "bytes=100000-"
 
 
-def test_checksums_that_were_published_or_recorded_count(server, tmp_path):
+def test_checksums_that_were_published_or_recorded_count_and_other_files_are_not_removed(server, tmp_path):
     server.files["/a.bin"] = CONTENT
     good = f"md5:{hashlib.md5(CONTENT).hexdigest()}"
     url = f"{server.url}/a.bin"
-    fetch("test", [RemoteFile("a.bin", url, good, len(CONTENT))], tmp_path)
+    fetch("test", [RemoteFile("inner/a.bin", url, good, len(CONTENT))], tmp_path)
     with pytest.raises(DataError, match=r"got sha256:.*expected sha256:00"):
         fetch("test", [RemoteFile("b.bin", url, "sha256:00")], tmp_path)
     with pytest.raises(DataError, match=r"got 1,024,000 bytes, expected 5"):
         fetch("test", [RemoteFile("b.bin", url, None, 5)], tmp_path)
     assert not list(tmp_path.glob("b.bin*"))
+    (tmp_path / "mine.txt").write_text("mine")
     remove_downloads(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LEDGER, "mine.txt"]
     server.files["/a.bin"] = CONTENT[:-1]
     with pytest.raises(DataError, match="downloaded the first time"):
-        fetch("test", [RemoteFile("a.bin", url)], tmp_path)
+        fetch("test", [RemoteFile("inner/a.bin", url)], tmp_path)
 
 
 def test_an_address_that_is_wrong_is_not_tried_again_and_a_busy_server_is(server, tmp_path):
@@ -149,14 +151,6 @@ def test_an_address_that_is_wrong_is_not_tried_again_and_a_busy_server_is(server
     with pytest.raises(DataError, match="503"):
         fetch("test", [RemoteFile("a", f"{server.url}/nothing")], tmp_path)
     assert len(server.requests) == 1 + downloads.ATTEMPTS
-
-
-def test_removing_downloads_leaves_other_files(server, tmp_path):
-    server.files["/a.bin"] = CONTENT
-    fetch("test", [RemoteFile("inner/a.bin", f"{server.url}/a.bin")], tmp_path)
-    (tmp_path / "mine.txt").write_text("mine")
-    remove_downloads(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LEDGER, "mine.txt"]
 
 
 # --- datasets ---

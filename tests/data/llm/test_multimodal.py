@@ -119,24 +119,19 @@ def test_part_whose_fields_do_not_fit_its_type_is_refused(fields: dict[str, Any]
 
 def test_history_keeps_parts_and_writes_them_as_dicts():
     parts = [ContentBase("image", url="cat.png"), ContentBase("text", text="What is it?")]
-    history = History(role=["user", "user"], content=[parts, ContentBase("text", text="Hm?")])
-    assert history.shape == (2,)
+    history = History(role="user", content=parts).unsqueeze(0)
+    history.append(History(role="user", content=ContentBase("text", text="Hm?")))
     assert history.content == [parts, ContentBase("text", text="Hm?")]
     assert [message["content"] for message in history.to_chats()] == [
         [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "What is it?"}],
         [{"type": "text", "text": "Hm?"}],
     ]
-    message = History(role="user", content=parts)
-    assert history.append(message, inplace=False).content[-1] == parts
 
 
 # --- through a processor ---
-def test_text_comes_from_the_processors_template(processor: PixelProcessor):
+def test_text_ids_mask_and_pixels_come_from_the_processor(processor: PixelProcessor):
     text = History.from_messages(chat(2)[:1]).apply_chat_template(tokenizer=processor)
     assert text == "<|im_start|>user\n<image>What is it?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_ids_mask_and_pixels_come_from_the_processor(processor: PixelProcessor):
     history = History.from_chats([chat(3), chat(1, "And this?")])
     options = {"tokenizer": processor, "add_generation_prompt": False, "return_assistant_tokens_mask": True}
     td = history.apply_chat_template(**options)

@@ -62,14 +62,17 @@ def test_a_compact_tree_has_a_vertex_for_each_choice(forest):
     assert list(tree.valid_paths()) == [(0, 0), (0, 1), (1,)]
     assert tree.max_length() == 5
 
-
-def test_counts_and_values_are_those_of_the_trajectories(forest):
-    tree = forest.get_tree(rollout(1, 1)[0])
-    common, short = tree.subtree
+    # Counts and values are those of the trajectories:
     assert (tree.count, tree.wins, tree.value) == (3, 4.0, pytest.approx(4 / 3))
     assert (common.visits, common.wins, common.value) == (2, 4.0, 2.0)
     assert [(child.count, child.value) for child in common.subtree] == [(1, 2.0), (1, 1.0)]
     assert (short.count, short.value) == (1, 0.0)
+    # A path has the steps of its trajectory:
+    for path, steps in {(0, 0): (1, 2, 3, 4, 5), (0, 1): (1, 2, 3, 6), (1,): (2,)}.items():
+        got, expected = tree.rollout_from_path(path), rollout(1, *steps)
+        for key in ("observation", ("next", "observation"), "action"):
+            assert torch.equal(got[key], expected[key])
+    assert tree.rollout_from_path(()) is None
 
 
 def test_a_vertex_ends_where_a_trajectory_does(forest):
@@ -80,13 +83,6 @@ def test_a_vertex_ends_where_a_trajectory_does(forest):
     assert common.subtree[0].selected_actions.flatten().tolist() == [3]
 
 
-def test_a_vertex_with_all_actions_is_expanded():
-    env = LLMHashingEnv(vocab_size=2, text_output=False)
-    forest = MCTSForest()
-    assert not forest.extend(rollout(1, 0, 1), return_node=True).fully_expanded(env)
-    assert forest.extend(rollout(1, 1), return_node=True).fully_expanded(env)
-
-
 def test_each_step_is_a_vertex_where_the_tree_is_not_compact(forest):
     tree = forest.get_tree(rollout(1, 1)[0], compact=False)
     assert tree.num_vertices() == 1 + 3 + 2 + 1 + 1
@@ -95,15 +91,6 @@ def test_each_step_is_a_vertex_where_the_tree_is_not_compact(forest):
     assert tree.max_length() == 5
     assert forest.get_tree(rollout(1, 1)[0], compact=False, max_depth=2).num_vertices() == 1 + 2 + 1
     assert forest.get_tree(rollout(1, 1)[0], max_depth=2).max_length() == 2
-
-
-def test_the_steps_of_a_path_are_those_of_its_trajectory(forest):
-    tree = forest.get_tree(rollout(1, 1)[0])
-    for path, steps in {(0, 0): (1, 2, 3, 4, 5), (0, 1): (1, 2, 3, 6), (1,): (2,)}.items():
-        got, expected = tree.rollout_from_path(path), rollout(1, *steps)
-        for key in ("observation", ("next", "observation"), "action"):
-            assert torch.equal(got[key], expected[key])
-    assert tree.rollout_from_path(()) is None
 
 
 def test_vertices_are_found_by_hash_id_and_path(forest):
@@ -151,8 +138,9 @@ def test_a_batch_of_trajectories_is_added_at_once():
     tree = forest.extend(batch, return_node=True)
     assert tree.rollout["action"].flatten().tolist() == [1]
     assert [child.selected_actions.item() for child in tree.subtree] == [2, 3]
-    forest.add(rollout(1, 4)[0])
-    assert forest.get_tree(batch[0, 0]).num_children == 2
+    tree = forest.add(rollout(1, 4)[0], return_node=True)
+    expanded = [tree.fully_expanded(LLMHashingEnv(vocab_size=size, text_output=False)) for size in (2, 3)]
+    assert (tree.num_children, expanded) == (2, [True, False])
 
 
 def test_an_action_that_leads_elsewhere_is_refused_and_nothing_is_kept(forest):
@@ -182,9 +170,16 @@ def test_steps_that_cannot_be_kept_are_told(forest, steps, error, words):
     with pytest.raises(error, match=words):
         forest.extend(steps)
     assert (len(forest), len(forest.node_map), forest.get_tree(rollout(1, 1)[0]).value) == before
-    for read in (forest.get_tree, forest.get_child):
-        with pytest.raises(MissingKeyError, match="'observation': got NoneType; keys present: 'seen'"):
-            read(TensorDict(seen=torch.tensor([1])))
+    seen, env = TensorDict(seen=torch.tensor([1])), LLMHashingEnv(vocab_size=3, text_output=False)
+    for error, words, call in (
+        (MissingKeyError, "'observation': got NoneType; keys present: 'seen'", lambda: forest.get_tree(seen)),
+        (MissingKeyError, "'observation': got NoneType; keys present: 'seen'", lambda: forest.get_child(seen)),
+        (ConfigError, "before the first", lambda: forest.get_keys_from_env(env)),
+        (DataError, "time dimension", lambda: forest.extend(rollout(1, 1)[0])),
+        (DataError, "one observation", lambda: forest.get_tree(rollout(1, 1))),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_a_full_forest_is_an_error():
@@ -232,15 +227,6 @@ def test_a_tree_is_drawn(forest):
     texts = [element.text for element in drawing.iter() if element.tag.endswith("text")]
     assert (texts[0], len(texts)) == ("<script>0</script> & more", 5)
     assert not [element for element in drawing.iter() if element.tag.endswith("script")]
-
-
-def test_keys_are_chosen_before_the_first_trajectory(forest):
-    with pytest.raises(ConfigError, match="before the first"):
-        forest.get_keys_from_env(LLMHashingEnv(vocab_size=3, text_output=False))
-    with pytest.raises(DataError, match="time dimension"):
-        forest.extend(rollout(1, 1)[0])
-    with pytest.raises(DataError, match="one observation"):
-        forest.get_tree(rollout(1, 1))
 
 
 def test_a_long_trajectory_makes_a_deep_tree():

@@ -123,8 +123,9 @@ def test_a_row_is_read_where_it_was_written(storage):
     assert keys([1, 2], [2, 1]) not in map_
 
 
-def test_a_map_without_a_batch():
-    map_ = new_map()
+@pytest.mark.parametrize("numbers", [None, HashToInt()])
+def test_a_map_without_a_batch_and_with_batches_of_no_rows(numbers):
+    map_ = TensorDictMap(query_module=QueryModule(["x"], hash_to_int=numbers), storage=LazyTensorStorage(3))
     one = keys([1, 2])[0]
     map_[one] = values(7)[0]
     assert (map_[one].batch_size, map_[one]["y"]) == ((), 7)
@@ -132,12 +133,6 @@ def test_a_map_without_a_batch():
     assert map_[torch.tensor([0, 0])]["y"].tolist() == [7, 7], "an index is a position"
     grid = keys([1, 2], [1, 2]).reshape(1, 2)
     assert map_[grid]["y"].tolist() == [[7, 7]]
-
-
-@pytest.mark.parametrize("numbers", [None, HashToInt()])
-def test_no_rows_are_read_and_written_too(numbers):
-    map_ = TensorDictMap(query_module=QueryModule(["x"], hash_to_int=numbers), storage=LazyTensorStorage(3))
-    map_[keys([1, 2])] = values(7)
     map_[keys([1, 2])[:0]] = values(7)[:0]
     assert (map_[keys([1, 2])[:0]]["y"].tolist(), map_.contains(keys([1, 2])[:0]).tolist()) == ([], [])
     assert len(map_) == 1
