@@ -19,7 +19,7 @@ from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, to_messages, to_pair
 from llmrl.data.llm.images import take_images
 from llmrl.data.llm.rlhf.source import Source, blocks_of
-from llmrl.data.llm.rlhf.tokenizing import check_workers, encode_answers, load_tokenizer, padding_id, same_width
+from llmrl.data.llm.rlhf.tokenizing import encode_answers, load_tokenizer, padding_id, same_width
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError, TemplateError
 
@@ -76,8 +76,8 @@ class _FromDataset:
         Raises    DataError naming row and column for a missing column, an empty answer, equal answers, or a
                   conversation that is too long
         """
-        source = Source(str(dataset_name or cls._default_dataset), split, root_dir, from_disk, valid_size)
-        check_workers(num_workers)
+        name = str(dataset_name or cls._default_dataset)
+        source = Source(name, split, root_dir, from_disk, valid_size, num_workers)
         rows = _Rows(load_tokenizer(tokenizer), max_length, unusable)
 
         def build() -> Iterator[Block]:

@@ -26,15 +26,21 @@ AT_ONCE = 1024  # rows per block
 
 @dataclass(frozen=True)
 class Source:
-    """``name``, ``split``, ``root_dir``, ``from_disk`` and ``valid_size`` as of `TokenizedDatasetLoader`."""
+    """``name``, ``split`` and the others as of `TokenizedDatasetLoader`."""
 
     name: str
     split: str
     root_dir: str | Path | None = None
     from_disk: bool = False
     valid_size: int | None = None
+    num_workers: int | None = None
 
     def __post_init__(self) -> None:
+        if self.num_workers not in (None, 0, 1):
+            raise ConfigError(
+                f"dataset: num_workers has no effect, so it must be left out: got {self.num_workers}; fast tokenizers "
+                "use all cores, or as many as the environment variable RAYON_NUM_THREADS says."
+            )
         if self.valid_size is not None and self.valid_size < 0:
             raise ConfigError(f"dataset: valid_size must not be negative: got {self.valid_size}.")
 

@@ -194,14 +194,6 @@ def load_tokenizer(
         ) from error
 
 
-def check_workers(num_workers: int | None) -> None:
-    if num_workers not in (None, 0, 1):
-        raise ConfigError(
-            f"dataset: num_workers has no effect, so it must be left out: got {num_workers}; fast tokenizers use all "
-            "cores, or as many as the environment variable RAYON_NUM_THREADS says."
-        )
-
-
 class TokenizedDatasetLoader:
     """Tokenises one split of a dataset once, and opens the memory-mapped result ever after.
 
@@ -238,10 +230,9 @@ class TokenizedDatasetLoader:
         *,
         tokenizer: PreTrainedTokenizerBase | str | None = None,
     ) -> None:
-        check_workers(num_workers)
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ConfigError("TokenizedDatasetLoader: give tokenizer, or its class and name: got both.")
-        self.source = Source(str(dataset_name), split, root_dir, from_disk, valid_size)
+        self.source = Source(str(dataset_name), split, root_dir, from_disk, valid_size, num_workers)
         self.max_length, self.tokenizer_fn, self.pre_tokenization_hook = max_length, tokenizer_fn, pre_tokenization_hook
         self.tokenizer = load_tokenizer(tokenizer or tokenizer_model_name, tokenizer_class)
 
