@@ -2,8 +2,8 @@
 (https://offline-rl.github.io).
 
 A checkpoint is a set of gzipped ``.npy`` files, ``$store$_observation_ckpt.7.gz`` and the same for ``action``,
-``reward`` and ``terminal``: one row per step. The rows are a ring, of which ``add_count_ckpt.7.gz`` says how many steps
-were ever added: the oldest row stands at ``add_count % rows`` once it is full.
+``reward`` and ``terminal``: one row per step. The rows are a ring, and ``add_count_ckpt.7.gz`` is the number of steps
+that were ever added: once the ring is full, the oldest row is at ``add_count % rows``.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     A sub-class has ``kind``, ``suffixes`` and `_read`, which makes rows of its files; what can be downloaded is in
     ``available_datasets`` and `_remote_files`.
 
-    Raises   ConfigError for a name that there is not, or rows that were built with other options or from other files;
-             DataError for files that are missing or broken; DeadlineError if another process builds too long
+    Raises   ConfigError for an unknown name, or rows that were built with other options or from other files; DataError
+             for files that are missing or broken; DeadlineError if another process builds for too long
     """
 
     kind: ClassVar[str]  # the name of the folder below ~/.cache/llmrl
@@ -104,7 +104,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDictBase, str]]:
         """The rows of the files, part by part, each with the name of its source; may add to the ``notes``.
 
-        Notes: "metadata", and "following", the entries whose ``"next"`` is the following row's.
+        Notes: "metadata", and "following": entries whose value under ``"next"`` is that of the following row.
         """
 
     def _remote_files(self) -> list[RemoteFile]:
@@ -222,8 +222,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         files = self._local_files()
         if len(files) != len(notes["sources"]) or not all(map(self._is_source, files, notes["sources"])):
             raise ConfigError(
-                f"{self._who}: {self.data_path} must have been built from {self._source}: its files are others; "
-                f"{again}."
+                f"{self._who}: {self.data_path} must have been built from {self._source}, whose files differ; {again}."
             )
 
     def _lock(self) -> ProcessLock:
@@ -246,7 +245,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         dest: str | Path | None = None,
         **pool: Any,
     ) -> TensorStorage:
-        """Replaces the stored rows by what ``fn`` makes of them, here and for everyone who opens the dataset later.
+        """Replaces the stored rows with those that ``fn`` returns, also for later users of the dataset.
 
         ``fn`` gets ``chunksize`` rows (default 1000; 0 gives it single rows without a batch dimension), or one of
         ``num_chunks`` parts, and returns as many. ``num_workers`` processes share the work (default: this one alone);
@@ -257,7 +256,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         Returns  a storage of the new rows
         """
         if dim != 0:
-            raise ConfigError(f"{self._who}: rows are dimension 0: got dim={dim}.")
+            raise ConfigError(f"{self._who}: dim must be 0, the dimension of the rows: got {dim}.")
         count = min(num_frames or len(self), len(self))
         task = _Task(self._who, current_directory(self.data_path), fn)
         at = TensorDict(at=torch.arange(count), batch_size=[count])  # processes get positions, and map the files
@@ -267,7 +266,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         else:
             size = size if size is not None else -(-count // num_chunks)
             made = map(task, at.split(size) if size else at.unbind(0))
-        # ``fn`` was given the next observations, so they are written like all other entries.
+        # ``fn`` gets the next observations too, so they are written like all other entries.
         notes = {name: value for name, value in self._storage.notes.items() if name != "following"}
         notes |= {"preprocessed": True}
         path = self.data_path if dest is None else Path(dest).expanduser()

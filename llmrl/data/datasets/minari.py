@@ -56,7 +56,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         if load_from_local_minari:
             if source is not None:
-                raise ConfigError(f"{self._who}: load_from_local_minari says where the files are: got source too.")
+                raise ConfigError(f"{self._who}: source must be left out with load_from_local_minari: got {source}.")
             base = os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets"
             source = Path(base) / dataset_id
         super().__init__(dataset_id, batch_size, source=source, **arguments)

@@ -39,7 +39,7 @@ class _Column(NamedTuple):
 class RowWriter:
     """Appends batches to the files of a folder; a context manager, which closes them.
 
-    The first batch says which entries there are, of which dtype and shape.
+    The first batch sets the entries, their dtypes and their shapes.
 
     Raises   DataError for a batch with other entries, naming its ``source`` and the entry
     """
@@ -86,7 +86,7 @@ class RowWriter:
         """Completes the folder. Raises: DataError if nothing was written."""
         if not self.rows:
             raise DataError(f"{self.who}: a dataset must have at least one row: the files have none.")
-        self._files.close()  # before the marker: it tells that all rows are in the files
+        self._files.close()  # before the marker, which promises that all rows are in the files
         columns = []
         for key, column in self._columns.items():
             dtype = str(column.dtype).removeprefix("torch.")

@@ -80,7 +80,7 @@ class ChatCodec:
         tools: Tools | None = None,
         continue_final_message: bool = False,
     ) -> list[str]:
-        """The text of each conversation, escaped: to be given to :meth:`encode`."""
+        """The escaped text of each conversation, for :meth:`encode`."""
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         return self._render(chats, tools, **options)[0]
@@ -88,7 +88,7 @@ class ChatCodec:
     def render_with_spans(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> tuple[list[str], list[list[Span]]]:
-        """The text of each conversation, escaped, and the character spans of its assistant messages.
+        """The escaped text of each conversation, and the character spans of its assistant messages.
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
@@ -107,7 +107,7 @@ class ChatCodec:
         return texts, spans
 
     def refuse_markers(self, chats: Sequence[Chat]) -> None:
-        """Raises TemplateError if a message spells a control token: for those who tokenise without :meth:`encode`."""
+        """Raises TemplateError if a message spells a control token: for callers that do not use :meth:`encode`."""
         for row, (chat, escaped) in enumerate(zip(chats, self._controls.escape(chats), strict=True)):
             for index, (message, other) in enumerate(zip(chat, escaped, strict=True)):
                 if message is not other and list(_strings(message)) != list(_strings(other)):
@@ -117,7 +117,7 @@ class ChatCodec:
                     )
 
     def open_answer(self, content: str) -> str:
-        """An unfinished message of the assistant's behind the generation prompt, to be given to :meth:`encode`."""
+        """The escaped text of an unfinished assistant message after the generation prompt."""
         return self.answer_lead + self._controls.escape_value(content, "a message") if content else ""
 
     def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:

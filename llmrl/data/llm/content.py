@@ -9,7 +9,7 @@ from typing import Any
 
 from llmrl.errors import DataError, did_you_mean
 
-# Per type, the fields of which exactly one must be given, and those that may be given besides.
+# Per type: the fields, exactly one of them required, and the optional ones.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     **dict.fromkeys(("image", "audio", "video", "file"), (("url", "data"), ("mime_type", "name", "size"))),

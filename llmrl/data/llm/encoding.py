@@ -149,7 +149,7 @@ class Encoding:
             )
         codec.refuse_markers(chats)  # the processor would take one that a message quotes for a real one
         rows = []
-        for chat in chats:  # of several, a processor returns the media in one tensor, without saying whose they are
+        for chat in chats:  # one by one: a processor returns the media of several without saying whose they are
             made = self.tokenizer.apply_chat_template(
                 [chat],
                 chat_template=self._template.jinja,
@@ -205,7 +205,7 @@ def _with_end(mask: Tensor, ids: Tensor, codec: ChatCodec) -> Tensor:
     mask, end = mask.bool().clone(), codec.end_of_turn_ids
     if not end:
         return mask
-    # -1 where a run ends; the zero behind the row closes one that reaches its end.
+    # -1 where a run ends; the zero after the row closes a run that reaches its end.
     edges = torch.diff(mask.int(), append=torch.zeros(1, dtype=torch.int32))
     for last in (edges == -1).nonzero().flatten().tolist():
         after = last + 1

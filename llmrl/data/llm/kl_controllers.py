@@ -14,9 +14,9 @@ __all__ = ["AdaptiveKLController", "ConstantKLController"]
 
 
 class ConstantKLController:
-    """A weight that stays as it is.
+    """A constant weight.
 
-    Writes  ``coef``; with ``model``, its attribute ``kl_coef``, which has to exist
+    Writes  ``coef`` and, with ``model``, its existing attribute ``kl_coef``
     Raises  ConfigError without a weight, or for a model without ``kl_coef``
 
     >>> controller = ConstantKLController(kl_coef=0.1)
@@ -37,7 +37,7 @@ class ConstantKLController:
         self._set(model.kl_coef if kl_coef is None else kl_coef)
 
     def update(self, values: Tensor | Sequence[float]) -> None:
-        """Leaves the weight as it is, whatever the KL rewards of a batch."""
+        """Keeps the weight."""
 
     def _set(self, coef: float) -> None:
         self.coef = float(coef)
@@ -55,7 +55,7 @@ class AdaptiveKLController(ConstantKLController):
     """A weight that grows while the divergence is above ``target`` and shrinks while it is below.
 
     Reads   in `update`: the KL rewards of a batch, -coef * KL each
-    Writes  ``coef``; with ``model``, its attribute ``kl_coef``, which has to exist
+    Writes  ``coef`` and, with ``model``, its existing attribute ``kl_coef``
     Raises  ConfigError unless init_kl_coef, target and horizon are above 0
     Source  Ziegler et al. 2019 (arXiv:1909.08593), section 2.2
 

@@ -1,8 +1,8 @@
 """The assistant's part of a rendered conversation: character spans, token spans, and the masks made of them.
 
 A span is a half-open pair of positions, one per assistant message. Spans are found from what the template does, never
-by searching for the answer's text and never from token values. Texts are escaped by then: no message can spell a
-control token.
+by searching for the answer's text and never from token values. The texts are escaped: no message can spell a control
+token.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
     """Texts as the Transformers library renders them, and with ``return_assistant_tokens_mask`` its generation blocks.
 
     With ``tools`` None, each conversation has the tools that its first message declares under ``"tools"``.
-    Raises  ValueError for tools, or calls of them, in a template that jinja would leave them out of without a word
+    Raises  ValueError for tools or tool calls that the template would silently leave out
     """
     # jinja ignores a variable that the template does not read: the model would be asked without its tools.
     declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]

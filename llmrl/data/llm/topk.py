@@ -34,11 +34,11 @@ class TopKRewardSelector:
     Returns from ``inv``: the turns of the chosen conversations [N], the best one first, or None
     Raises  ValueError for settings that choose nothing, DataError if no turn is done, MissingKeyError
 
-    When ``total_dialog_turns`` turns of a prompt have come, up to ``topk_size`` conversations are written, and only
-    such as are strictly above the median reward; if all got the same, none is. Conversations whose reward is NaN or
-    infinite are left out. A row is one turn: in a flat batch turns up to and including one that is done are a
-    conversation, in a [B, T] batch each row is one. Of more than ``max_queued_prompts`` the oldest is given up. In a
-    buffer: ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
+    Once a prompt has ``total_dialog_turns`` turns, up to ``topk_size`` conversations are written: the best of those
+    strictly above the median reward, so none if all are equal. Conversations whose reward is NaN or infinite are left
+    out. A row is one turn: in a flat batch a conversation ends with a turn that is done, in a [B, T] batch each row is
+    one. Beyond ``max_queued_prompts`` the oldest prompt is dropped. In a buffer:
+    ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
 
     ``counters``: "prompts" decided, conversations "written", "dropped", "failed" and "evicted", prompts "queued" now.
 
@@ -100,8 +100,8 @@ class TopKRewardSelector:
             _, given_up = self._queue.popitem(last=False)
             self.counters["evicted"] += len(given_up)
             _log.warning(
-                f"TopKRewardSelector: {len(given_up)} conversations were given up, because more than "
-                f"max_queued_prompts={self.max_queued_prompts} prompts wait."
+                f"TopKRewardSelector: {len(given_up)} conversations were dropped: more than "
+                f"max_queued_prompts={self.max_queued_prompts} prompts are waiting."
             )
         self.counters["queued"] = len(self._queue)
         rows = [row for conversation in chosen for row in conversation.rows]
@@ -154,7 +154,7 @@ class TopKRewardSelector:
         return value.cpu() if isinstance(value, Tensor) else value
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and everything that waits."""
+        """The counters, the waiting conversations and the unfinished one."""
         waiting = [
             (prompt, [(pack(one.rows), one.reward) for one in conversations])
             for prompt, conversations in self._queue.items()

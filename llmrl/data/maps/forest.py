@@ -54,7 +54,7 @@ class NodeMap(TensorMap):
         return out.set("_hash", self.query_module.hash(item))
 
     def __setitem__(self, item: TensorDictBase, value: Any) -> None:
-        raise TypeError("MCTSForest.node_map: it follows from the trajectories: use MCTSForest.extend.")
+        raise TypeError("MCTSForest.node_map cannot be written to: use MCTSForest.extend.")
 
 
 class MCTSForest:
@@ -199,8 +199,8 @@ class MCTSForest:
                 is_repeated = node in on_path
                 on_path.setdefault(node)
                 choices = self.node_map.branches[node]
-                # The vertex grows while there is no choice, and while as many trajectories go on as came: if some end
-                # here, the rest is a child, with a value of its own.
+                # A vertex grows while there is no choice and no trajectory ends: where some do, the rest is a child,
+                # with a value of its own.
                 if not compact or is_repeated or len(choices) != 1 or depth + len(branches) == limit:
                     continue
                 if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:
@@ -239,12 +239,12 @@ class MCTSForest:
         """float64 [*B, T]: the sum of the rewards from each step to the end of its trajectory."""
         after = rollout.get("next", None)
         if after is None:
-            raise MissingKeyError("MCTSForest: each step must have what follows it under 'next': there is none.")
+            raise MissingKeyError("MCTSForest: each step must have its successor under 'next': there is no such key.")
         present = after.keys(True, True)
         rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in present]
         total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
         if not total.isfinite().all():
-            raise DataError("MCTSForest: rewards must be finite, or values would not be: leave out what failed.")
+            raise DataError("MCTSForest: rewards must be finite: got NaN or infinity; leave out what failed.")
         done = torch.zeros(rollout.batch_size, dtype=torch.bool)
         for key in self.done_keys:
             if key in present:

@@ -34,7 +34,7 @@ class QueryModule(nn.Module):
     Rows are the same if all of their numbers are: hashes do not decide, unless ``hash_to_int`` is given.
 
     hash_module   of the values of one key, [*B, F]: default `SipHash`
-    hash_to_int   numbers the hashes instead of the rows: those that ``hash_module`` does not tell apart are one then
+    hash_to_int   numbers the hashes instead of the rows: rows with one hash get one number
     aggregator    one hash from those of several keys, [*B, K]: default `SipHash`
 
     >>> from tensordict import TensorDict

@@ -127,7 +127,7 @@ def test_other_options_or_files_are_refused_until_it_is_built_again(kitchen, tmp
     with pytest.raises(ConfigError, match=r"drop_timeouts.*download='force'"):
         D4RLExperienceReplay(KITCHEN, terminate_on_end=False, **kitchen)
     formats.write_d4rl(tmp_path / "kitchen.hdf5", {"terminals": [19]}, count=20)
-    with pytest.raises(ConfigError, match=r"its files are others"):
+    with pytest.raises(ConfigError, match=r"whose files differ"):
         D4RLExperienceReplay(KITCHEN, source=tmp_path / "kitchen.hdf5", **kitchen)
     built = D4RLExperienceReplay(KITCHEN, source=tmp_path / "kitchen.hdf5", **kitchen | {"download": "force"})
     assert len(built) == 20

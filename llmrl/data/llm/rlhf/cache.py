@@ -1,6 +1,6 @@
 """Columns in memory-mapped files, built once: opened if their fingerprint fits, else built under a lock.
 
-root/name-3f9a52c07d1e/     the digits are those of the recipe: whatever decides about the content
+root/name-3f9a52c07d1e/     the digest of the recipe: everything that the content depends on
   checkpoint.1/
     dataset.json            the recipe, the number of rows, dtype and row shape of each column
     input_ids.memmap        the rows of a column, end to end
@@ -116,7 +116,7 @@ def _build(folder: Path, recipe: Recipe, blocks: Iterable[Block]) -> None:
                 opened[key].write(value.contiguous().view(torch.uint8).numpy().data if len(value) else b"")
             read, rows = read + count, rows + lengths.pop()
         if not rows:
-            raise DataError("tokenised rows: there must be at least one: none is left.")
+            raise DataError("tokenised rows: at least one must be left: got none.")
         files.close()  # what is buffered is written, or fails, before the description says that it is there
         (draft / _CONTENT).write_text(json.dumps({"recipe": recipe, "read": read, "rows": rows, "columns": kinds}))
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def create_infinite_iterator(iterator: Iterable[T]) -> Iterator[T]:
     """Iterates over something again and again.
 
-    Raises  DataError when a pass gives nothing: it is empty, or can be iterated over only once
+    Raises  DataError for a pass without items: the iterable is empty, or allows one pass only
 
     >>> from itertools import islice
     >>> list(islice(create_infinite_iterator([1, 2]), 5))

@@ -49,7 +49,7 @@ class RewardData(TensorClass["nocast"]):
 
 
 class _FromDataset:
-    """`from_dataset`, for rows of which ``_chats`` reads the conversations and ``_columns`` names the columns."""
+    """Adds `from_dataset`: ``_chats`` reads the conversations of a row, ``_columns`` makes columns of their ids."""
 
     @classmethod
     def from_dataset(

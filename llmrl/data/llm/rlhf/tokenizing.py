@@ -144,7 +144,7 @@ def encode_answers(
 ) -> list[tuple[list[int], int]]:
     """The ids of each prompt with its answer, tokenised as one text, and the position of the answer's first id.
 
-    An id that spells characters of both belongs to the answer. An answer without any begins behind the ids.
+    An id with characters of both belongs to the answer. An answer without ids starts at the end.
     """
     if not tokenizer.is_fast:
         raise ConfigError(
