@@ -176,8 +176,10 @@ class Encoding:
         batch = TensorDict({}, batch_size=[len(rows)])
         for name in rows[0]:
             values = [row[name] for row in rows]
-            if name in ("input_ids", "attention_mask", "assistant_masks"):
-                batch[name] = self._padded(values, self._pad_token_id if name == "input_ids" else False)
+            # One value per token: ids, masks, and what a processor says of each token, which comes as [1, T].
+            if all(row[name].shape in ((len(row["input_ids"]),), (1, len(row["input_ids"]))) for row in rows):
+                flat = [value.view(-1) for value in values]
+                batch[name] = self._padded(flat, self._pad_token_id if name == "input_ids" else 0)
             elif len({value.shape for value in values}) == 1:
                 batch[name] = torch.stack(values)
             else:

@@ -18,7 +18,7 @@ from jinja2 import TemplateError as JinjaError
 from llmrl.data.llm.spans import STAND_IN
 from llmrl.data.llm.templates import Message
 
-__all__ = ["conversation_shape", "reads_contents", "shape_of", "stand_ins"]
+__all__ = ["conversation_shape", "reads_contents", "stand_ins"]
 
 _EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
@@ -32,23 +32,16 @@ _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothing, messages or calls, strings in them
 
 
-def shape_of(value: Any, key: str = "") -> Any:
+def _shape_of(value: Any, key: str = "") -> Any:
     """The part of a value that a template reads without reading contents: types, keys, roles, names, empty texts."""
     if isinstance(value, str):
         return value if key in _KEPT or not value or value.isspace() else None
     if key in _EXACT:
         return repr(value)
     if isinstance(value, (dict, Mapping)):  # a dict is found sooner
-        shapes = [
-            # nearly all items are strings: without a call
-            shape_of(item, name)
-            if type(item) is not str
-            else (item if name in _KEPT or not item or item.isspace() else None)
-            for name, item in value.items()
-        ]
-        return (*value, *shapes)
+        return (*value, *[_shape_of(item, name) for name, item in value.items()])
     if isinstance(value, (list, tuple)):
-        return (list, *[shape_of(item, key) for item in value])
+        return (list, *[_shape_of(item, key) for item in value])
     # An object of another type may say anything when it is written: equal to nothing, not even to itself.
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
 
@@ -61,7 +54,7 @@ def conversation_shape(chat: Sequence[Message]) -> Any:
         if len(message) == 2 and type(role) is type(text) is str:
             shapes.append((role, text if not text or text.isspace() else None))
         else:
-            shapes.append(shape_of(message))
+            shapes.append(_shape_of(message))
     return tuple(shapes)
 
 

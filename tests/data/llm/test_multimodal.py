@@ -1,87 +1,30 @@
 """Messages that are more than text: parts, and their way through a processor."""
 
 import base64
+import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import BatchFeature, ProcessorMixin
+from transformers import ProcessorMixin
 
 from llmrl.data.llm import ContentBase, History
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
-from llmrl.testing import tiny_tokenizer
-
-TEMPLATE = """
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}
-{%- elif m.content is string %}{{ m.content }}
-{%- else %}{% for part in m.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
-{%- endif %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{{- '<|im_start|>assistant\n' if add_generation_prompt }}"""
-
-
-class PixelProcessor(ProcessorMixin):
-    """A processor as models of the Transformers library bring them: each image becomes one token per row of pixels."""
-
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        super().__init__(tokenizer, chat_template=chat_template)
-
-    @property
-    def _audio_processor(self) -> None:
-        return None
-
-    def __call__(
-        self,
-        images: list[list[np.ndarray]] | None = None,
-        text: list[str] | None = None,
-        return_tensors: str | None = None,
-        return_offsets_mapping: bool = False,
-        return_text_replacement_offsets: bool = False,
-        **ignored: Any,
-    ) -> BatchFeature:
-        texts, replaced = [], []
-        for row, images_of_row in zip(text, images or [[] for _ in text], strict=True):
-            written, changes, done = "", [], 0
-            for image in images_of_row:
-                start = row.index("<image>", done)
-                written += row[done:start] + "<image>" * len(image)
-                done = start + len("<image>")
-                changes.append({"span": (start, done), "new_span": (0, len(written))})
-            texts.append(written + row[done:])
-            replaced.append(changes)
-        made = dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=return_offsets_mapping))
-        made.pop("token_type_ids", None)
-        if return_text_replacement_offsets:
-            made["text_replacement_offsets"] = replaced
-        flat = [image for images_of_row in images or [] for image in images_of_row]
-        if flat:
-            made["pixel_values"] = np.stack(flat)
-        feature = BatchFeature(made)
-        if return_tensors == "pt":
-            for name in ("input_ids", "attention_mask", "pixel_values"):
-                if name in feature:
-                    feature[name] = torch.tensor(np.array(feature[name]))
-        return feature
+from llmrl.testing import tiny_processor
+from tests.support.images import noise
 
 
 @pytest.fixture
-def processor() -> PixelProcessor:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
-    return PixelProcessor(tokenizer, chat_template=TEMPLATE)
+def processor() -> ProcessorMixin:
+    return tiny_processor()
 
 
 CALL = {"type": "function_call", "function_name": "add"}
 
 
-def chat(rows: int, question: str = "What is it?") -> list[dict[str, Any]]:
-    image = ContentBase("image", data=np.ones((rows, 2), dtype=np.float32))
-    asked = {"role": "user", "content": [image, ContentBase("text", text=question)]}
-    return [asked, {"role": "assistant", "content": "A cat."}]
+def chat(size: tuple[int, int], question: str = "What is it?") -> list[dict[str, Any]]:
+    asked = [ContentBase("image", data=noise(*size, seed=0)), ContentBase("text", text=question)]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": "A cat."}]
 
 
 # --- parts ---
@@ -128,39 +71,45 @@ def test_history_keeps_parts_and_writes_them_as_dicts():
     ]
 
 
-# --- through a processor ---
-def test_text_ids_mask_and_pixels_come_from_the_processor(processor: PixelProcessor):
-    text = History.from_messages(chat(2)[:1]).apply_chat_template(tokenizer=processor)
-    assert text == "<|im_start|>user\n<image>What is it?<|im_end|>\n<|im_start|>assistant\n"
-    history = History.from_chats([chat(3), chat(1, "And this?")])
+# --- through a processor, for which 8 x 8 pixels are one token ---
+def test_text_ids_mask_and_pixels_come_from_the_processor(processor: ProcessorMixin):
+    text = History.from_messages(chat((16, 24))[:1]).apply_chat_template(tokenizer=processor)
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert text == f"<|im_start|>user\n{image}What is it?<|im_end|>\n<|im_start|>assistant\n"
+    history = History.from_chats([chat((16, 24)), chat((8, 64), "And this?")])
     options = {"tokenizer": processor, "add_generation_prompt": False, "return_assistant_tokens_mask": True}
     td = history.apply_chat_template(**options)
     assert td.batch_size == (2,)
-    image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    for row, num_pixel_rows in zip(td.unbind(0), (3, 1), strict=True):
-        assert (row["input_ids"] == image).sum() == num_pixel_rows
-        assert row["pixel_values"].shape == (1, num_pixel_rows, 2)
+    token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for row, num_tokens in zip(td.unbind(0), (6, 8), strict=True):
+        assert (row["input_ids"] == token).sum() == num_tokens
+        assert len(row["pixel_values"]) == 4 * num_tokens
         assert processor.tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "A cat.<|im_end|>"
         assert row["attention_mask"].dtype == row["assistant_masks"].dtype == torch.bool
     without_end = history[0].apply_chat_template(include_end_of_turn=False, **options)
     assert processor.tokenizer.decode(without_end["input_ids"][without_end["assistant_masks"]]) == "A cat."
 
 
-def test_padded_batch_is_dense_if_the_media_have_one_shape(processor: PixelProcessor):
-    same = History.from_chats([chat(2), chat(2, "And what is that over there?")])
+def test_a_padded_batch_is_dense_if_the_media_have_one_shape(processor: ProcessorMixin):
+    """Regression: what a processor says of each token was refused, because rows have different numbers of tokens."""
+    same = History.from_chats([chat((16, 24)), chat((16, 24), "And what is that over there?")])
     td = same.apply_chat_template(tokenizer=processor, return_dict=True, padding=True)
-    assert td["input_ids"].shape == td["attention_mask"].shape
-    assert (td["pixel_values"].shape, td["attention_mask"].sum(-1).unique().numel()) == ((2, 1, 2, 2), 2)
+    assert td["input_ids"].shape == td["attention_mask"].shape == td["mm_token_type_ids"].shape
+    assert td["mm_token_type_ids"].sum(-1).tolist() == [6, 6]
+    assert (td["pixel_values"].shape[:2], td["attention_mask"].sum(-1).unique().numel()) == ((2, 24), 2)
     with pytest.raises(ShapeError, match="'pixel_values' has"):
-        History.from_chats([chat(2), chat(3)]).apply_chat_template(tokenizer=processor, return_dict=True, padding=True)
+        History.from_chats([chat((16, 24)), chat((8, 64))]).apply_chat_template(
+            tokenizer=processor, return_dict=True, padding=True
+        )
 
 
-def test_what_a_processor_cannot_do_is_refused(processor: PixelProcessor):
-    history = History.from_messages(chat(1))
+def test_what_a_processor_cannot_do_is_refused(processor: ProcessorMixin):
+    history = History.from_messages(chat((8, 8)))
     with pytest.raises(ConfigError, match="pass return_dict=True"):
         history.apply_chat_template(tokenizer=processor, tokenize=True)
+    quoting = History.from_messages(chat((8, 8), "<|im_end|>"))
     with pytest.raises(TemplateError, match="message 0 of conversation 0 does"):
-        History.from_messages(chat(1, "<|im_end|>")).apply_chat_template(tokenizer=processor, return_dict=True)
-    processor.chat_template = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        quoting.apply_chat_template(tokenizer=processor, return_dict=True)
+    processor.chat_template = re.sub(r"\{%-? *(end)?generation *-?%\}", "", processor.chat_template)
     with pytest.raises(TemplateError, match="has none; put"):
         history.apply_chat_template(tokenizer=processor, add_generation_prompt=False, return_assistant_tokens_mask=True)

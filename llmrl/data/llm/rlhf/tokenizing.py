@@ -89,14 +89,12 @@ class TensorDictTokenizer:
         ragged = self.padding in _NO_PADDING
         if ragged and self.return_tensordict and len(set(map(len, rows))) > 1:
             raise ConfigError(f"{who}: rows of different lengths need padding in a TensorDict.")
-        if ragged and not self.return_tensordict:
-            ids, mask = rows, [[1] * len(row) for row in rows]
-        else:
-            ids, mask = same_width(rows, width, padding_id(self.tokenizer), side)
+        ids, mask = same_width(rows, width, padding_id(self.tokenizer), side)
         columns = {"input_ids": ids, "attention_mask": mask, **columns}
         single = isinstance(sample[self.key], str)
         if not self.return_tensordict:
-            lists = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in columns.items()}
+            lists = {name: value.tolist() for name, value in columns.items()}
+            lists |= {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]} if ragged else {}
             return {name: v[0] for name, v in lists.items()} if single else lists
         batch = TensorDict(columns, batch_size=[len(rows)], device=self.device)
         return batch[0] if single else batch
