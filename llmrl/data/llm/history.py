@@ -412,14 +412,16 @@ def _index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
         return None
     for spot in spots:
         parts[spot : spot + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    picks = []
     for spot, part in enumerate(parts):
-        if not isinstance(part, (int, slice, type(None))):  # numbers or a mask, as a list, a tensor or an array
-            parts[spot] = part.tolist() if hasattr(part, "tolist") else list(part)
-    picks = [part for part in parts if isinstance(part, list)]
-    # None and a single bool add a dimension, and two lists pick pairs rather than rows and columns.
-    if any(part is None or isinstance(part, bool) for part in parts) or len(picks) > 1:
-        return None
-    if any(isinstance(pick, list) for part in picks for pick in part):
+        if not isinstance(part, (int, slice)) and part is not None:  # numbers or a mask: a list, a tensor or an array
+            part = parts[spot] = part.tolist() if hasattr(part, "tolist") else list(part)
+        if isinstance(part, list):
+            picks.append(part)
+        elif part is None or isinstance(part, bool):  # either adds a dimension
+            return None
+    # Two lists pick pairs rather than rows and columns.
+    if len(picks) > 1 or (picks and any(isinstance(pick, list) for pick in picks[0])):
         return None
     return _take_rows(nested, parts), ndim - sum(isinstance(part, int) for part in parts)
 
