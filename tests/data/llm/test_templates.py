@@ -123,29 +123,21 @@ def test_your_keyword_goes_before_a_built_in_one_whatever_the_case():
 
 
 def test_built_in_template_can_be_replaced_by_yours():
-    jinja = (
-        "{% for message in messages %}{%- if message['role'] == 'user' %}{{ '<s>[INST] ' + message['content'] + "
-        "' [/INST]' }}{%- elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '</s>' }}"
-        "{% endgeneration %}{%- endif %}{% endfor %}"
-    )
-
     def parse(text: str) -> History:
-        pairs = re.findall(r"<s>\[INST\]\s*(.*?)\s*\[/INST\]\s*(.*?)</s>", text, re.DOTALL)
-        turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
+        turns = re.findall(r"\[(user|assistant)\](.*?)</s>", text)
         return lazy_stack([History(role=role, content=content) for role, content in turns])
 
-    add_chat_template("llama", jinja, inverse_parser=parse, model_family_keywords=["llama", "meta-llama"])
+    add_chat_template("llama", TEMPLATE, inverse_parser=parse, model_family_keywords=["llama", "meta-llama"])
     tokenizer = without_template("meta-llama/Llama-2-7b-chat-hf")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>"]})
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
-    history = History.from_chats([chat])
     options = {"tokenizer": tokenizer, "add_generation_prompt": False}
-    [row] = history.apply_chat_template(return_assistant_tokens_mask=True, **options).unbind(0)
+    row = History.from_messages(chat).apply_chat_template(return_assistant_tokens_mask=True, **options)
     assert tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "Hi there!</s>"
-    [text] = history.apply_chat_template(**options)
+    text = History.from_messages(chat).apply_chat_template(**options)
     assert History.from_text(text, chat_template_name="llama").to_chats() == chat
     with pytest.raises(TemplateError, match="'llama' is taken"):
-        add_chat_template("llama", TEMPLATE)
+        add_chat_template("llama", TEMPLATE + " ")
 
 
 def test_a_parser_that_fails_is_named_with_the_text():
