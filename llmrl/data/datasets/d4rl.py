@@ -99,8 +99,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if known:
             then = own[("next_observations",)]
         else:
-            then = torch.from_numpy(columns[("observations",)][1:])
-            then = following(own[("observations",)]) if len(then) < count else then
+            then = following(columns[("observations",)])[:count]
             then = then.masked_fill(expand_right(ends, then.ndim), 0)
         now = {("observation",): own[("observations",)], ("action",): own[("actions",)]}
         now |= {key: value for key, value in own.items() if key[0] == "infos"}

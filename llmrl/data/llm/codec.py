@@ -68,7 +68,7 @@ class ChatCodec:
         self.end_is_control = self._controls.first(self.end_of_turn) is not None
         if not self.end_is_control:  # ordinary text cannot be escaped: a message that spells it would end its turn
             self._controls.forbidden = self.end_of_turn.strip()
-        self._finder = SpanFinder(template, self._kwargs, self.end_of_turn, end_is_control=self.end_is_control)
+        self._finder = SpanFinder(template, self._write, self.end_of_turn, end_is_control=self.end_is_control)
 
     # Messages -> text
 
@@ -176,11 +176,14 @@ class ChatCodec:
 
     # The template
 
+    def _write(self, chats: Sequence[Chat], tools: Tools | None, **options: bool) -> tuple[list[str], list[list[Span]]]:
+        return render(chats, tools, chat_template=self.template.jinja, **options, **self._kwargs)
+
     def _render(
         self, chats: Sequence[Chat], tools: Tools | None, **options: bool
     ) -> tuple[list[str], list[list[Span]]]:
         try:
-            return render(chats, tools, chat_template=self.template.jinja, **options, **self._kwargs)
+            return self._write(chats, tools, **options)
         except REFUSALS as error:
             asks = options.get("add_generation_prompt", False)
             raise TemplateError(
@@ -192,9 +195,10 @@ class ChatCodec:
         """Names the first conversation that does not render, and the message with which it stops rendering."""
         for row, chat in enumerate(chats):
             for length in range(1, len(chat) + 1):
-                options = {"add_generation_prompt": add_generation_prompt and length == len(chat), **self._kwargs}
                 try:
-                    render([chat[:length]], tools, chat_template=self.template.jinja, **options)
+                    self._write(
+                        [chat[:length]], tools, add_generation_prompt=add_generation_prompt and length == len(chat)
+                    )
                 except REFUSALS:
                     message = chat[length - 1]
                     role = message.get("role") if isinstance(message, Mapping) else type(message).__name__

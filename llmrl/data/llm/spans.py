@@ -7,14 +7,14 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Tools, render
+from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Tools
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _MAX_SKELETONS = 512
 class SpanFinder:
     """Finds the assistant's spans in what one template writes with one tokenizer's special tokens.
 
-    Reads  variables       what the template is rendered with
+    Reads  write           `render` with the template and its variables
            end_of_turn     what follows an answer, and ``end_is_control``, whether that is a control token
 
     Three ways are tried in this order: the template's text around stand-in contents (its skeleton), which needs no
@@ -40,10 +40,10 @@ class SpanFinder:
     """
 
     def __init__(
-        self, template: ChatTemplate, variables: Mapping[str, Any], end_of_turn: str, *, end_is_control: bool
+        self, template: ChatTemplate, write: Callable[..., Any], end_of_turn: str, *, end_is_control: bool
     ) -> None:
         self._template = template
-        self._kwargs = variables
+        self._write = write
         self._end_of_turn = end_of_turn
         self._end_is_control = end_is_control
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
@@ -207,12 +207,10 @@ class SpanFinder:
         )
 
     def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
-        options = {"return_assistant_tokens_mask": True, **self._kwargs}
-        return render([chat], tools, chat_template=self._template.jinja, **options)[1][0]
+        return self._write([chat], tools, return_assistant_tokens_mask=True)[1][0]
 
     def _render(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, **self._kwargs}
-        return render([chat], tools, chat_template=self._template.jinja, **options)[0][0]
+        return self._write([chat], tools, add_generation_prompt=add_generation_prompt)[0][0]
 
 
 class _Skeleton(NamedTuple):

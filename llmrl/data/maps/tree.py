@@ -51,7 +51,7 @@ class Tree:
 
     @property
     def rollout(self) -> TensorDictBase | None:
-        return self._forest.data_map[torch.tensor(self.branches)] if self.branches else None
+        return self.rollout_from_path(())
 
     @property
     def node_data(self) -> TensorDictBase:
