@@ -195,10 +195,9 @@ class ChatCodec:
         """Names the first conversation that does not render, and the message with which it stops rendering."""
         for row, chat in enumerate(chats):
             for length in range(1, len(chat) + 1):
+                asks = add_generation_prompt and length == len(chat)
                 try:
-                    self._write(
-                        [chat[:length]], tools, add_generation_prompt=add_generation_prompt and length == len(chat)
-                    )
+                    self._write([chat[:length]], tools, add_generation_prompt=asks)
                 except REFUSALS:
                     message = chat[length - 1]
                     role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
