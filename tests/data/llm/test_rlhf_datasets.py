@@ -182,8 +182,9 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out_and_counted(tmp_path, op
         PairwiseDataset.from_dataset("train", **options)
     assert folders(options) == [] or not any(p.suffix == ".memmap" for p in options["root_dir"].rglob("*"))
     for _ in range(2):  # also where it was tokenised before
-        with pytest.warns(UserWarning, match="1 of 10 rows are left out"):
+        with pytest.warns(UserWarning, match="1 of 10 rows are left out") as caught:
             kept = PairwiseDataset.from_dataset("train", **options, unusable="drop")
+        assert caught[0].filename == __file__
     assert len(kept) == 9
     options["dataset_name"] = write(tmp_path / "only.jsonl", [row])
     with pytest.raises(DataError, match=r"no row is left.*row 1"):

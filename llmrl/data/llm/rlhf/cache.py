@@ -71,7 +71,7 @@ def open_or_build(
     columns, content = found
     if left_out := content["read"] - content["rows"]:
         warnings.warn(
-            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not to be compared.", stacklevel=5
+            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not to be compared.", stacklevel=4
         )
     return columns
 
