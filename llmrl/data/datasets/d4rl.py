@@ -109,7 +109,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         flags = {"terminated": terminals, "truncated": timeouts, "done": done}
         rows = ted_rows(where, now, {("observation",): then}, reward=own[("rewards",)], **flags)
         kept = torch.ones_like(ends)
-        if not known:  # the last row of the file is left out if it does not end its episode: its next one is not there
+        if not known:  # then the last row of the file is left out, unless it ends its episode
             kept[-1] = bool(ends[-1]) or len(columns[("observations",)]) > count
             if self._options["drop_timeouts"]:
                 kept &= ~timeouts | terminals

@@ -133,8 +133,8 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
             _receive(file, part, folder, known, lambda done, total: progress.update(task, completed=done, total=total))
             break
         except (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
-            # A connection that breaks again and again is fine as long as each attempt brings bytes. Of the answers
-            # with a 4xx, these three may be others next time: a slow request, a stale range, too many requests.
+            # A connection may break any number of times as long as each attempt brings bytes. Three of the 4xx answers
+            # may differ next time: 408 (too slow), 416 (a range that does not fit) and 429 (too many requests).
             grew = part.exists() and part.stat().st_size > had
             failures = 1 if grew else failures + 1
             fatal = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
@@ -154,7 +154,7 @@ def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], 
     """Appends the rest of the file to ``part``, or starts again if the server has another file by now."""
     validator = read_ledger(folder).get(file.name, {}).get("validator")
     start = part.stat().st_size if part.exists() and validator else 0
-    # With If-Range a server that has another file by now sends the whole of it instead of a rest that does not fit.
+    # With If-Range a server sends the whole file if it has changed, and not a rest that does not fit.
     headers = {"Range": f"bytes={start}-", "If-Range": validator} if start else {}
     try:
         response = urlopen(Request(file.url, headers=headers), timeout=_TIMEOUT_S)

@@ -71,7 +71,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         return files
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
-        # Folders above that of the dataset may have a metadata.json too, which describes the namespace.
+        # In the Arrow format each episode has a metadata.json of its own.
         about = {path.parent / "metadata.json" for path in files}
         found = sorted(path for path in about if path.exists() and "total_episodes" in json.loads(path.read_text()))
         folders = [path.parent for path in found]

@@ -83,7 +83,7 @@ class AdaptiveKLController(ConstantKLController):
                 f"AdaptiveKLController.update: needs finite KL rewards: got {values.numel()} values, "
                 f"{int((~values.isfinite()).sum())} of them not finite."
             )
-        kl = -float(values.mean()) / self.coef  # the rewards were scaled by this very weight
-        # Clipped: one batch with an extreme divergence must not throw the weight out of its range.
+        kl = -float(values.mean()) / self.coef  # a KL reward is -coef * KL
+        # Clipped, so that one batch with an extreme divergence moves the weight no further.
         error = min(0.2, max(-0.2, kl / self.target - 1))
         self._set(self.coef * (1 + error * values.numel() / self.horizon))

@@ -92,7 +92,7 @@ class SpanFinder:
         except KeyError:
             return None
         if roles not in skeletons:
-            if len(skeletons) >= _MAX_SKELETONS:  # conversations of ever new shapes; those in use are soon back
+            if len(skeletons) >= _MAX_SKELETONS:  # bounded; the shapes in use are soon found again
                 skeletons.clear()
             skeletons[roles] = self._skeleton(roles, tools)
         skeleton = skeletons[roles]

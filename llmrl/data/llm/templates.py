@@ -149,7 +149,7 @@ def find_template(
         for keyword in row.keywords
         if keyword in model_name
     ]
-    # Yours before the built-in ones, then the longest keyword; the key leaves out the rows, which have no order.
+    # Yours before the built-in ones, then the longest keyword; rows themselves have no order.
     is_yours, _, row = max(found, key=lambda match: match[:2], default=(False, 0, _TEMPLATES["chatml_format"]))
     return _unregistered("tokenizer", own) if own and not is_yours else row
 
