@@ -6,16 +6,14 @@ from itertools import product
 
 
 def _gym_mujoco() -> dict[str, str]:
-    files = {}
-    for robot, level in product(
-        ("halfcheetah", "hopper", "walker2d", "ant"), ("random", "medium", "expert", "medium-expert")
-    ):
+    files = {"ant-random-expert-v0": "gym_mujoco/ant_random_expert"}
+    robots = ("halfcheetah", "hopper", "walker2d", "ant")
+    for robot, level in product(robots, ("random", "medium", "expert", "medium-expert")):
         files[f"{robot}-{level}-v0"] = f"gym_mujoco/{robot}_{level.replace('-', '_')}"
-    files["ant-random-expert-v0"] = "gym_mujoco/ant_random_expert"
-    for robot in ("halfcheetah", "hopper", "walker", "ant"):
-        files[f"{robot.replace('walker', 'walker2d')}-medium-replay-v0"] = f"gym_mujoco/{robot}_mixed"
+    for robot in robots:
+        files[f"{robot}-medium-replay-v0"] = f"gym_mujoco/{robot.removesuffix('2d')}_mixed"
     levels = ("random", "medium", "expert", "medium-replay", "full-replay", "medium-expert")
-    for robot, level, version in product(("halfcheetah", "hopper", "walker2d", "ant"), levels, ("v1", "v2")):
+    for robot, level, version in product(robots, levels, ("v1", "v2")):
         files[f"{robot}-{level}-{version}"] = f"gym_mujoco_{version}/{robot}_{level.replace('-', '_')}-{version}"
     return files
 
@@ -27,20 +25,13 @@ def _mazes() -> dict[str, str]:
         for eval_ in ("", "eval-"):
             files[f"maze2d-{eval_}{size}{name}-v1"] = f"maze2d/maze2d-{eval_}{size}{file}-v1"
     mazes = {"umaze": "False_multigoal_False", "umaze-diverse": "True_multigoal_True"}
-    mazes |= {
-        f"{size}-{kind}": f"True_multigoal_{goals}"
-        for size in ("medium", "large")
-        for kind, goals in (("play", False), ("diverse", True))
-    }
-    shapes = {
-        "v0": ("u-maze", "big-maze", "hardest-maze"),
-        "v1": ("umaze", "medium", "large"),
-        "v2": ("u-maze", "big-maze", "hardest-maze"),
-    }
+    for size, (kind, goals) in product(("medium", "large"), (("play", False), ("diverse", True))):
+        mazes[f"{size}-{kind}"] = f"True_multigoal_{goals}"
+    shapes = {"umaze": "u-maze", "medium": "big-maze", "large": "hardest-maze"}  # in all versions but v1
     folders = {"v0": ("ant_maze_new", ""), "v1": ("ant_maze_v1", ""), "v2": ("ant_maze_v2", "_fixed")}
-    for maze, version in product(mazes, shapes):
-        shape = dict(zip(("umaze", "medium", "large"), shapes[version], strict=True))[maze.partition("-")[0]]
-        folder, end = folders[version]
+    for maze, (version, (folder, end)) in product(mazes, folders.items()):
+        size = maze.partition("-")[0]
+        shape = size if version == "v1" else shapes[size]
         files[f"antmaze-{maze}-{version}"] = f"{folder}/Ant_maze_{shape}_noisy_multistart_{mazes[maze]}_sparse{end}"
     goals = {"umaze": False, "umaze-diverse": False, "medium-play": True, "medium-diverse": False}
     for maze, several in {**goals, "large-play": True, "large-diverse": False}.items():
@@ -64,8 +55,8 @@ def _others() -> dict[str, str]:
     kitchens = {
         "complete": "mini_kitchen_microwave_kettle_light_slider",
         "partial": "kitchen_microwave_kettle_light_slider",
+        "mixed": "kitchen_microwave_kettle_bottomburner_light",
     }
-    kitchens["mixed"] = "kitchen_microwave_kettle_bottomburner_light"
     files |= {f"kitchen-{name}-v0": f"kitchen/{file}-v0" for name, file in kitchens.items()}
     files |= {"carla-lane-v0": "carla/carla_lane_follow_flat-v0", "carla-town-v0": "carla/carla_town_subsamp_flat-v0"}
     files |= {"carla-town-full-v0": "carla/carla_town_flat-v0", "carla-lane-render-v0": "carla/carla_lane_follow-v0"}
