@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import MemoryMappedTensor
 
-from llmrl.data import LLMData, PairwiseDataset, PromptData, TensorDictTokenizer, TokenizedDatasetLoader
+from llmrl.data import LLMData, LLMInput, PairwiseDataset, PromptData, TensorDictTokenizer, TokenizedDatasetLoader
 from llmrl.data.llm.rlhf import PromptTensorDictTokenizer, create_infinite_iterator, get_dataloader
 from llmrl.data.llm.rlhf.cache import open_or_build
 from llmrl.data.llm.rlhf.source import AT_ONCE
@@ -359,6 +359,11 @@ def test_an_infinite_iterator_raises_where_a_pass_is_empty():
 
 
 def test_containers_index_their_lists_by_row():
+    """Regression: a value too many, or a field that was given twice, was dropped without an error."""
     data = LLMData(tokens=torch.zeros(2, 3), text=["a", "b"], token_list=[[1], [2, 3]], batch_size=[2])
     assert (data[1].text, list(data[1].token_list), data.logits) == ("b", [2, 3], None)
     assert torch.cat([data, data])[2:].text == ["a", "b"]
+    with pytest.raises(TypeError, match="5 positional arguments but 6"):
+        LLMInput(torch.zeros(2, 3), None, None, None, "too many", batch_size=[2])
+    with pytest.raises(ValueError, match="tokens is already set"):
+        LLMInput(torch.zeros(2, 3), tokens=torch.zeros(2, 3), batch_size=[2])
