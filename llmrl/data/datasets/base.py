@@ -129,21 +129,29 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         if download == "force" or not self._is_built():
             with self._lock():
                 # Asked again inside: another process may have built it while this one waited.
-                if download == "force" or not _is_complete(self.data_path_root):
+                if download == "force" or self._notes_of(self.data_path_root) is None:
                     self._build(bool(download))
                 if self.split_trajs and not self._is_built():
                     self._build_split()
-        folder = current_directory(self.data_path)
-        self._check_notes(read_marker(self._who, folder)["notes"])
-        return DatasetStorage(self._who, folder)
+        storage = DatasetStorage(self._who, current_directory(self.data_path))
+        self._check_notes(storage.notes)
+        return storage
 
     def _is_built(self) -> bool:
-        if not self.split_trajs or not _is_complete(self.data_path) or not _is_complete(self.data_path_root):
-            return _is_complete(self.data_path)
-        split, whole = (
-            read_marker(self._who, current_directory(path))["notes"] for path in (self.data_path, self.data_path_root)
-        )
-        return split["split_of"] == whole["id"]
+        rows = self._notes_of(self.data_path)
+        if rows is None or not self.split_trajs:
+            return rows is not None
+        # Trajectories of rows that have changed are made again; those of rows that were removed are kept.
+        whole = self._notes_of(self.data_path_root)
+        return whole is None or rows["split_of"] == whole["id"]
+
+    def _notes_of(self, path: Path) -> dict[str, Any] | None:
+        """The notes of the rows at ``path``; None if there are none, or they are not complete."""
+        try:
+            folder = current_directory(path)
+        except CheckpointError:
+            return None
+        return read_marker(self._who, folder)["notes"] if (folder / MARKER).exists() else None
 
     def _build(self, download: bool) -> None:
         downloads = self.data_path_root / "downloads"
@@ -158,7 +166,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
             self._check_name()
             files = self._download(downloads)
         notes = {"sources": [self._source_entry(file) for file in files]}
-        self._write(self.data_path_root, lambda notes: self._read(files, notes), notes)
+        self._write(self.data_path_root, self._read(files, notes), notes)
         remove_downloads(downloads)
 
     def _build_split(self) -> None:
@@ -166,16 +174,14 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         storage = DatasetStorage(self._who, current_directory(self.data_path_root))
         kept = {name: value for name, value in storage.notes.items() if name not in ("following", "id", "preprocessed")}
         rows = split_trajectories(storage.get(slice(0, len(storage))), prefix=())
-        self._write(self.data_path, lambda _: [(rows, "split_trajs")], {**kept, "split_of": storage.notes["id"]})
+        self._write(self.data_path, [(rows, "split_trajs")], {**kept, "split_of": storage.notes["id"]})
 
-    def _write(
-        self, path: Path, parts: Callable[[dict[str, Any]], Iterable[tuple[TensorDictBase, str]]], notes: dict[str, Any]
-    ) -> None:
-        notes = {**notes, "id": uuid.uuid4().hex, "dataset": f"{self._who} {self.dataset_id}", "options": self._options}
+    def _write(self, path: Path, parts: Iterable[tuple[TensorDictBase, str]], notes: dict[str, Any]) -> None:
+        own = {"id": uuid.uuid4().hex, "dataset": f"{self._who} {self.dataset_id}", "options": self._options}
         with replace_directory(path) as draft, RowWriter(self._who, draft) as writer:
-            for rows, source in parts(notes):
+            for rows, source in parts:
                 writer.write(rows, source)
-            writer.complete(notes)
+            writer.complete({**notes, **own})  # only now: reading the parts may have added to the notes
 
     def _local_files(self) -> list[Path]:
         where = self._source or self.data_path_root
@@ -271,7 +277,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         notes |= {"preprocessed": True}
         path = self.data_path if dest is None else Path(dest).expanduser()
         with self._lock():
-            self._write(path, lambda _: ((rows, "preprocess") for rows in made), notes)
+            self._write(path, ((rows, "preprocess") for rows in made), notes)
         storage = DatasetStorage(self._who, current_directory(path))
         if dest is None:
             self.set_storage(storage)
@@ -313,13 +319,6 @@ class _Task:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["who"], state["folder"], cloudpickle.loads(state["fn"]))
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        return (current_directory(path) / MARKER).exists()
-    except CheckpointError:
-        return False
 
 
 def _remove(path: Path) -> None:
