@@ -47,9 +47,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     replacement            False: a sampler without replacement
     num_checkpoints        how many of the checkpoints to download; default all
 
-    ``num_procs`` and ``mp_start_method`` change nothing: the time is that of the download. ``episodes`` has the number
-    of the episode of every row, ``metadata`` what every checkpoint says about itself. Other arguments are those of
-    ``BaseDatasetExperienceReplay``.
+    ``num_procs`` and ``mp_start_method`` have no effect. ``episodes`` has the number of the episode of every row,
+    ``metadata`` the facts that each checkpoint holds. Other arguments are those of ``BaseDatasetExperienceReplay``.
     """
 
     kind = "atari"

@@ -107,7 +107,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         return TrajectoryStream(self._who, self._pass, **self._stream) if self.streaming else super()._open(download)
 
     def _pass(self) -> Iterator[TensorDict]:
-        """The trajectories of all files; a file that is downloaded is removed behind its last one."""
+        """The trajectories of all files; a file that was downloaded is removed after its last one."""
         files: list[Any] = self._local_files()
         if not files:
             self._check_name()

@@ -86,7 +86,7 @@ def _open(folder: Path, recipe: Recipe) -> tuple[TensorDict, dict[str, Any]] | N
         rows, entries = content["rows"], {}
         for key, (dtype, shape) in content["columns"].items():
             path, kind = folder / f"{key}.memmap", getattr(torch, dtype)
-            # Mapping a file that is too short would end the process at the first read behind its end.
+            # Mapping does not notice a file that was cut.
             if path.stat().st_size != rows * kind.itemsize * torch.Size(shape).numel():
                 return None
             entries[key] = MemoryMappedTensor.from_filename(path, dtype=kind, shape=(rows, *shape))
