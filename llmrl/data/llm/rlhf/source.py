@@ -51,7 +51,7 @@ class Source:
         build: Callable[[], Iterable[Block]],
         recipe: Mapping[str, Any],
     ) -> TensorDict:
-        """The rows that ``build`` makes of these, kept for as long as whatever decides about them stays the same."""
+        """The rows that ``build`` makes of these, kept as long as everything that they depend on stays the same."""
         path = self._path()
         files = [path] if path is not None and path.is_file() else []
         if self.from_disk:
