@@ -16,11 +16,10 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
-from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
-from llmrl.envs.utils import check_env_specs
+from llmrl.envs.utils import check_env_specs, draw_entries
 from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
@@ -70,8 +69,6 @@ class EnvBase(EnvSpecs, abc.ABC):
     ):
         super().__init__(device, batch_size)
         self.batch_locked = batch_locked
-        self._row_action_spec: tuple[int, Composite] | None = None
-        self._left_behind: tuple[int, dict[str, Any]] = (-1, {})  # arguments of `step_mdp`, of a version of the specs
         self._generator: torch.Generator | None = None
         self.is_closed = False
 
@@ -151,15 +148,18 @@ class EnvBase(EnvSpecs, abc.ABC):
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`llmrl.envs.step_mdp` with this env's keys: without its rewards and its actions."""
-        if self._left_behind[0] != self.spec_version:
-            keys = {"reward_keys": self.reward_keys or ("reward",), "action_keys": self.action_keys or ("action",)}
-            self._left_behind = self.spec_version, keys
-        return step_mdp(tensordict, exclude_action=True, **self._left_behind[1])
+        return step_mdp(
+            tensordict,
+            exclude_action=True,
+            reward_keys=self.reward_keys or ("reward",),
+            action_keys=self.action_keys or ("action",),
+        )
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
         keys = entries_of(td) if type(td) is TensorDict else td.keys()
-        for name in self._action_root_names():
-            if name not in keys:  # asked for by name: reading a ragged one would build its rows
+        for key in self.action_keys:
+            name = key if isinstance(key, str) else key[0]
+            if name not in keys:  # asked for by name: reading a ragged entry would build its rows
                 required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)
         if next_td is None or next_td is td:
@@ -292,16 +292,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             raise ConfigError(
                 f"{type(self).__name__}.rand_action: needs an action_spec to draw from, or a policy: none is declared."
             )
-        if tensordict.batch_size == self.batch_size:
-            action = spec.rand(generator=self._generator)
-        else:
-            if self._row_action_spec is None or self._row_action_spec[0] != self.spec_version:
-                row_spec = spec[(0,) * len(self.batch_size)] if self.batch_size else spec
-                self._row_action_spec = self.spec_version, row_spec
-            action = self._row_action_spec[1].rand(tensordict.batch_size, generator=self._generator)
-        for key in self.action_keys:
-            tensordict.set(key, action.get(key))
-        return tensordict
+        return draw_entries(spec, tensordict, self._generator)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         """Writes a random action that goes on from ``td``; False if actions are drawn from the spec alone."""

@@ -57,7 +57,6 @@ class EnvSpecs:
         self._batch_size = torch.Size(batch_size)
         self._specs: dict[str, Composite] = {}
         self._spec_version = 0
-        self._action_roots: tuple[int, tuple[str, ...]] | None = None
 
     @property
     def batch_size(self) -> torch.Size:
@@ -114,12 +113,6 @@ class EnvSpecs:
             spec = _with_done_keys(spec)
         self._specs[part] = spec.lock_()
         self._spec_version += 1
-
-    def _action_root_names(self) -> tuple[str, ...]:
-        if self._action_roots is None or self._action_roots[0] != self.spec_version:
-            names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self.action_keys)
-            self._action_roots = (self.spec_version, tuple(names))
-        return self._action_roots[1]
 
 
 def _with_done_keys(spec: Composite) -> Composite:

@@ -15,8 +15,8 @@ import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import Device, Shape
-from llmrl.data.specs.discrete import Discrete
 from llmrl.data.specs.leaf import LeafSpec
+from llmrl.data.specs.numeric import Discrete
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 

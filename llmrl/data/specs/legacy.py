@@ -8,9 +8,8 @@ from typing import Any
 from llmrl.data.specs.base import TensorSpec
 from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
 from llmrl.data.specs.composite import Composite
-from llmrl.data.specs.discrete import Binary
 from llmrl.data.specs.non_tensor import NonTensor
-from llmrl.data.specs.numeric import Bounded, UnboundedContinuous, UnboundedDiscrete
+from llmrl.data.specs.numeric import Binary, Bounded, UnboundedContinuous, UnboundedDiscrete
 from llmrl.data.specs.stacked import Stacked, StackedComposite
 
 
@@ -28,9 +27,6 @@ class _OldName(type(TensorSpec)):
             f"{cls.__name__} is deprecated; use llmrl.data.{successor.__name__}.", DeprecationWarning, stacklevel=2
         )
         return successor(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         successor = vars(cls).get("_successor")
