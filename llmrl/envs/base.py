@@ -187,14 +187,15 @@ class EnvBase(EnvSpecs, abc.ABC):
         old = shallow_copy(td, without=("_reset", "next"))
         if not rows.any():
             return old
+        start = new_tensordict({}, batch_size) if given is None else shallow_copy(given, without=("_reset",))
         if rows.all():
-            return self._carry(td, self._start(_start_from(given, batch_size, without=("_reset",))))
+            return self._carry(td, self._start(start))
         if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
-            start = _start_from(given, batch_size, without=("_reset",))
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
             return update_rows(old, rows, whole, reader=f"{type(self).__name__}.reset")
-        start = _start_from(given, torch.Size([int(rows.sum())]), without=("_reset", "next"))
-        new = self._start(start if given is None else start[rows])
+        new = self._start(
+            shallow_copy(start, without=("next",))[rows]
+        )  # indexing "next" would cost as much as the rest
         self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 
@@ -361,10 +362,6 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
         td.set("truncated", truncated)
     if terminated is None:
         td.set("terminated", done & ~truncated)
-
-
-def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
-    return new_tensordict({}, batch_size) if given is None else shallow_copy(given, without)
 
 
 def _device_of(policy: Any) -> torch.device | None:

@@ -198,15 +198,12 @@ class Declared(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
-    def fits(self, value: Tensor) -> bool:
-        return value.shape == self.shape and value.dtype == self.dtype
-
     def of(self, td: TensorDictBase, key: NestedKey) -> Tensor:
         """The entry. Raises MissingKeyError, ShapeError if an env did not write what its specs declare."""
         value = entry(td, key) if type(key) is str else td.get(key, None)
         if value is None:
             raise MissingKeyError(f"an env must write what its specs declare: {key!r} is not in {present_keys(td)}.")
-        if not self.fits(value):
+        if value.shape != self.shape or value.dtype != self.dtype:
             raise ShapeError(
                 f"an env must write what its specs declare: {key!r} is {value.dtype} of shape {tuple(value.shape)}, "
                 f"declared {self.dtype} of shape {tuple(self.shape)}; see check_env_specs."

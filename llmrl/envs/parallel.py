@@ -179,8 +179,7 @@ class ParallelEnv(BatchedEnv):
     def _messages(self, method: str, rows: Mapping[int, TensorDictBase | None]) -> dict[int, bytes]:
         """The requests; a row is copied since pickling a view would send the memory that it looks at."""
         shared = self._declared is not None
-        copies = {number: None if row is None else row.clone() for number, row in rows.items()}
-        return {number: pickle.dumps((method, (copy, shared))) for number, copy in copies.items()}
+        return {n: pickle.dumps((method, (None if row is None else row.clone(), shared))) for n, row in rows.items()}
 
     def _results(
         self, results: Sequence[TensorDictBase | None], numbers: Iterable[int], keys: Sequence[NestedKey]

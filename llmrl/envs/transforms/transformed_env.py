@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,11 +54,7 @@ class TransformedEnv(EnvBase):
 
     def env_below(self, transform: Transform) -> EnvBase:
         """The env that ``transform`` wraps: the base env with the transforms before it, which stay attached here."""
-        before = []
-        for leaf in _units(self.transform, transform):
-            if leaf is transform:
-                break
-            before.append(leaf)
+        before = list(itertools.takewhile(lambda unit: unit is not transform, _units(self.transform, transform)))
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
