@@ -193,9 +193,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
             return update_rows(old, rows, whole, reader=f"{type(self).__name__}.reset")
-        new = self._start(
-            shallow_copy(start, without=("next",))[rows]
-        )  # indexing "next" would cost as much as the rest
+        new = self._start(shallow_copy(start, without=("next",))[rows])  # "next" costs more than the rest
         self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 
 from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.concurrency.processes import poll_timeout
@@ -122,12 +122,14 @@ class ParallelEnv(BatchedEnv):
             super()._adopt(descriptions)
             if self._declared is None:
                 return
-            self._inputs = SharedRows({key: self._declared[key] for key in self._input_keys}, self.num_workers)
-            self._outputs = SharedRows({key: self._declared[key] for key in self._step_keys}, self.num_workers)
-            self._roots = SharedRows({key: self._declared[key] for key in self._reset_keys}, self.num_workers)
+            shared = [
+                SharedRows({key: self._declared[key] for key in keys}, self.num_workers)
+                for keys in (self._input_keys, self._step_keys, self._reset_keys)
+            ]
+            self._inputs, self._outputs, self._roots = (rows.columns for rows in shared)
             for number, requests in enumerate(self._requests):
                 os.write(requests.fileno(), MESSAGE)
-                requests.send(("share", (self._inputs, self._outputs, self._roots, number)))
+                requests.send(("share", (*shared, number)))
             self._answers(range(self.num_workers), "map the shared memory", "start_timeout_s")
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -169,7 +171,7 @@ class ParallelEnv(BatchedEnv):
 
     def _shared(self, td: TensorDictBase) -> bool:
         """Writes what a step reads into the shared memory; False if an entry does not fit it."""
-        for key, column in self._inputs.columns.items():
+        for key, column in self._inputs.items():
             value = entry(td, key) if type(key) is str else td.get(key, None)
             if value is None or value.shape != column.shape or value.dtype != column.dtype:
                 return False
@@ -190,8 +192,8 @@ class ParallelEnv(BatchedEnv):
             return self._joined(self._last, keys)
         return self._read(self._outputs, keys)
 
-    def _read(self, shared: SharedRows, keys: Sequence[NestedKey]) -> TensorDictBase:
-        td = keyed({key: shared.columns[key].clone() for key in keys}, self.batch_size)
+    def _read(self, shared: Mapping[NestedKey, Tensor], keys: Sequence[NestedKey]) -> TensorDictBase:
+        td = keyed({key: shared[key].clone() for key in keys}, self.batch_size)
         return td if self.device is None else td.to(self.device)
 
     def _ask(self, requests: Mapping[int, bytes], what: str) -> list[Any]:

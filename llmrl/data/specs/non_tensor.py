@@ -114,14 +114,7 @@ class NonTensor(LeafSpec):
 
 
 def _entries(value: Any) -> list[Any]:
+    # By the structure of the stack: an entry may be a list itself.
     if not isinstance(value, NonTensorStack):
         return [value.data]
-    entries: list[Any] = []
-    pending = value.tolist()
-    while pending:
-        entry = pending.pop()
-        if isinstance(entry, list):
-            pending.extend(entry)
-        else:
-            entries.append(entry)
-    return entries
+    return [entry for row in value.tensordicts for entry in _entries(row)]
