@@ -14,18 +14,6 @@ from torch import Tensor
 
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "as_key",
-    "expand_right",
-    "leaf_keys",
-    "reduce_right",
-    "segment_ids",
-    "split_trajectories",
-    "steps_left",
-    "sum_ahead",
-    "trajectory_ends",
-]
-
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
     """The ends, bool[..., T], from flags on the last rows, from trajectory ids (a change of the id ends one), or both.

@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform
 
-__all__ = ["EnvBase"]
-
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 

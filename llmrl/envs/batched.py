@@ -18,8 +18,6 @@ from llmrl.envs.step import next_seed
 from llmrl.envs.td_ops import fill_missing
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
-__all__ = ["BatchedEnv", "Declared", "MakeEnv", "SerialEnv", "describe", "keyed", "restart"]
-
 PARTS = ("observation", "state", "action", "reward", "done")
 MakeEnv = Callable[..., EnvBase]
 

@@ -25,8 +25,6 @@ from llmrl.envs.parallel_worker import CLOSE, DONE, MESSAGE, RESTARTED, STEP, ST
 from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, WorkerError, check_choice
 
-__all__ = ["ParallelEnv"]
-
 _MISSING = object()
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
 _CLOSE_S = 5.0  # for environments to close; then their processes are killed

@@ -28,8 +28,6 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
 from llmrl.envs.td_ops import any_row
 
-__all__ = ["CLOSE", "DONE", "MESSAGE", "RESTARTED", "STEP", "STEP_AND_RESTART", "SharedRows", "serve"]
-
 MESSAGE, STEP, STEP_AND_RESTART, CLOSE, DONE, RESTARTED = b"m", b"s", b"r", b"c", b"d", b"R"
 _METHODS = {STEP: "step", STEP_AND_RESTART: "step_and_restart"}
 

@@ -11,8 +11,6 @@ from tensordict import NestedKey
 from llmrl.data.specs import Categorical, Composite, TensorSpec
 from llmrl.errors import ConfigError
 
-__all__ = ["DONE_KEYS", "EnvSpecs"]
-
 DONE_KEYS = ("done", "terminated", "truncated")
 
 

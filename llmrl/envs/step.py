@@ -13,8 +13,6 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from llmrl.data.ragged.tensordicts import dim_names, new_tensordict
 from llmrl.envs.td_ops import fill_missing, required, shallow_copy
 
-__all__ = ["next_seed", "step_mdp"]
-
 _KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself, a dict: what is named below it
 
 

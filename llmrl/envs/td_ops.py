@@ -26,17 +26,6 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "any_row",
-    "fill_missing",
-    "present_keys",
-    "put_rows",
-    "required",
-    "shallow_copy",
-    "stack_steps",
-    "update_rows",
-]
-
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
     """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""

@@ -19,8 +19,6 @@ from llmrl.data.specs import shape as algebra
 from llmrl.data.specs.shape import Shape, ShapeOp, as_size, of_arguments
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Mismatch", "TensorSpec"]
-
 _ENUMERABLE = 1 << 24
 
 Device = torch.device | str | int | None

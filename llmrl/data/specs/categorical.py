@@ -20,8 +20,6 @@ from llmrl.data.specs.numeric import Discrete
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
-
 
 class _Choices(LeafSpec):
     # What both ways of writing have: a spec and its values in either of them, its own by default.

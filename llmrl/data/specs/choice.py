@@ -12,8 +12,6 @@ from torch import Size, Tensor
 from llmrl.data.specs.base import Mismatch, TensorSpec, listing
 from llmrl.errors import ConfigError
 
-__all__ = ["Choice"]
-
 
 class Choice(TensorSpec):
     """A value that, as a whole, is in one of ``choices``: specs of one shape, dtype and device. With extra leading

@@ -23,8 +23,6 @@ from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 
-__all__ = ["Composite"]
-
 _FORBIDDEN = ("shape", "device", "dtype", "space")
 _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
 

@@ -11,8 +11,6 @@ from tensordict import NestedKey
 
 from llmrl.data.specs.base import TensorSpec
 
-__all__ = ["MISSING", "NamedSpec", "is_key", "path_of"]
-
 MISSING: Any = object()
 
 

@@ -20,8 +20,6 @@ from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device
 from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["LeafSpec"]
-
 _MEMO_SIZE = 4096
 
 

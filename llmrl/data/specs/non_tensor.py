@@ -13,8 +13,6 @@ from llmrl.data.specs.base import Device, Mismatch, Shape, fits
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.errors import ConfigError
 
-__all__ = ["NonTensor"]
-
 
 class NonTensor(LeafSpec):
     """Any Python object per entry, a container of the right batch size included; with ``example_data``, one of its

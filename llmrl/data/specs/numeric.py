@@ -17,17 +17,6 @@ from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
 
-__all__ = [
-    "Binary",
-    "Bounded",
-    "BoundedContinuous",
-    "BoundedDiscrete",
-    "Discrete",
-    "Unbounded",
-    "UnboundedContinuous",
-    "UnboundedDiscrete",
-]
-
 Domain = Literal["continuous", "discrete"]
 
 

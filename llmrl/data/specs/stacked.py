@@ -21,8 +21,6 @@ from llmrl.data.specs.entries import MISSING, is_key
 from llmrl.data.specs.shape import ShapeOp, full_index, index, lead_dim, repeat, select
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Stacked", "StackedComposite", "check_no_exclusive_keys", "consolidate_spec", "contains_lazy_spec", "stack"]
-
 
 def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     """`torch.stack` of specs: a dense spec if they are equal, else a `Stacked` or `StackedComposite`.

@@ -35,8 +35,6 @@ from llmrl.envs.specs import EnvSpecs
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["Compose", "Transform", "innermost"]
-
 Keys = NestedKey | Sequence[NestedKey]
 
 

@@ -15,16 +15,6 @@ from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError
 
-__all__ = [
-    "CatTensors",
-    "DoubleToFloat",
-    "EntryTransform",
-    "ExcludeTransform",
-    "ObservationNorm",
-    "RenameTransform",
-    "SelectTransform",
-]
-
 
 class EntryTransform(Transform):
     """A transform that maps entries one by one, and the spec of each: a subclass writes ``_apply_transform`` and

@@ -11,8 +11,6 @@ from llmrl.envs.transforms.base import Keys
 from llmrl.envs.transforms.entries import EntryTransform
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Resize", "ToTensorImage"]
-
 _SMOOTH = ("bilinear", "bicubic")
 
 

@@ -14,8 +14,6 @@ from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, check_at_least
 
-__all__ = ["InitTracker", "RewardSum", "StepCounter", "TensorDictPrimer"]
-
 
 class InitTracker(Transform):
     """Marks the first step of each trajectory.

@@ -15,8 +15,6 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["TransformedEnv"]
-
 
 class TransformedEnv(EnvBase):
     """An env whose inputs, outputs and specs pass through ``transform`` (always a `Compose`, empty if none is given).
