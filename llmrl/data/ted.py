@@ -60,6 +60,7 @@ class _Encoder(ABC):
 
         Entries listed in ``notes["shifted"]`` have N + (number of ends) rows, the others N.
         """
+        # 1. Every entry in the order of time, stream after stream.
         self._check(td)
         grid = _Grid(td.batch_size, shift if is_full else 0, td.get(leaf_keys(td)[0]).device)
         leaves = {key: grid.in_time(td.get(key)) for key in leaf_keys(td)}
@@ -69,7 +70,10 @@ class _Encoder(ABC):
         done = None if done is None else reduce_right(done, (grid.rows,))
         marked = grid.last() if done is None else grid.last() | done.to(torch.bool)
 
+        # 2. Where trajectories end, and what is an observation: an entry whose "next" is the root of the next row.
         ends, shifted, plain = self._observations(root, following, marked)
+        # 3. Observations once, with one row more per trajectory; rewards and done of "next" at the root, whose own are
+        # kept beside them, or only noted if all are False, as they almost always are.
         entries, zeros, moved = {}, [], []
         for key, value in root.items():
             if key in shifted:
@@ -118,6 +122,7 @@ class _Encoder(ABC):
             if now.dtype != then.dtype or now.shape != then.shape:
                 plain.append(key)
                 continue
+            # Within a trajectory the next root must repeat "next"; where it does not, another trajectory begins.
             broken = ~marked
             broken[:-1] &= ~_same_bits(now[1:], then[:-1])
             if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
@@ -210,7 +215,7 @@ class TED2Nested(_Encoder):
         entries, ends, notes = self._encode(td, shift, is_full)
         count = notes["trajectories"]
         stops = [0, *(ends.nonzero().squeeze(-1) + 1).tolist()]
-        lengths = [stop - start for start, stop in pairwise(stops)]
+        lengths = [stop - start for start, stop in pairwise(stops)]  # the last row of all is an end
         longer = [length + 1 for length in lengths]
         shifted = {tuple(key) for key in notes["shifted"]}
         out = TensorDict(batch_size=[count], device=td.device)
@@ -301,6 +306,7 @@ class Nested2TED:
         if not lengths:
             raise DataError(f"Nested2TED: there must be nested tensors: got the entries {leaf_keys(td)}.")
         notes = _note(td, INFO, None)
+        # Entries have L or L + 1 rows per trajectory: the shortest has L, unless all are observations (see the notes).
         shortest = min(lengths, key=lambda key: int(lengths[key].sum()))
         rows = lengths[shortest] - int(notes is not None and list(shortest) in notes["shifted"])
         ends = torch.zeros(int(rows.sum()), dtype=torch.bool, device=rows.device)
@@ -362,7 +368,7 @@ class _Grid:
         self.rows = self.shape.numel()
 
     def in_time(self, value: Tensor) -> Tensor:
-        value = value.roll(-self.shift, 0) if self.shift else value
+        value = value.roll(-self.shift, 0) if self.shift else value  # the oldest row first
         dims = len(self.shape)
         return value.movedim(0, dims - 1).reshape(self.rows, *value.shape[dims:])
 
@@ -383,7 +389,7 @@ def _decode(
     out = TensorDict(batch_size=grid.shape, device=device)
     for path, extra in notes["containers"]:
         out.set(tuple(path), TensorDict(batch_size=[*grid.shape, *extra], device=device))
-    at = _places(ends)
+    at = _places(ends)  # each trajectory is one row longer: row + 1 is what came next, also at an end
     for key, value in entries.items():
         if key in shifted:
             out.set(key, grid.back(value[at]))
@@ -413,7 +419,7 @@ def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
 
 def _same_bits(left: Tensor, right: Tensor) -> Tensor:
     """bool[N]: rows that are equal bit for bit (a NaN equals itself, 0.0 is not -0.0)."""
-    if left.dtype.is_complex:
+    if left.dtype.is_complex:  # which cannot be viewed as integers
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     same = left.contiguous().view(kind) == right.contiguous().view(kind)

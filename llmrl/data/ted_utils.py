@@ -47,6 +47,7 @@ def steps_left(ends: Tensor, dim: int = -1) -> Tensor:
     >>> steps_left(torch.tensor([False, True, False, False, False])).tolist()
     [2, 1, 3, 2, 1]
     """
+    # The nearest end at or after each row is the running minimum of the ends' positions, from the last row backwards.
     ends = ends.movedim(dim, -1)
     size = ends.shape[-1]
     position = torch.arange(size, device=ends.device).expand_as(ends)
@@ -78,9 +79,9 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     steps = min(steps, max(size, 1))
     total, window, length = torch.zeros_like(values), values, 1
     covered = 0
-    while covered < steps:
+    while covered < steps:  # the binary digits of ``steps``, from the lowest on
         if steps & length:
-            total = longer(window, length, total) if covered else window.clone()
+            total = longer(window, length, total) if covered else window.clone()  # the new window goes in front
             covered += length
         if covered < steps:
             window = longer(window, length, window)
@@ -165,6 +166,7 @@ def split_trajectories(
         )
     step = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rows.device)
     mask = step < lengths.unsqueeze(-1)
+    # Behind its end a trajectory repeats its last row, so that any entry can be indexed; tensors are then set to 0.
     out = flat[starts.unsqueeze(-1) + torch.minimum(step, lengths.unsqueeze(-1) - 1)]
     try:
         out = out.apply(lambda value: value.masked_fill(~expand_right(mask, value.ndim), 0))

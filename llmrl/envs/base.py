@@ -126,7 +126,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         """
         self._check_batch_size(tensordict, "step")
         next_td = self._transition(tensordict)
-        preset = entry(tensordict, "next")
+        preset = entry(tensordict, "next")  # by the policy, such as a new hidden state
         if preset is not None:
             fill_missing(next_td, preset)
         attach(tensordict, "next", next_td)
@@ -200,7 +200,9 @@ class EnvBase(EnvSpecs, abc.ABC):
         if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
-        if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
+        if isinstance(out, LazyStackedTensorDict) or isinstance(
+            reset_td, LazyStackedTensorDict
+        ):  # its rows may be ragged
             all_rows = torch.ones(out.batch_size, dtype=torch.bool)
             return update_rows(out, all_rows, reset_td, reader=f"{type(self).__name__}.reset")
         for key, value in reset_td.items():
@@ -241,7 +243,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         check_at_least(f"{type(self).__name__}.rollout", 1, max_steps=max_steps)
         if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
-        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)
+        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)  # the caller's stays as it is
         policy_device = _device_of(policy) if auto_cast_to_device else None
         resets = not (break_when_any_done or break_when_all_done)
         ever_done: Tensor | None = None
@@ -254,7 +256,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             else:
                 td = policy(td.to(policy_device))
                 td = td if self.device is None else td.to(self.device)
-            last = step == max_steps - 1
+            last = step == max_steps - 1  # after which nothing starts again: no reset is wasted
             if resets and not last:
                 td, next_root = self.step_and_maybe_reset(td)
             else:
@@ -270,6 +272,7 @@ class EnvBase(EnvSpecs, abc.ABC):
                 if any_row(done):
                     break
             else:
+                # A row that was done is stepped on without a reset, and may say that it is not done any more.
                 ever_done = done if ever_done is None else ever_done | done
                 if ever_done.all():
                     break

@@ -97,7 +97,7 @@ class BatchedEnv(EnvBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds every env (all with ``seed`` if ``static_seed``). Returns the seed after those."""
         self._generator = torch.Generator(device=self.device or "cpu").manual_seed(seed)
-        seeds = [seed]
+        seeds = [seed]  # one more than there are workers: the last one is for the env after this one
         for _ in range(self.num_workers):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
         self._call("set_seed", [(each,) for each in seeds[:-1]])
@@ -114,6 +114,7 @@ class BatchedEnv(EnvBase):
     def _rows(self, td: TensorDictBase, names: Sequence[str]) -> list[TensorDictBase]:
         if isinstance(td, LazyStackedTensorDict):
             return [row.select(*names) for row in td.unbind(0)]
+        # Entry by entry, without the checks that tensordict makes for each row.
         parts = {name: td.get(name).unbind(0) for name in names}
         return [
             new_tensordict({name: part[number] for name, part in parts.items()}, self._row_batch_size)
@@ -136,6 +137,7 @@ class BatchedEnv(EnvBase):
 
     def _joined(self, rows: Sequence[TensorDictBase], keys: Sequence[NestedKey]) -> TensorDictBase:
         if self._declared is None:
+            # A latest result may be of a step, of which a reset must not give the reward.
             others = [key for key in self._step_keys if key not in keys]
             joined = LazyStackedTensorDict.maybe_dense_stack([row.exclude(*others) for row in rows], 0)
         else:

@@ -124,6 +124,7 @@ class ParallelEnv(BatchedEnv):
                 SharedRows({key: self._declared[key] for key in keys}, self.num_workers)
                 for keys in (self._input_keys, self._step_keys, self._reset_keys)
             ]
+            # Two memories for results: a step that restarts what is done writes its own, and the roots of the next one.
             self._inputs, self._outputs, self._roots = (rows.columns for rows in shared)
             for number, requests in enumerate(self._requests):
                 os.write(requests.fileno(), MESSAGE)
@@ -152,7 +153,7 @@ class ParallelEnv(BatchedEnv):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         requests: Mapping[int, bytes]
-        if self._is_restarted:
+        if self._is_restarted:  # inside `step_and_maybe_reset`: the workers have done it
             return self._read(self._roots, self._reset_keys)
         if td is None or (not self._row_batch_size and all(key == "_reset" for key in td.keys())):
             rows = range(self.num_workers)
@@ -186,7 +187,7 @@ class ParallelEnv(BatchedEnv):
     ) -> TensorDictBase:
         if self._declared is None:
             for number, result in zip(numbers, results, strict=True):
-                self._last[number] = result
+                self._last[number] = result  # the others keep their latest row
             return self._joined(self._last, keys)
         return self._read(self._outputs, keys)
 
@@ -271,7 +272,7 @@ class ParallelEnv(BatchedEnv):
     def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: replies to come would be taken for those to the next request
+        except BaseException:  # Ctrl-C too: late replies would be taken for those to the next request
             self.close()
             raise
 

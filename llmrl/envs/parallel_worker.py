@@ -160,8 +160,8 @@ def _reply(replies: Connection, act: Callable[..., Any], *arguments: Any) -> Non
             os.write(replies.fileno(), result or DONE)
             return
         message = pickle.dumps((True, result))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # the owner raises it, and closes this process
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (text, traceback.format_exc())))
-    os.write(replies.fileno(), MESSAGE)
+    os.write(replies.fileno(), MESSAGE)  # only now: a result that cannot be pickled is an error, not half a reply
     replies.send_bytes(message)

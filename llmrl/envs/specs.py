@@ -102,9 +102,9 @@ class EnvSpecs:
                 raise ConfigError(f"{who}: must be a Composite that names its entries: got {got}.")
             spec = Composite({part: spec}, shape=batch_size, device=spec.device)
         elif spec.shape != batch_size:
-            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)
+            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)  # raises if it does not fit
         else:
-            spec = spec.clone()
+            spec = spec.clone()  # the caller's is not locked
         if self.device is not None:
             spec = spec.to(self.device)
         if part == "done":

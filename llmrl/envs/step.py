@@ -50,7 +50,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     # The trees name the entries to leave out of "next" and of the root; None leaves the whole root out.
     next_td = None if isinstance(td, LazyStackedTensorDict) else required(td, "next", "step_mdp", "step the env first")
     stack = td if next_td is None else next_td
-    if isinstance(stack, LazyStackedTensorDict):
+    if isinstance(stack, LazyStackedTensorDict):  # row by row: its entries as a whole would have to be stacked
         rows = [_next_root(row, next_tree, root_tree) for row in td.unbind(stack.stack_dim)]
         return LazyStackedTensorDict.lazy_stack(rows, stack.stack_dim)
     entries: dict[str, Any] = {}
@@ -63,6 +63,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     for key, value in next_td.items():
         if key in next_tree and (value := _pruned(value, next_tree[key], keep_opaque=True)) is None:
             continue
+        # The root's nested entries that "next" lacks are carried over, in a copy: "next" stays as it is.
         if type(value) is TensorDict and type(other := entries.get(key)) is TensorDict:
             value = shallow_copy(value)
             fill_missing(value, other)

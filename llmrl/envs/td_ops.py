@@ -138,7 +138,7 @@ def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, 
     Entries whose key, as a tuple, is in ``without`` are left out.
     """
     dim = steps[0].batch_dims
-    try:
+    try:  # dense almost always: tried without comparing the shapes of all entries first
         return _dense_stack(steps, dim, without)
     except (KeyError, RuntimeError, ShapeError):
         pass
@@ -172,7 +172,7 @@ def _dense_stack(
             entries[key] = lazy_stack(values, dim)
         else:
             raise ShapeError("ragged")
-    if any(len(row) != len(rows[0]) for row in rows):
+    if any(len(row) != len(rows[0]) for row in rows):  # a later step has an entry that the first one lacks
         raise ShapeError("ragged")
     batch_size = [*steps[0].batch_size[:dim], len(steps), *steps[0].batch_size[dim:]]
     names = [*(dim_names(steps[0]) or [None] * steps[0].batch_dims)]
@@ -184,7 +184,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
         out = old.clone()
         out[rows] = new
         return out
-    if type(old) is TensorDict and type(new) is TensorDict:
+    if type(old) is TensorDict and type(new) is TensorDict:  # entry by entry: entries that ``new`` lacks stay
         return put_rows(old, rows, new, reader=reader)
     if isinstance(old, (NonTensorData, NonTensorStack)):
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))

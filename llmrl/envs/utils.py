@@ -215,7 +215,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         envs.append(base)
     generators = [(e, None if e._generator is None else e._generator.get_state()) for e in envs]
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # fork_rng would start CUDA
     with torch.random.fork_rng(devices=devices):
         if seed is not None:
             torch.manual_seed(seed)
@@ -223,7 +223,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python_state)
+            random.setstate(python_state)  # fork_rng puts back torch's own
             np.random.set_state(numpy_state)
             if seed is None:
                 for e, state in generators:

@@ -153,7 +153,7 @@ class TensorSpec(abc.ABC):
 
         Raises  ConfigError for an infinite domain, or one of more than 2**24 values
         """
-        number = self._count(use_mask)
+        number = self._count(use_mask)  # before anything is listed: the list may not fit the memory
         if number > _ENUMERABLE or -1 in self.shape:
             raise ConfigError(
                 f"{type(self).__name__}.enumerate: needs a domain of at most {_ENUMERABLE} values of fixed shape: got "
@@ -276,7 +276,7 @@ class TensorSpec(abc.ABC):
             return NotImplemented
         return type(self) is type(other) and self._identity() == other._identity()
 
-    __hash__ = None  # type: ignore[assignment]  # specs are equal by content, and some of it can change
+    __hash__ = None  # type: ignore[assignment]  # equality is by content, which can change
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -304,6 +304,8 @@ def fits(value: Size, declared: Size) -> bool:
 def combinations(ranges: Sequence[Tensor], shape: Size) -> Tensor:
     """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
     number = math.prod(len(values) for values in ranges)
+    # The position of a combination is a number whose digits, in mixed radix, are the positions in the ranges. A product
+    # by broadcasting would need a dim per range, and tensors have at most 64.
     rest, columns = torch.arange(number), []
     for values in reversed(ranges):
         columns.append(values.cpu()[rest % len(values)])

@@ -85,7 +85,7 @@ class _Numbers(Discrete, _Choices):
             raise ShapeError(
                 f"{owner}: the last dim of mask must be the number of choices, {sum(sizes)}: got {tuple(mask.shape)}."
             )
-        rows = unexpanded(mask, mask.shape[:-1], owner)
+        rows = unexpanded(mask, mask.shape[:-1], owner)  # an expanded mask must not be copied row by row
         parts = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in rows.split(sizes, -1)]
         field = self._field(torch.stack(parts, -2) if self._grouped else parts[0], "_mask", "mask")
         if mask.dtype != torch.bool or not bool(field.any(-1).all()):
@@ -220,7 +220,7 @@ class MultiCategorical(_Numbers):
         if not self._grouped:
             return [int(self._counts)]
         counts = self._counts.expand((*self._counts.shape[:-1], self.shape[-1]))
-        if not counts.numel():
+        if not counts.numel():  # no rows, so that any number is right
             return [self._width] * counts.shape[-1]
         rows = counts.reshape(-1, counts.shape[-1])
         if bool((rows != rows[0]).any()):
@@ -255,7 +255,7 @@ class _OneHots(_Choices):
 
     def update_mask(self, mask: Tensor | None) -> None:
         """Sets the mask, in place; None allows everything."""
-        numbers = self._numbers.clone()  # copies of this spec share them
+        numbers = self._numbers.clone()  # copies of this spec share the old one, and keep their mask
         numbers.update_mask(mask)
         self._numbers = numbers
 
@@ -282,7 +282,7 @@ class _OneHots(_Choices):
         return self._numbers._hot(numbers, self.groups, self.dtype)
 
     def _argmax(self, value: Tensor) -> Tensor:
-        if value.dtype == torch.bool:
+        if value.dtype == torch.bool:  # for which torch has no argmax
             value = value.to(torch.uint8)
         return self._numbers._joined([part.argmax(-1) for part in value.split(self.groups, -1)])
 
@@ -377,6 +377,7 @@ class OneHot(_OneHots):
         if self._register is None:
             return super()._encode(value)
         values = np.asarray(value)
+        # All new values are counted before any is entered: an array that does not fit changes nothing.
         new = [one for one in dict.fromkeys(values.flatten().tolist()) if one not in self._register]
         if len(self._register) + len(new) > self.n:
             raise DataError(f"OneHot.encode: the register has {self.n} places and all are taken: got {new}.")

@@ -122,6 +122,7 @@ class Composite(NamedSpec):
         if isinstance(spec, Composite):
             names = [*self.names, *spec.names[len(self.shape) :]]
             shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
+            # Only a copy is changed: the caller may use what it gave elsewhere.
             spec = spec.clone() if shorter or renamed else spec
             if shorter:
                 spec._resize(self.shape)
@@ -210,6 +211,7 @@ class Composite(NamedSpec):
                 spec._dim_names = [*spec._dim_names, *[None] * len(shape)][: len(shape)]
 
     def _to_resize(self, shape: Size) -> list[Composite]:
+        """The composites that take a new shape, all found before one is changed, so that a refusal changes none."""
         self._assert_unlocked()
         found = [self]
         for name, spec in self._specs.items():
@@ -353,6 +355,7 @@ class Composite(NamedSpec):
         # Every combination of the entries' values; the last entry varies fastest.
         named = {name: spec.enumerate(use_mask) for name, spec in self._specified()}
         picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
+        # Of the entries' own lists, by their positions: an entry may be a tensordict or a text.
         entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
         return self._wrap(entries, (len(picks), *self.shape), self._device)
 
@@ -362,7 +365,7 @@ class Composite(NamedSpec):
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         new = super()._shaped(op, ndim)
         new._shape = Size((*lead, *self.shape[ndim:]))
-        if self._dim_names is not None:  # those that the dims of a tensordict would have
+        if self._dim_names is not None:  # tensordict has the rules of what becomes of names: ask one
             named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
             new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
         return new

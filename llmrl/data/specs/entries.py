@@ -65,8 +65,9 @@ class NamedSpec(TensorSpec):
         """Refuses writes from now on, also in nested ones if ``recurse``. Returns self."""
         for part in self._parts(recurse):
             part.is_locked = True
-            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None
+            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None  # else nested keys can still change
             for child in part._locked_along(recurse):
+                # Weak references: a part is free again once the spec that it was locked in is gone.
                 others = [ref for ref in child._holders if (holder := ref()) is not None and holder is not part]
                 child._holders = (*others, weakref.ref(part))
         return self
@@ -77,7 +78,7 @@ class NamedSpec(TensorSpec):
         Raises  RuntimeError for a part of another spec that is locked, which would go on answering for it
         """
         parts = self._parts(recurse)
-        for part in parts:
+        for part in parts:  # all are checked before one is unlocked
             holders = [holder for ref in part._holders if (holder := ref()) is not None and holder.is_locked]
             if not all(any(holder is other for other in parts) for holder in holders):
                 raise RuntimeError("Composite: cannot unlock a part of a locked spec; unlock_() the whole of it.")
@@ -97,11 +98,11 @@ class NamedSpec(TensorSpec):
             raise RuntimeError("Composite: cannot write to a locked spec; change a clone(), or unlock_() it.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_holders": ()}
+        return {**vars(self), "_holders": ()}  # weak references cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.is_locked:  # holds the copies of what it held
+        if self.is_locked:  # the copies of its parts do not know their holder yet
             self.lock_(recurse=self._leaf_keys is not None)
 
 

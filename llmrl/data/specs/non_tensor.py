@@ -95,12 +95,12 @@ class NonTensor(LeafSpec):
 
     def _example(self, shape: Size) -> Any:
         features = self._feature_dims if self._feature_dims is not None else 0 if self.batched else len(shape)
-        if len(shape) > features:
+        if len(shape) > features:  # the very same row, many times: building each would cost per row
             return NonTensorStack(*[self._example(shape[1:])] * shape[0])
         return NonTensorData(self.example_data, batch_size=shape, device=self.device)
 
     def _rows(self, value: Any, shape: Size) -> Any:
-        if isinstance(value, list) and shape:
+        if isinstance(value, list) and shape:  # deeper lists are entries
             return NonTensorStack(*[self._rows(row, shape[1:]) for row in value])
         return NonTensorData(value, batch_size=self._full_shape(())[len(self.shape) - len(shape) :])
 

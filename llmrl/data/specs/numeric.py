@@ -85,7 +85,7 @@ class Bounded(_Numeric):
         dtype = self._settle(domain, dtype)
         low, high = (b if isinstance(b, Tensor) else torch.tensor(np.asarray(b)) for b in (low, high))
         if self.domain == "discrete":
-            low, high = low.ceil(), high.floor()
+            low, high = low.ceil(), high.floor()  # inwards: rounding outwards would allow what the caller excludes
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
@@ -145,13 +145,13 @@ class BoundedContinuous(Bounded):
         dtype = self.dtype if self.dtype.is_floating_point else torch.float64
         low, high = self._low.to(device, dtype), self._high.to(device, dtype)
         unit = torch.rand(shape, generator=generator, dtype=dtype, device=device)
-        value = low * (1 - unit) + high * unit
+        value = low * (1 - unit) + high * unit  # high - low would overflow for bounds near the limits of the dtype
         if not bool(low.isfinite().all() and high.isfinite().all()):
             tail = torch.randn(shape, generator=generator, dtype=dtype, device=device)
             value = torch.where(low.isfinite() & high.isinf(), low + tail.abs(), value)
             value = torch.where(low.isinf() & high.isfinite(), high - tail.abs(), value)
             value = torch.where(low.isinf() & high.isinf(), tail, value)
-        return torch.minimum(torch.maximum(value, low), high)
+        return torch.minimum(torch.maximum(value, low), high)  # rounding can go past a bound
 
 
 class BoundedDiscrete(Bounded):
@@ -167,6 +167,7 @@ class BoundedDiscrete(Bounded):
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
         width = high - low + 1  # wraps to 0 or below if more than 2**63 numbers are in the domain
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
+        # The remainder of a number below 2**63: each entry has a range of its own, which torch.randint cannot take.
         value = low + drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % width.clamp(min=1)
         if bool((width <= 0).any()):
             anything = drawn.random_(torch.iinfo(torch.int64).min, None, generator=generator)
@@ -209,7 +210,7 @@ class UnboundedDiscrete(Unbounded):
         if self.dtype == torch.bool or self.dtype.is_floating_point:
             return drawn.random_(0, 2, generator=generator)
         info = torch.iinfo(self.dtype)
-        upper = None if info.max == torch.iinfo(torch.int64).max else info.max + 1
+        upper = None if info.max == torch.iinfo(torch.int64).max else info.max + 1  # exclusive; 2**63 is not an int64
         return drawn.random_(info.min, upper, generator=generator)
 
 
@@ -258,7 +259,7 @@ class Discrete(LeafSpec):
         if value.is_floating_point():
             outside |= value != value.round()
         if self._mask is not None:
-            safe = torch.where(outside, torch.zeros_like(number), number).long()
+            safe = torch.where(outside, torch.zeros_like(number), number).long()  # the mask has no place for the others
             outside |= ~_take(self._mask.to(value.device), safe)
         return outside
 
@@ -318,6 +319,8 @@ def _nearest_allowed(mask: Tensor) -> Tensor:
     # For every number the allowed one that is nearest to it, the lower if two are as near.
     width = mask.shape[-1]
     numbers = torch.arange(width, device=mask.device)
+    # The last allowed number at or before each one, and the first at or after it; without one, a number farther off
+    # than every real distance.
     below = torch.where(mask, numbers, -2 * width).cummax(-1).values
     above = torch.where(mask, numbers, 3 * width).flip(-1).cummin(-1).values.flip(-1)
     return torch.where(numbers - below <= above - numbers, below, above)

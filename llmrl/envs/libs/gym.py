@@ -99,7 +99,7 @@ class GymWrapper(EnvBase):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         observation, _ = self.gym_env.reset(seed=self._seed)
-        self._seed = None
+        self._seed = None  # for one reset: with it each episode would be the same
         return bare_tensordict(self._observed(observation), self.batch_size, self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -148,7 +148,7 @@ class GymWrapper(EnvBase):
                     f"{type(self).__name__}: an observation must have the shape of its space, {observed.shape}: got "
                     f"{np.shape(observation)}."
                 )
-            observed[...] = observation
+            observed[...] = observation  # which would broadcast another shape without a word: hence the check
             is_done = terminated or truncated
             for flag, value in zip(flags, (is_done, terminated, truncated), strict=True):
                 flag[0] = value

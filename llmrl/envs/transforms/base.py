@@ -84,7 +84,7 @@ class Transform:
         return self._call(next_td)
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        if type(self)._call is Transform._call:
+        if type(self)._call is Transform._call:  # a subclass's own knows what it needs
             return self._map_entries(reset_td, strict=False)  # a reward, say, is not there yet
         return self._call(reset_td)
 
@@ -121,7 +121,7 @@ class Transform:
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         if not self.in_keys_inv:
             return td
-        td = shallow_copy(td)
+        td = shallow_copy(td)  # the policy's tensordict keeps the action that it wrote
         for in_key, out_key in self._pairs(self.in_keys_inv, self.out_keys_inv):
             if (value := td.get(out_key, None)) is not None:
                 td.set(in_key, self._inv_apply_transform(value))
@@ -245,7 +245,7 @@ class Compose(Transform):
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
         if self.container is not None:
-            transform.set_container(self.container)
+            transform.set_container(self.container)  # first: it may refuse, and then nothing has changed
         self.transforms.insert(index, transform)
         self._members_changed()
 

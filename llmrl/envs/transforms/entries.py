@@ -297,7 +297,7 @@ class ObservationNorm(EntryTransform):
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         if not isinstance(spec, Bounded) or self.loc is None:
             return Unbounded(spec.shape, spec.device, spec.dtype)
-        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)
+        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)  # swapped by a negative scale
         return Bounded(torch.minimum(*ends), torch.maximum(*ends), spec.shape, spec.device, spec.dtype)
 
     def state_dict(self) -> dict[str, Any]:

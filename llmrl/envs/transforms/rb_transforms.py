@@ -85,6 +85,7 @@ class MultiStepTransform(Transform):
                 got = f"{leaf_keys(rows)} after {leaf_keys(self._held)}"
                 raise MissingKeyError(f"MultiStepTransform: batches of a stream must have the same entries: got {got}.")
             rows = torch.cat([self._held, rows], time)
+        # The last n - 1 rows wait for those after them, as a copy: the caller may reuse the memory of its rows.
         complete = max(rows.batch_size[time] - (self.n_steps - 1), 0)
         out = self._look_ahead(rows)[(slice(None),) * time + (slice(0, complete),)] if complete else None
         self._held = rows[(slice(None),) * time + (slice(complete, None),)].clone()
@@ -164,7 +165,7 @@ class NextStateReconstructor(Transform):
         """bool[N]: row i + 1 is the next step of row i."""
         device = required(td, self.in_keys[0], "NextStateReconstructor").device
         goes_on = torch.ones(td.batch_size, dtype=torch.bool, device=device)
-        goes_on[-1:] = False
+        goes_on[-1:] = False  # the sample holds no row after it; ``roll`` below would take the first one
         if (ids := self._read(td, self.traj_key)) is not None:
             goes_on[:-1] &= _per_row(ids[:-1] == ids[1:]).all(-1)
         if (done := self._read(td, self.done_key)) is not None:

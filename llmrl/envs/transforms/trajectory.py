@@ -81,6 +81,7 @@ class RewardSum(Transform):
         done = required(td, ("next", "done"), "RewardSum")
         time = td.batch_dims - 1
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            # Step by step, since a sum starts again at each done: as the env would have added.
             sums: list[Tensor] = []
             rewards = required(td, unravel_key(("next", in_key)), "RewardSum").unbind(time)
             for reward, ended in zip(rewards, [None, *done.unbind(time)[:-1]], strict=True):
@@ -122,7 +123,7 @@ class TensorDictPrimer(Transform):
         specs = primers if isinstance(primers, Composite) else Composite({**(primers or {}), **named})
         if isinstance(primers, Composite) and named:
             raise ConfigError(f"TensorDictPrimer: give a Composite or keywords: got both, {', '.join(named)}.")
-        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs
+        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # of one row: a reset may start any number
         self.primers = {key: specs[key] for key in specs.leaf_keys}
         if random and default_value is not None:
             raise ConfigError("TensorDictPrimer: random values and a default_value exclude each other: got both.")
@@ -143,7 +144,7 @@ class TensorDictPrimer(Transform):
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for key in self.primers:
             if next_td.get(key, None) is None:
-                written = td.get(unravel_key(("next", key)), None)
+                written = td.get(unravel_key(("next", key)), None)  # by the policy, before the env's step
                 next_td.set(key, required(td, key, "TensorDictPrimer") if written is None else written)
         return next_td
 

@@ -56,7 +56,7 @@ class TransformedEnv(EnvBase):
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
-        env.transform.transforms = before
+        env.transform.transforms = before  # not appended, which would take them from this env
         return env
 
     @property
@@ -112,7 +112,7 @@ class TransformedEnv(EnvBase):
         self.transform._set_seed(seed)
 
     def _get_spec(self, part: str) -> Composite:
-        version = self.spec_version
+        version = self.spec_version  # changes also when a spec of the base env is set
         cached = self._spec_cache.get(part)
         if cached is None or cached[0] != version:
             hook: Callable[[Composite], Composite] = getattr(self.transform, f"transform_{part}_spec")
