@@ -21,7 +21,7 @@ Key = tuple[str, ...]
 
 
 class MultiStep(nn.Module):
-    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` is what comes n steps later.
+    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` becomes the state n steps later.
 
     With m = min(n, rows left in the trajectory) for each row t:
 

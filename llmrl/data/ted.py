@@ -26,7 +26,7 @@ Key = tuple[str, ...]
 
 DONE_KEYS = ("done", "terminated", "truncated")
 REWARD_KEYS = ("reward",)
-INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # what a codec adds: its notes, root done flags, and ends without done
+INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # names that a codec adds: notes, root done flags, ends without done
 
 
 class _Encoder(ABC):
@@ -37,7 +37,7 @@ class _Encoder(ABC):
     even though the observations go on; a done of several flags per row is not used for that.
     """
 
-    takes_counters = True  # what a checkpointer asks of a save hook
+    takes_counters = True  # read by the checkpointer, which then passes ``shift`` and ``is_full`` to its save hook
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ class H5Combine:
 
 
 class _Grid:
-    """Rows of a storage [T, *E], of which row ``shift`` is the oldest, as N = T * E rows stream after stream."""
+    """Rows of a storage [T, *E], the oldest at ``shift``, as N = T * E rows, stream after stream."""
 
     def __init__(self, shape: Sequence[int], shift: int, device: torch.device | None) -> None:
         self.shape, self.shift, self.device = torch.Size(shape), shift, device
@@ -431,7 +431,7 @@ def _jagged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _containers(td: TensorDict, row_dims: int, path: Key = ()) -> list[list[Any]]:
-    """Every nested tensordict, outermost first, with what its batch size has beyond the rows'."""
+    """Every nested tensordict, outermost first, with the dims that its batch size has beyond the rows'."""
     found = []
     for name, value in sorted(td.items()):
         if isinstance(value, TensorDict):

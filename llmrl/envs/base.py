@@ -56,7 +56,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     """
 
     step_reads: tuple[str, ...] = ("action", "state", "observation", "done")
-    """The specs whose entries ``_step`` reads, for those who hand over no others, such as `ParallelEnv`."""
+    """The specs whose entries ``_step`` reads: `SerialEnv` and `ParallelEnv` pass only these on."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         pass
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        """Gives ``new``, rows that were reset, in place, an empty value of what only ``old``, the rows before, has.
+        """Writes empty values into ``new``, the rows after a reset, for entries that only ``old``, those before, has.
 
         For entries that a reset does not write and that must not outlive their trajectory.
         """
@@ -133,7 +133,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One step, and the root of the next one: rows that are done start a new trajectory, from nothing of the old.
+        """One step, and the root of the next one: rows that are done start a new trajectory and keep nothing.
 
         Returns ``(tensordict with "next", a new tensordict for the next step)``
         """
@@ -281,8 +281,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         return stack_steps(steps)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draws the action entries from `full_action_spec`, in place; with `set_seed`, from the env's own generator. An
-        env whose actions go on from what is in ``tensordict``, as those of a chat do, draws such ones."""
+        """Draws the action entries from `full_action_spec`, in place; after `set_seed`, with the env's own generator.
+        In a chat, a random action continues the conversation in ``tensordict``."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
         if self._continue_randomly(tensordict, self._generator):
@@ -320,7 +320,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         return TransformedEnv(self, transform)
 
     def insert_transform(self, index: int, transform: Transform) -> EnvBase:
-        """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
+        """This env with ``transform`` at ``index`` of its transforms; a plain env has none, so only 0 fits."""
         if index != 0:
             raise ConfigError(f"{type(self).__name__}.insert_transform: an env without any takes index 0: got {index}.")
         return self.append_transform(transform)

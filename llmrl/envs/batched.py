@@ -1,4 +1,4 @@
-"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is what it shares with `ParallelEnv`."""
+"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is its common base with `ParallelEnv`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchedEnv(EnvBase):
 
     create_env_fn      makes an env; or a list of as many functions
     create_env_kwargs  keywords for the function; or a list with those of each
-    device             of what is read and written; by default that of the environments
+    device             of all entries; by default that of the environments
 
     `set_seed` gives each worker the seed that follows the one of the worker before.
     """
@@ -137,7 +137,7 @@ class BatchedEnv(EnvBase):
 
     def _joined(self, rows: Sequence[TensorDictBase], keys: Sequence[NestedKey]) -> TensorDictBase:
         if self._declared is None:
-            # A latest result may be of a step, of which a reset must not give the reward.
+            # The row of an env that goes on is from a step; a reset returns no reward.
             others = [key for key in self._step_keys if key not in keys]
             joined = LazyStackedTensorDict.maybe_dense_stack([row.exclude(*others) for row in rows], 0)
         else:
@@ -212,7 +212,7 @@ class Declared(NamedTuple):
 
 
 def describe(env: EnvBase) -> dict[str, Any]:
-    """The facts about an environment that a batch of such ones needs."""
+    """The facts about an environment that a batched env needs."""
     if not isinstance(env, EnvBase):
         raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; GymWrapper makes one.")
     specs = {part: env._get_spec(part).clone() for part in PARTS}
@@ -220,8 +220,8 @@ def describe(env: EnvBase) -> dict[str, Any]:
 
 
 def restart(env: EnvBase, given: TensorDictBase | None, last: TensorDictBase | None) -> TensorDictBase:
-    """Resets one env with what was given for it: all of it, or the rows that ``"_reset"`` names. Without ``given`` it
-    goes on: ``last``, its latest result, comes back."""
+    """Resets all of one env, or the rows that ``"_reset"`` in ``given`` names. Without ``given`` the env goes on, and
+    its latest result, ``last``, is returned."""
     if given is None:
         return env._start(None) if last is None else last
     if last is not None and "_reset" in given.keys() and not given.get("_reset").all():

@@ -178,7 +178,7 @@ class ParallelEnv(BatchedEnv):
         return True
 
     def _messages(self, method: str, rows: Mapping[int, TensorDictBase | None]) -> dict[int, bytes]:
-        """The requests; a row is copied since pickling a view would send the memory that it looks at."""
+        """The requests. Rows are copied: a pickled view would carry the whole memory that it is a view of."""
         shared = self._declared is not None
         return {n: pickle.dumps((method, (None if row is None else row.clone(), shared))) for n, row in rows.items()}
 

@@ -78,7 +78,7 @@ class _Worker:
         self._take_step()
 
     def step_and_restart(self) -> bytes | None:
-        """A step; then what is done starts again, for which the owner need not ask."""
+        """A step, and a restart of what is done, without a request of its own."""
         if not self._take_step():
             return None
         done = None if self._step_in_place is not None else entry(self._last, "done")
@@ -125,8 +125,8 @@ class _Worker:
 
 
 def serve(requests: Connection, replies: Connection, owner: int, recipe: bytes, seed: int) -> None:
-    """In the process: makes the env, by the pickled function ``recipe``, and answers requests until the owner closes or
-    ends. ``seed`` is for the global generators, which forked processes would have in common.
+    """The main function of the process: makes the env by the pickled function ``recipe`` and answers requests until the
+    owner closes or ends. ``seed`` is for the global generators, which would be equal in forked processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
     parent_watchdog.follow(owner)

@@ -82,7 +82,7 @@ class EnvSpecs:
 
     @property
     def spec_version(self) -> int:
-        """Changes whenever a spec is set, so that values derived from specs can be cached."""
+        """A number that changes whenever a spec is set, so that values derived from specs can be cached."""
         return self._spec_version
 
     def _get_spec(self, part: str) -> Composite:

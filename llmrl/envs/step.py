@@ -27,7 +27,7 @@ def step_mdp(
     done_keys: tuple[NestedKey, ...] = ("done", "terminated", "truncated"),
     action_keys: tuple[NestedKey, ...] = ("action",),
 ) -> TensorDictBase:
-    """The root of the next step: what is under ``"next"``, plus what only the root has (``keep_other``).
+    """The root of the next step: the entries under ``"next"``, and those that only the root has (``keep_other``).
 
     Reads   ``"next"`` and the root keys; nothing is copied but references, and ``tensordict`` is not changed
     Returns a new tensordict. A nested plain tensordict is merged key by key; anything else that ``"next"`` has, such as

@@ -1,4 +1,4 @@
-"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking.
+"""Cheap operations on batches with ragged entries: shallow copies, filling gaps, replacing rows, stacking.
 
 They look at containers, never into lazily stacked rows: the content of a tensorclass or a lazy stack is moved as it is.
 """

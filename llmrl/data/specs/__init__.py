@@ -1,4 +1,4 @@
-"""Specs: shape, dtype, device and domain of an entry or of a whole tensordict. `shape` has the algebra of all."""
+"""Specs: shape, dtype, device and domain of an entry or of a whole tensordict."""
 
 from llmrl.data.specs.base import Mismatch, TensorSpec
 from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot

@@ -1,4 +1,4 @@
-"""`TensorSpec`: the interface of every spec, of one entry (`LeafSpec`), of several (`Composite`), or of a stack.
+"""`TensorSpec`: the interface of every spec, whether of one entry (`LeafSpec`), several (`Composite`) or a stack.
 
 Shape operations are written here, once, in terms of `_shaped` and the algebra in `shape`. Torch's functions of the same
 names take specs too; `torch.stack` is in `stacked`.
@@ -32,7 +32,7 @@ TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class Mismatch(NamedTuple):
-    """One way in which a value is not what a spec declares. ``key`` is () for a leaf checked on its own."""
+    """One difference between a value and what its spec declares. ``key`` is () for a leaf checked on its own."""
 
     key: tuple[str, ...]
     kind: Literal["missing", "type", "dtype", "shape", "domain"]
@@ -62,12 +62,12 @@ class TensorSpec(abc.ABC):
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
-        """True if the values are whole numbers; None if the spec does not decide."""
+        """Whether the values are whole numbers; None if the spec leaves that open."""
         return None
 
     @property
     def space(self) -> Self:
-        """The holder of what bounds the domain, such as ``low`` and ``high``, or ``n``: the spec itself."""
+        """The object with ``low`` and ``high``, or ``n``: the spec itself."""
         return self
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class TensorSpec(abc.ABC):
             raise AssertionError(f"{type(self).__name__}: the value must be in the spec: {'; '.join(found)}")
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError if the kind of value or its dtype is another than the spec's; ``key`` is its name."""
+        """Raises TypeError for a value of another kind or dtype; ``key`` is its name in the message."""
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
@@ -135,7 +135,7 @@ class TensorSpec(abc.ABC):
     def _to_numpy(self, value: Any) -> Any: ...
 
     def memoize_encode(self, mode: bool = True) -> None:
-        """Has `encode` remember its results for numbers and arrays that come again; False forgets them."""
+        """Makes `encode` remember its results for numbers and arrays; False forgets them."""
         for spec in self._children():
             spec.memoize_encode(mode)
 
@@ -249,7 +249,7 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
-        """A copy with every spec that this one consists of changed."""
+        """A copy in which ``change`` was applied to every spec that this one consists of."""
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -258,7 +258,7 @@ class TensorSpec(abc.ABC):
         return self.to("cuda" if device is None else f"cuda:{device}")
 
     def clear_device_(self) -> Self:
-        """Has a `Composite` declare no device, nor those in it; a leaf keeps its own. Returns self."""
+        """Removes the device of a `Composite` and of those in it; leaves keep theirs. Returns self."""
         for spec in self._children():
             spec.clear_device_()
         return self

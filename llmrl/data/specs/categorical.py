@@ -22,7 +22,7 @@ from llmrl.errors import ConfigError, DataError, ShapeError
 
 
 class _Choices(LeafSpec):
-    # What both ways of writing have: a spec and its values in either of them, its own by default.
+    # A spec and its values in both ways of writing; by default the spec is written in the right one already.
 
     def to_categorical_spec(self) -> Any:
         """The spec of the same choices written as numbers, mask included."""
@@ -65,8 +65,7 @@ class _Numbers(Discrete, _Choices):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask as it masks the one-hot form: the groups one after the other in its last dim, after the spec's dims
-        (size 1 if the spec has any size). A view."""
+        """The mask of the one-hot form: the spec's dims (size 1 for any size), then all groups in the last dim. A view."""
         if self._mask is None:
             return None
         sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)

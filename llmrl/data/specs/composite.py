@@ -175,7 +175,7 @@ class Composite(NamedSpec):
         return self
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """True if it lacks entries; with ``recurse``, leaves however deep."""
+        """True without entries; with ``recurse``, without leaves at any depth."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:
@@ -194,7 +194,7 @@ class Composite(NamedSpec):
 
     @property
     def shape(self) -> Size:  # type: ignore[override]
-        """The batch size. A new one is taken by the nested composites too that do not begin with it.
+        """The batch size. Setting it also sets that of nested composites that do not begin with it.
 
         Raises (when set)  ShapeError for a leaf that does not begin with it; RuntimeError while locked
         """
@@ -244,7 +244,7 @@ class Composite(NamedSpec):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims, None if one has none. Nested composites have them too; equality ignores them."""
+        """The names of the dims, None for a dim without one; shared with nested composites, ignored by equality."""
         return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
 
     @names.setter
@@ -289,8 +289,8 @@ class Composite(NamedSpec):
         return self._made(lambda spec: spec._filled(number, shape), self._full_shape(shape))
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError if the kind of value or its dtype is another than the spec's; with ``key``, of that entry
-        alone: ``value`` holds it, or is it."""
+        """Raises TypeError for a value of another kind or dtype; with ``key``, only that entry is checked: ``value``
+        holds it, or is it."""
         spec = self if key is None else self[key]
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.get(key, value)
@@ -365,7 +365,7 @@ class Composite(NamedSpec):
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         new = super()._shaped(op, ndim)
         new._shape = Size((*lead, *self.shape[ndim:]))
-        if self._dim_names is not None:  # tensordict has the rules of what becomes of names: ask one
+        if self._dim_names is not None:  # a tensordict knows which names the new dims have
             named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
             new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
         return new

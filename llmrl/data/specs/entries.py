@@ -1,4 +1,4 @@
-"""`NamedSpec`: what a spec of named entries has whatever holds them: keys, the mapping's views, and the lock."""
+"""`NamedSpec`: keys, views and the lock of a spec of named entries, however it stores them."""
 
 from __future__ import annotations
 

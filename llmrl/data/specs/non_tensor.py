@@ -1,4 +1,4 @@
-"""`NonTensor`: the spec of an entry that is not a tensor, such as a text, by a shape and an example."""
+"""`NonTensor`: the spec of an entry that is not a tensor, such as a text: a shape and an example."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class BoundedContinuous(Bounded):
 
 
 class BoundedDiscrete(Bounded):
-    """A `Bounded` of whole numbers, each as likely as the next."""
+    """A `Bounded` of whole numbers, all equally likely."""
 
     _domain = "discrete"
 
@@ -311,7 +311,7 @@ class Binary(Discrete):
 
 
 def _take(table: Tensor, number: Tensor) -> Tensor:
-    """``table[..., number]``, entry by entry, for a table that broadcasts to ``number`` but for its last dim."""
+    """``table[..., number]``, entry by entry; all dims of ``table`` but the last broadcast to ``number``."""
     return table.expand((*number.shape, table.shape[-1])).gather(-1, number.unsqueeze(-1)).squeeze(-1)
 
 

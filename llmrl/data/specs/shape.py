@@ -1,9 +1,9 @@
-"""Shape algebra for specs: each shape operation written once, for a spec, its bounds and its mask alike.
+"""Shape algebra for specs: each shape operation is written once, for a spec, its bounds and its mask.
 
 A `ShapeOp` is a tensor operation on the leading dims of whatever it is applied to; dims after those (a nested leaf's
-own dims, the ``n`` of a mask) ride along. A spec learns its new shape by applying the operation to a meta tensor, and
-gives it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which they do
-not vary.
+own dims, the ``n`` of a mask) stay as they are. A spec finds its new shape by applying the operation to a meta tensor,
+then applies it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which
+they do not vary.
 
 The last ``kept`` dims of a spec may belong to its domain, such as the entries of a one-hot vector: arguments count
 them, as for the values, and may not touch them.

@@ -39,11 +39,11 @@ class GymWrapper(EnvBase):
     Writes  "observation"; the entries of a `Dict` space by their own names, those of a `Tuple` as ("observation", "0")
             "pixels" uint8[H, W, C] with ``from_pixels``, in place of the observation unless ``pixels_only`` is False
             "reward" float32[1], the sum if an action is repeated; "done", "terminated", "truncated" bool[1]
-    Raises  ConfigError for what is not one gymnasium environment, and for ``from_pixels`` without
+    Raises  ConfigError for anything but one gymnasium environment, and for ``from_pixels`` without
             ``render_mode="rgb_array"``; UnsupportedError for spaces without a spec
 
     frame_skip  every action is taken this many times, until the episode ends
-    device      of what is read and written
+    device      of all entries
 
     `set_seed` seeds the next reset, as ``reset(seed=...)`` of gymnasium does.
     """
@@ -163,7 +163,7 @@ class GymWrapper(EnvBase):
         return {self._name: _encode(observation, space, specs[self._name])}
 
     def _leaf_specs(self) -> tuple[TensorSpec, dict[str, TensorSpec]]:
-        """Those of the action and of the observations; looked up at every step they would cost as much as it."""
+        """The specs of action and observations, cached: looking them up at every step would double its cost."""
         if self._specs_read[0] != self.spec_version:
             found = self._get_spec("action")["action"], dict(self._get_spec("observation").items())
             self._specs_read = self.spec_version, found
@@ -260,7 +260,7 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
-    """An action entry as what gymnasium takes."""
+    """An action entry in the form that gymnasium takes."""
     kind = type(space).__name__
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}

@@ -1,7 +1,7 @@
 """`Transform`, the one extension point of environments and replay buffers, and `Compose`, a list of them.
 
 A transform overrides one hook, seldom two. Transforms run in the order they were appended; ``inv`` runs in the opposite
-order, because what the policy (or the writer of a buffer) hands in meets the outermost transform first.
+order, because an action (or a batch written to a buffer) meets the outermost transform first.
 
 | hook | runs in | sees | override it to |
 |---|---|---|---|
@@ -19,7 +19,7 @@ order, because what the policy (or the writer of a buffer) hands in meets the ou
 
 Rules: ``td`` (time t) is the caller's and is not changed; ``next_td`` and ``reset_td`` are changed in place and
 returned. A reset of some rows of a batch runs the same hooks on those rows only (or, in a `batch_locked` env, on all
-rows, of which the others are then put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
+rows, and the others are put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ _DUE = {"_call": "next_td", "_step": "next_td", "_reset": "reset_td", "forward":
 
 
 def _each_in_turn(hook: str) -> Callable[..., Any]:
-    """A method of `Compose` that hands its last argument through ``hook`` of every member."""
+    """A method of `Compose` that passes its last argument through ``hook`` of every member."""
 
     def run(self: Compose, *arguments: Any) -> Any:
         *before, value = arguments

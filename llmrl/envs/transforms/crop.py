@@ -24,7 +24,7 @@ class RandomCropTensorDict(Transform):
     Returns  the batch [*A, sub_seq_len, *B], with a window of its own for every row
     Raises   ShapeError if the batch has no such dimension, or a row has no such window; MissingKeyError for the mask
 
-    ``generator`` is what is drawn from (default: torch's global one); its state is part of ``state_dict``.
+    ``generator`` draws the windows (default: torch's global one); its state is part of ``state_dict``.
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(step=torch.arange(10).expand(3, 10), batch_size=[3, 10])
@@ -71,7 +71,7 @@ class RandomCropTensorDict(Transform):
         if not bool((count > 0).all()):
             raise ShapeError(
                 f"RandomCropTensorDict: every row must have {width} steps in a row: got a batch of {length} steps"
-                + (f", of which {self.mask_key!r} leaves less." if self.mask_key is not None else ".")
+                + (f", and {self.mask_key!r} leaves less." if self.mask_key is not None else ".")
             )
         # One draw per row, of float64 so that very long rows have every start; then the start of that number.
         drawn = torch.rand(rows, dtype=torch.float64, generator=self.generator).to(count.device)

@@ -1,4 +1,4 @@
-"""Transforms of entries as they are: which there are, under which names, joined, of which dtype, normalised."""
+"""Transforms that select, rename, join, cast and normalise entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EntryTransform(Transform):
     ``_entry_spec``."""
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
-        """The spec of what ``_apply_transform`` makes of a value of ``spec``."""
+        """The spec of the values that ``_apply_transform`` returns for values of ``spec``."""
         return spec
 
     def _map_specs(self, spec: Composite) -> Composite:
@@ -71,7 +71,7 @@ class SelectTransform(Transform):
 
 
 class ExcludeTransform(Transform):
-    """Leaves these entries out: of an env's observations, of what a buffer samples, or, with ``inverse``, of what is
+    """Leaves these entries out: of an env's observations, of a buffer's samples or, with ``inverse``, of the batches
     written to it.
 
     >>> from tensordict import TensorDict
@@ -308,7 +308,7 @@ class ObservationNorm(EntryTransform):
 
 
 def _is_part(key: NestedKey, of: Iterable[NestedKey]) -> bool:
-    """True if ``key`` is one of these keys or inside of one."""
+    """True if ``key`` is one of these keys, or nested in one."""
     path = (key,) if isinstance(key, str) else key
     return any(path[: len(other)] == other for other in ((k,) if isinstance(k, str) else k for k in of))
 
@@ -325,7 +325,7 @@ def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
 
 
 def _without(spec: Composite, keys: Iterable[NestedKey]) -> Composite:
-    """The spec without these keys and what they leave empty, changed in place."""
+    """The spec without these keys and the composites that they leave empty, changed in place."""
     for key in keys:
         path = (key,) if isinstance(key, str) else key
         while path and path in spec:

@@ -95,6 +95,6 @@ class Resize(EntryTransform):
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         shape = (*spec.shape[:-2], *self.size)
-        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # which goes beyond what it is between
+        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # which overshoots
             return Bounded(spec.low.min().item(), spec.high.max().item(), shape, spec.device, spec.dtype)
         return Unbounded(shape, spec.device, spec.dtype)

@@ -1,4 +1,4 @@
-"""Transforms that follow a trajectory: its first step, its steps so far, its rewards so far, states of a policy."""
+"""Transforms that follow a trajectory: mark its start, count its steps, add its rewards, carry states of a policy."""
 
 from __future__ import annotations
 
