@@ -135,8 +135,13 @@ class _Encoder(ABC):
     def _check(self, td: TensorDict) -> None:
         who = type(self).__name__
         if type(td) is not TensorDict or not td.batch_dims or not isinstance(td.get("next", None), TensorDict):
+            got = (
+                f"entries {sorted(td.keys())} of batch size {list(td.batch_size)}"
+                if type(td) is TensorDict
+                else type(td)
+            )
             raise DataError(
-                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {_describe(td)}."
+                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {got}."
             )
         if not td.batch_size.numel():
             raise DataError(f"{who}: there must be at least one row: got batch size {list(td.batch_size)}.")
@@ -451,9 +456,3 @@ def _names(done_keys: Sequence[NestedKey] | None, reward_keys: Sequence[NestedKe
 
 def _is_any(key: Key, names: set[Key]) -> bool:
     return key in names or key[-1:] in names
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, TensorDict):
-        return f"batch size {list(value.batch_size)} and entries {sorted(value.keys())}"
-    return f"a {type(value).__name__}"

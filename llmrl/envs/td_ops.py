@@ -29,7 +29,7 @@ from llmrl.errors import MissingKeyError, ShapeError
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
     """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""
-    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)
+    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)  # a `Composite` has no ragged rows
     if value is None:
         raise MissingKeyError(
             f"{reader}: reads {key!r}, which is not there; keys present: {present_keys(td)}{remedy and '; ' + remedy}."

@@ -65,7 +65,7 @@ class _Numbers(Discrete, _Choices):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask of the one-hot form: the spec's dims (size 1 for any size), then all groups in the last dim. A view."""
+        """The mask of the one-hot form, a view: the spec's dims (size 1 for any size), and the groups in the last."""
         if self._mask is None:
             return None
         sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)

@@ -120,22 +120,17 @@ class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
         return found
 
     def __iter__(self) -> Iterator[NestedKey]:
-        if self._nested or self._leaves:
-            return _walk(self._spec, (), self._nested, self._leaves)
-        return iter(self._spec._entry_names())
+        for name in self._spec._entry_names():
+            # Not looked at without need: the entry of a stack is built at each access.
+            entry = self._spec._entry(name) if self._nested or self._leaves else None
+            is_named = isinstance(entry, NamedSpec)
+            if not (is_named and self._leaves):
+                yield name
+            if is_named and self._nested:
+                yield from ((name, *path_of(key)) for key in entry.keys(True, self._leaves))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _walk(spec: NamedSpec, above: tuple[str, ...], include_nested: bool, leaves_only: bool) -> Iterator[NestedKey]:
-    for name in spec._entry_names():
-        entry = spec._entry(name)
-        nested = isinstance(entry, NamedSpec)
-        if not (nested and leaves_only):
-            yield (*above, name) if above else name
-        if nested and include_nested:
-            yield from _walk(entry, (*above, name), True, leaves_only)
 
 
 def is_key(item: Any) -> bool:

@@ -10,6 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Bounded, Composite, TensorSpec, Unbounded
+from llmrl.data.ted_utils import as_key
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
@@ -309,15 +310,15 @@ class ObservationNorm(EntryTransform):
 
 def _is_part(key: NestedKey, of: Iterable[NestedKey]) -> bool:
     """True if ``key`` is one of these keys, or nested in one."""
-    path = (key,) if isinstance(key, str) else key
-    return any(path[: len(other)] == other for other in ((k,) if isinstance(k, str) else k for k in of))
+    path = as_key(key)
+    return any(path[: len(other)] == other for other in map(as_key, of))
 
 
 def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
     """A shallow copy without these entries and the containers that they leave empty."""
     td = td.exclude(*keys)
     for key in keys:
-        path = key[:-1] if isinstance(key, tuple) else ()
+        path = as_key(key)[:-1]
         while path and (holder := td.get(path, None)) is not None and holder.is_empty():
             td = td.exclude(path)
             path = path[:-1]
@@ -327,7 +328,7 @@ def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
 def _without(spec: Composite, keys: Iterable[NestedKey]) -> Composite:
     """The spec without these keys and the composites that they leave empty, changed in place."""
     for key in keys:
-        path = (key,) if isinstance(key, str) else key
+        path = as_key(key)
         while path and path in spec:
             del spec[path]
             path = path[:-1]

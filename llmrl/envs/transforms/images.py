@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from llmrl.data.specs import Bounded, TensorSpec, Unbounded
 from llmrl.envs.transforms.base import Keys
 from llmrl.envs.transforms.entries import EntryTransform
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ConfigError, ShapeError, check_choice
 
 _SMOOTH = ("bilinear", "bicubic")
 
@@ -73,9 +73,7 @@ class Resize(EntryTransform):
         out_keys: Keys | None = None,
     ):
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
-        modes = (*_SMOOTH, "nearest", "nearest-exact", "area")
-        if interpolation not in modes:
-            raise ConfigError(f"Resize: interpolation must be one of {', '.join(modes)}: got {interpolation!r}.")
+        check_choice("Resize", "interpolation", interpolation, (*_SMOOTH, "nearest", "nearest-exact", "area"))
         self.size = (w, w if h is None else h)
         if min(self.size) < 1:
             raise ConfigError(f"Resize: w and h must be at least 1: got {self.size}.")
