@@ -186,7 +186,7 @@ class MultiCategorical(_Numbers):
         nvec = torch.atleast_1d(torch.as_tensor(nvec, dtype=torch.int64))
         if not nvec.numel() or bool((nvec < 1).any()):
             raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
-        shape = as_size(shape, nvec.shape)
+        shape = as_size(nvec.shape if shape is None else shape)
         if not shape or shape[-1] != nvec.shape[-1]:
             raise ShapeError(f"MultiCategorical: shape must end with the number of groups: got {shape}, nvec {nvec}.")
         if remove_singleton and shape == (1,):

@@ -31,11 +31,10 @@ class LeafSpec(TensorSpec):
     """
 
     _fields: ClassVar[dict[str, int]] = {}
-    _default_shape: ClassVar[tuple[int, ...]] = ()
     _memo: dict[Any, Tensor] | None = None
 
     def __init__(self, shape: Shape, device: Device, dtype: torch.dtype | None):
-        self.shape = as_size(shape, self._default_shape)
+        self.shape = as_size(shape)
         if any(size < -1 for size in self.shape):
             raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
         self._device = torch.get_default_device() if device is None else as_device(device)

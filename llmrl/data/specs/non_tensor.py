@@ -27,8 +27,6 @@ class NonTensor(LeafSpec):
     (NonTensorData(data=a text, batch_size=torch.Size([2]), device=cpu), False)
     """
 
-    _default_shape = (1,)
-
     def __init__(
         self,
         shape: Shape = (1,),
@@ -38,7 +36,7 @@ class NonTensor(LeafSpec):
         batched: bool = False,
         feature_dims: int | None = None,
     ):
-        super().__init__(shape, device, dtype)
+        super().__init__((1,) if shape is None else shape, device, dtype)
         if feature_dims is not None and (batched or not 0 <= feature_dims <= len(self.shape)):
             raise ConfigError(
                 f"NonTensor: feature_dims is a number of dims of the shape, and without batched: got {feature_dims}, "

@@ -182,12 +182,10 @@ class Unbounded(_Numeric):
     True
     """
 
-    _default_shape = (1,)
-
     def __init__(
         self, shape: Shape = (1,), device: Device = None, dtype: torch.dtype | None = None, domain: Domain | None = None
     ):
-        super().__init__(shape, device, self._settle(domain, dtype))
+        super().__init__((1,) if shape is None else shape, device, self._settle(domain, dtype))
 
 
 class UnboundedContinuous(Unbounded):

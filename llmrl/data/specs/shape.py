@@ -79,9 +79,9 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     return field
 
 
-def as_size(shape: Shape, default: Sequence[int] = ()) -> Size:
-    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is the default."""
-    return Size(default if shape is None else (shape,) if isinstance(shape, int) else shape)
+def as_size(shape: Shape) -> Size:
+    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is no dims."""
+    return Size(() if shape is None else (shape,) if isinstance(shape, int) else shape)
 
 
 def of_arguments(shape: Sequence[Any]) -> Size:
