@@ -135,11 +135,7 @@ class _Encoder(ABC):
     def _check(self, td: TensorDict) -> None:
         who = type(self).__name__
         if type(td) is not TensorDict or not td.batch_dims or not isinstance(td.get("next", None), TensorDict):
-            got = (
-                f"entries {sorted(td.keys())} of batch size {list(td.batch_size)}"
-                if type(td) is TensorDict
-                else type(td)
-            )
+            got = f"{sorted(td.keys())} of size {list(td.batch_size)}" if type(td) is TensorDict else type(td).__name__
             raise DataError(
                 f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {got}."
             )
@@ -349,6 +345,7 @@ class H5Combine:
     """The inverse of `H5Split`."""
 
     def __call__(self, td: TensorDict) -> TensorDict:
+        # By number: as text traj_1000 would come before traj_101.
         names = sorted((name for name in td.keys() if name.startswith("traj_")), key=lambda name: int(name[5:]))
         if not names:
             raise DataError(f"H5Combine: there must be groups traj_000, ...: got {sorted(td.keys())}.")

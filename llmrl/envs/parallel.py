@@ -241,7 +241,7 @@ class ParallelEnv(BatchedEnv):
                 return None
             if answer == RESTARTED:
                 return RESTARTED
-            if not answer:
+            if not answer:  # the other end was closed
                 raise EOFError
             done, reply = self._replies[number].recv()
         except (EOFError, ConnectionError):

@@ -124,7 +124,7 @@ def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, read
             entries[key] = torch.where(mask, value, before)
         else:
             others[key] = value
-    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))
+    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # ``others`` are still the old ones
     return put_rows(out, rows, new.select(*others)[rows], reader=reader) if others else out
 
 

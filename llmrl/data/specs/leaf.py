@@ -210,7 +210,7 @@ class LeafSpec(TensorSpec):
         lead = self.shape[: len(self.shape) - self._kept]
         extra = self._fields[name]
         tail = value.shape[value.ndim - extra :]
-        missing = len(lead) + extra - value.ndim
+        missing = len(lead) + extra - value.ndim  # leading dims, added with size 1 as in broadcasting
         sizes = (*(1,) * missing, *value.shape[: value.ndim - extra])
         if missing < 0 or any(got not in (1, size) for got, size in zip(sizes, lead, strict=True)):
             raise ShapeError(

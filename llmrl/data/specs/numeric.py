@@ -49,7 +49,7 @@ class _Numeric(LeafSpec):
             dtype = torch.int64 if domain == "discrete" else torch.get_default_dtype()
         if domain is None:
             domain = "continuous" if dtype.is_floating_point or dtype.is_complex else "discrete"
-        if type(self) in _FLAVOURS:
+        if type(self) in _FLAVOURS:  # a subclass, also a user's, has its domain already
             self.__class__ = _flavour(self, domain)
         return dtype
 

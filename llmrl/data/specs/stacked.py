@@ -428,7 +428,7 @@ def consolidate_spec(
     """
     spec = spec.clone()
     if isinstance(spec, StackedComposite):
-        if recurse_through_stack:
+        if recurse_through_stack:  # inside out: stacks within a member first
             members = [consolidate_spec(member, recurse_through_entries) for member in spec.members]
             spec = StackedComposite(*members, dim=spec.stack_dim)
         _complete(spec, recurse_through_entries)
@@ -440,7 +440,7 @@ def consolidate_spec(
 
 
 def _complete(spec: StackedComposite, recurse: bool) -> None:
-    names = dict.fromkeys(name for member in spec.members for name in member.keys())
+    names = dict.fromkeys(name for member in spec.members for name in member.keys())  # a set that keeps the order
     for name in names:
         known = next(member[name] for member in spec.members if name in member)
         for member in spec.members:

@@ -266,6 +266,7 @@ def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
         return values if kind == "Dict" else tuple(values.values())
     if kind == "Discrete":
+        # Scores in place of a one-hot vector, such as logits: the largest counts.
         number = value.argmax(-1) if isinstance(spec, OneHot) and value.dtype != torch.bool else spec.to_numpy(value)
         return int(number.item() + space.start)
     number = spec.to_numpy(value)

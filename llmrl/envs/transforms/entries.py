@@ -279,6 +279,7 @@ class ObservationNorm(EntryTransform):
         values = required(td, self.in_keys[0] if key is None else key, "ObservationNorm.init_stats")
         values = values.flatten(0, td.batch_dims - 1)
         mean, deviation = values.mean(0), values.std(0).clamp(min=eps)
+        # (value - mean) / deviation in the form that is applied: for value * scale + loc it has to be multiplied out.
         self.loc = mean if self.standard_normal else -mean / deviation
         self.scale = deviation if self.standard_normal else 1 / deviation
         self.container.transforms_changed()
