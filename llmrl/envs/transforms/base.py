@@ -244,10 +244,15 @@ class Compose(Transform):
             raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
-        if self.container is not None:
-            transform.set_container(self.container)  # first: it may refuse, and then nothing has changed
-        self.transforms.insert(index, transform)
-        self._members_changed()
+        self.transforms.insert(index, transform)  # first: `parent`, which set_container may read, is found by the place
+        try:
+            if self.container is not None:
+                transform.set_container(self.container)
+        except Exception:  # it refused
+            self.transforms.remove(transform)
+            raise
+        finally:
+            self._members_changed()
 
     def pop(self, index: int = -1) -> Transform:
         """Takes a member out and detaches it. Raises ConfigError if there is none at ``index``."""

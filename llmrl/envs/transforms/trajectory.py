@@ -64,11 +64,12 @@ class RewardSum(Transform):
         self._check_pairs()
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        spec = self.parent._get_spec("reward")
-        batch_dims = len(self.parent.batch_size)
+        env = self.parent
+        rewards = env._get_spec("reward")
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
-            shape, dtype = spec[in_key].shape[batch_dims:], spec[in_key].dtype
-            reset_td.set(out_key, torch.zeros((*reset_td.batch_size, *shape), dtype=dtype, device=reset_td.device))
+            spec = rewards[in_key]
+            shape = (*reset_td.batch_size, *spec.shape[len(env.batch_size) :])
+            reset_td.set(out_key, torch.zeros(shape, dtype=spec.dtype, device=reset_td.device))
         return reset_td
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:

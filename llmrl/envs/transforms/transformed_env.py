@@ -52,7 +52,8 @@ class TransformedEnv(EnvBase):
 
     def env_below(self, transform: Transform) -> EnvBase:
         """The env that ``transform`` wraps: the base env with the transforms before it, which stay attached here."""
-        before = list(itertools.takewhile(lambda unit: unit is not transform, _units(self.transform, transform)))
+        units = [] if transform is self.transform else _units(self.transform, transform)
+        before = list(itertools.takewhile(lambda unit: unit is not transform, units))
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
