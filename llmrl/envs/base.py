@@ -16,7 +16,6 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
-from llmrl.data.ted_utils import as_key
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
@@ -156,8 +155,7 @@ class EnvBase(EnvSpecs, abc.ABC):
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
         keys = entries_of(td) if type(td) is TensorDict else td.keys()
-        for key in self.action_keys:
-            name = as_key(key)[0]
+        for name in self._action_root_names():
             if name not in keys:  # asked for by name: reading a ragged entry would build its rows
                 required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)

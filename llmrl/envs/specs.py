@@ -112,6 +112,9 @@ class EnvSpecs:
         self._specs[part] = spec.lock_()
         self._spec_version += 1
 
+    def _action_root_names(self) -> list[str]:
+        return [key if isinstance(key, str) else key[0] for key in self.action_keys]
+
 
 def _with_done_keys(spec: Composite) -> Composite:
     shape = spec["done"].shape if "done" in spec else torch.Size((*spec.shape, 1))
