@@ -199,10 +199,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
-        if isinstance(out, LazyStackedTensorDict) or isinstance(
-            reset_td, LazyStackedTensorDict
-        ):  # its rows may be ragged
-            all_rows = torch.ones(out.batch_size, dtype=torch.bool)
+        if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
+            all_rows = torch.ones(out.batch_size, dtype=torch.bool)  # row by row, since they may be ragged
             return update_rows(out, all_rows, reset_td, reader=f"{type(self).__name__}.reset")
         for key, value in reset_td.items():
             out.set(key, value)
