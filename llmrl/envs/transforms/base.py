@@ -248,8 +248,10 @@ class Compose(Transform):
         try:
             if self.container is not None:
                 transform.set_container(self.container)
-        except Exception:  # it refused
+        except Exception:  # it refused, maybe when it was attached in part
             self.transforms.remove(transform)
+            if transform.container is self.container:
+                transform.reset_container()
             raise
         finally:
             self._members_changed()
@@ -269,9 +271,10 @@ class Compose(Transform):
             self.container.transforms_changed()
 
     def reset_container(self) -> None:
-        super().reset_container()
         for transform in self.transforms:
-            transform.reset_container()
+            if transform.container is self.container:  # a member that refused may belong to another env
+                transform.reset_container()
+        super().reset_container()
 
     def leaves(self) -> Iterator[Transform]:
         """Every transform in running order, members of nested `Compose` included."""

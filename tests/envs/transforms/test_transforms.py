@@ -212,11 +212,14 @@ def test_a_transform_that_reads_its_env_when_it_is_attached_sees_those_before_it
         assert reads.seen == ["other" if append else "seen"]
 
 
-def test_a_transform_that_refuses_an_env_is_not_in_it():
-    env = TransformedEnv(Echo(), StepCounter())
-    with pytest.raises(ConfigError, match="needs its reward"):
-        env.insert_transform(0, ExcludeTransform("reward"))
-    assert len(env.transform) == 1
+def test_a_transform_that_refuses_an_env_is_not_in_it_and_stays_where_it_was():
+    env, other = TransformedEnv(Echo(), StepCounter()), TransformedEnv(Echo(), Log("of another", []))
+    free, wrong = Transform(), ExcludeTransform("reward")
+    for refused, match in ((wrong, "needs its reward"), (Compose(free, other.transform[0]), "belongs to one env")):
+        with pytest.raises(ConfigError, match=match):
+            env.insert_transform(0, refused)
+        assert (len(env.transform), refused.container) == (1, None)
+    assert (free.container, other.transform[0].container) == (None, other)
     check_env_specs(env)
 
 
