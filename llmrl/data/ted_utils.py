@@ -1,7 +1,7 @@
-"""Trajectories that follow each other in time: where they end, sums and counts that stop there, one row for each.
+"""Ends of trajectories in rows that follow each other in time, and sums and counts that stop there.
 
-Most are plain functions over ``ends``, bool[..., T] with time last: True at the last row of a trajectory. The last row
-of all is an end whether marked or not.
+Plain functions over ``ends``, bool[..., T] with time last: True at the last row of a trajectory. The last row of all is
+an end whether marked or not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-
-from llmrl.errors import MissingKeyError, ShapeError
 
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
@@ -112,77 +110,3 @@ def leaf_keys(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[str,
     for name, value in sorted(td.items()):
         keys += leaf_keys(value, (*path, name)) if isinstance(value, TensorDict) else [(*path, name)]
     return keys
-
-
-def split_trajectories(
-    td: TensorDictBase,
-    *,
-    prefix: NestedKey | None = None,
-    trajectory_key: NestedKey | None = None,
-    done_key: NestedKey | None = None,
-    as_nested: bool = False,
-) -> TensorDictBase:
-    """Trajectories that follow each other in a batch, as one row each.
-
-    Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, if they
-             are there; else the flags ``("next", done_key)``. The last row of time is always an end
-    Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, ids from 0 on
-    Returns  a new batch [N, T_max]; tensors are 0 behind the end of a trajectory, other entries repeat the last one.
-             With ``as_nested`` a batch [N] of jagged tensors, without a mask
-    Raises   MissingKeyError without ids and flags; ShapeError if they, or entries, change their shape
-
-    prefix          where ids and mask are: default "collector", or the root of a batch with "traj_ids" there
-    trajectory_key  default ``(prefix, "traj_ids")``; the mask is beside it unless a prefix is given; done_key: "done"
-
-    >>> from tensordict import TensorDict
-    >>> batch = TensorDict(step=torch.tensor([0, 1, 0, 1, 2]), traj_ids=torch.tensor([7, 7, 8, 8, 8]), batch_size=[5])
-    >>> out = split_trajectories(batch)
-    >>> out["step"].tolist(), out["mask"].tolist()
-    ([[0, 1, 0], [0, 1, 2]], [[True, True, False], [True, True, True]])
-    """
-    at_root = "traj_ids" in td.keys() and "collector" not in td.keys()
-    path = as_key(prefix if prefix is not None else () if at_root else "collector")
-    ids_key = (*path, "traj_ids") if trajectory_key is None else as_key(trajectory_key)
-    mask_key = (*(ids_key[:-1] if prefix is None else path), "mask")
-    flags_key = as_key("done" if done_key is None else done_key)
-    flags_key = flags_key if flags_key[0] == "next" else ("next", *flags_key)
-
-    ids, flags = _one_per_step(td, ids_key), _one_per_step(td, flags_key)
-    if ids is None and flags is None:
-        raise MissingKeyError(
-            f"split_trajectories: reads {ids_key} or {flags_key}, and neither is there; keys present: "
-            f"{sorted(map(str, td.keys(True, True)))}."
-        )
-    ends = trajectory_ends(ids=ids) if ids is not None else trajectory_ends(done=flags)
-    rows = segment_ids(ends.reshape(-1))
-    flat = td.reshape(-1)
-    flat = flat if ids is not None else flat.copy().set(ids_key, rows)
-    lengths = torch.bincount(rows)
-    starts = lengths.cumsum(0) - lengths
-    if as_nested:
-        offsets = torch.cat([starts, lengths.sum().unsqueeze(0)])
-        return flat.apply(
-            lambda value: torch.nested.nested_tensor_from_jagged(value, offsets), batch_size=lengths.shape
-        )
-    step = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rows.device)
-    mask = step < lengths.unsqueeze(-1)
-    # Behind its end a trajectory repeats its last row, so that any entry can be indexed; tensors are then set to 0.
-    out = flat[starts.unsqueeze(-1) + torch.minimum(step, lengths.unsqueeze(-1) - 1)]
-    try:
-        out = out.apply(lambda value: value.masked_fill(~expand_right(mask, value.ndim), 0))
-    except RuntimeError as error:  # a lazy stack of ragged steps
-        raise ShapeError(f"split_trajectories: an entry must have one shape at every step: {error}") from error
-    out.set(mask_key, mask)
-    out.names = [None, "time"]
-    return out
-
-
-def _one_per_step(td: TensorDictBase, key: tuple[str, ...]) -> Tensor | None:
-    value = td.get(key, None)
-    if value is None:
-        return None
-    if (reduced := reduce_right(value, td.batch_size)) is None:
-        raise ShapeError(
-            f"split_trajectories: {key} must have one value per step, {list(td.batch_size)}: got {list(value.shape)}."
-        )
-    return reduced

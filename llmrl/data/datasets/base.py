@@ -27,7 +27,7 @@ from llmrl.data.datasets.rows import MARKER, DatasetStorage, RowWriter, read_mar
 from llmrl.data.replay_buffers import ImmutableDatasetWriter, TensorDictReplayBuffer, TensorStorage, Writer
 from llmrl.data.replay_buffers.directory import current_directory, file_digest, replace_directory
 from llmrl.data.replay_buffers.process_lock import ProcessLock
-from llmrl.data.ted_utils import split_trajectories
+from llmrl.data.trajectories import split_trajectories
 from llmrl.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
 _CHUNK = 1000  # rows that ``preprocess`` gives to the function at a time
