@@ -19,7 +19,7 @@ from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
 from llmrl.envs.td_ops import stack_steps
-from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError
 from llmrl.weight_update import ModelTarget, MultiProcessWeightSyncScheme, NoWeightSyncScheme, WeightSender

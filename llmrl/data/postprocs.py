@@ -21,7 +21,7 @@ Key = tuple[str, ...]
 
 
 class MultiStep(nn.Module):
-    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` is what comes n steps later.
+    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` becomes the state n steps later.
 
     With m = min(n, rows left in the trajectory) for each row t:
 
@@ -76,6 +76,7 @@ class MultiStep(nn.Module):
             )
         mask = None if self.mask_key is None else td.get(self.mask_key, None)
         if mask is not None:
+            # A window stops before a masked row, and a masked row is a window by itself: ends on both of its sides.
             mask = expand_right(mask.reshape(td.batch_size), ends.ndim)
             behind = torch.ones_like(mask)
             behind.narrow(time, 0, mask.shape[time] - 1).copy_(mask.narrow(time, 1, mask.shape[time] - 1))
@@ -95,6 +96,7 @@ class MultiStep(nn.Module):
             following.set(_original(key), self._get(td, key))
         several = steps > 1 if mask is None else (steps > 1) & mask
 
+        # One value of the following for each row; for each flag if a row has several, of agents, even if they agree.
         flags = done.shape[:-1] if done.shape[-1] == 1 else done.shape
         shape = td.batch_size if done.numel() == td.numel() else flags
 
@@ -119,6 +121,7 @@ class MultiStep(nn.Module):
 
     def _look_ahead(self, following: TensorDictBase, steps: Tensor, time: int) -> TensorDictBase:
         """A copy of ``"next"`` in which every entry but the rewards is that of the last row of the window."""
+        # The row to take for each row, as a place in the flattened batch: a step in time is ``stride`` places.
         shape, count = steps.shape, steps.numel()
         stride = shape[time + 1 :].numel()
         source = torch.arange(count, device=steps.device) + (steps.reshape(-1) - 1) * stride

@@ -26,7 +26,7 @@ Key = tuple[str, ...]
 
 DONE_KEYS = ("done", "terminated", "truncated")
 REWARD_KEYS = ("reward",)
-INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # what a codec adds: its notes, root done flags, and ends without done
+INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # names that a codec adds: notes, root done flags, ends without done
 
 
 class _Encoder(ABC):
@@ -37,7 +37,7 @@ class _Encoder(ABC):
     even though the observations go on; a done of several flags per row is not used for that.
     """
 
-    takes_counters = True  # what a checkpointer asks of a save hook
+    takes_counters = True  # read by the checkpointer, which then passes ``shift`` and ``is_full`` to its save hook
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class _Encoder(ABC):
 
         Entries listed in ``notes["shifted"]`` have N + (number of ends) rows, the others N.
         """
+        # 1. Every entry in the order of time, stream after stream.
         self._check(td)
         grid = _Grid(td.batch_size, shift if is_full else 0, td.get(leaf_keys(td)[0]).device)
         leaves = {key: grid.in_time(td.get(key)) for key in leaf_keys(td)}
@@ -69,7 +70,10 @@ class _Encoder(ABC):
         done = None if done is None else reduce_right(done, (grid.rows,))
         marked = grid.last() if done is None else grid.last() | done.to(torch.bool)
 
+        # 2. Where trajectories end, and what is an observation: an entry whose "next" is the root of the next row.
         ends, shifted, plain = self._observations(root, following, marked)
+        # 3. Observations once, with one row more per trajectory; rewards and done of "next" at the root, whose own are
+        # kept beside them, or only noted if all are False, as they almost always are.
         entries, zeros, moved = {}, [], []
         for key, value in root.items():
             if key in shifted:
@@ -118,6 +122,7 @@ class _Encoder(ABC):
             if now.dtype != then.dtype or now.shape != then.shape:
                 plain.append(key)
                 continue
+            # Within a trajectory the next root must repeat "next"; where it does not, another trajectory begins.
             broken = ~marked
             broken[:-1] &= ~_same_bits(now[1:], then[:-1])
             if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
@@ -130,8 +135,9 @@ class _Encoder(ABC):
     def _check(self, td: TensorDict) -> None:
         who = type(self).__name__
         if type(td) is not TensorDict or not td.batch_dims or not isinstance(td.get("next", None), TensorDict):
+            got = f"{sorted(td.keys())} of size {list(td.batch_size)}" if type(td) is TensorDict else type(td).__name__
             raise DataError(
-                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {_describe(td)}."
+                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {got}."
             )
         if not td.batch_size.numel():
             raise DataError(f"{who}: there must be at least one row: got batch size {list(td.batch_size)}.")
@@ -210,7 +216,7 @@ class TED2Nested(_Encoder):
         entries, ends, notes = self._encode(td, shift, is_full)
         count = notes["trajectories"]
         stops = [0, *(ends.nonzero().squeeze(-1) + 1).tolist()]
-        lengths = [stop - start for start, stop in pairwise(stops)]
+        lengths = [stop - start for start, stop in pairwise(stops)]  # the last row of all is an end
         longer = [length + 1 for length in lengths]
         shifted = {tuple(key) for key in notes["shifted"]}
         out = TensorDict(batch_size=[count], device=td.device)
@@ -301,6 +307,7 @@ class Nested2TED:
         if not lengths:
             raise DataError(f"Nested2TED: there must be nested tensors: got the entries {leaf_keys(td)}.")
         notes = _note(td, INFO, None)
+        # Entries have L or L + 1 rows per trajectory: the shortest has L, unless all are observations (see the notes).
         shortest = min(lengths, key=lambda key: int(lengths[key].sum()))
         rows = lengths[shortest] - int(notes is not None and list(shortest) in notes["shifted"])
         ends = torch.zeros(int(rows.sum()), dtype=torch.bool, device=rows.device)
@@ -338,6 +345,7 @@ class H5Combine:
     """The inverse of `H5Split`."""
 
     def __call__(self, td: TensorDict) -> TensorDict:
+        # By number: as text traj_1000 would come before traj_101.
         names = sorted((name for name in td.keys() if name.startswith("traj_")), key=lambda name: int(name[5:]))
         if not names:
             raise DataError(f"H5Combine: there must be groups traj_000, ...: got {sorted(td.keys())}.")
@@ -355,14 +363,14 @@ class H5Combine:
 
 
 class _Grid:
-    """Rows of a storage [T, *E], of which row ``shift`` is the oldest, as N = T * E rows stream after stream."""
+    """Rows of a storage [T, *E], the oldest at ``shift``, as N = T * E rows, stream after stream."""
 
     def __init__(self, shape: Sequence[int], shift: int, device: torch.device | None) -> None:
         self.shape, self.shift, self.device = torch.Size(shape), shift, device
         self.rows = self.shape.numel()
 
     def in_time(self, value: Tensor) -> Tensor:
-        value = value.roll(-self.shift, 0) if self.shift else value
+        value = value.roll(-self.shift, 0) if self.shift else value  # the oldest row first
         dims = len(self.shape)
         return value.movedim(0, dims - 1).reshape(self.rows, *value.shape[dims:])
 
@@ -383,7 +391,7 @@ def _decode(
     out = TensorDict(batch_size=grid.shape, device=device)
     for path, extra in notes["containers"]:
         out.set(tuple(path), TensorDict(batch_size=[*grid.shape, *extra], device=device))
-    at = _places(ends)
+    at = _places(ends)  # each trajectory is one row longer: row + 1 is what came next, also at an end
     for key, value in entries.items():
         if key in shifted:
             out.set(key, grid.back(value[at]))
@@ -413,7 +421,7 @@ def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
 
 def _same_bits(left: Tensor, right: Tensor) -> Tensor:
     """bool[N]: rows that are equal bit for bit (a NaN equals itself, 0.0 is not -0.0)."""
-    if left.dtype.is_complex:
+    if left.dtype.is_complex:  # which cannot be viewed as integers
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     same = left.contiguous().view(kind) == right.contiguous().view(kind)
@@ -425,7 +433,7 @@ def _jagged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _containers(td: TensorDict, row_dims: int, path: Key = ()) -> list[list[Any]]:
-    """Every nested tensordict, outermost first, with what its batch size has beyond the rows'."""
+    """Every nested tensordict, outermost first, with the dims that its batch size has beyond the rows'."""
     found = []
     for name, value in sorted(td.items()):
         if isinstance(value, TensorDict):
@@ -445,9 +453,3 @@ def _names(done_keys: Sequence[NestedKey] | None, reward_keys: Sequence[NestedKe
 
 def _is_any(key: Key, names: set[Key]) -> bool:
     return key in names or key[-1:] in names
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, TensorDict):
-        return f"batch size {list(value.batch_size)} and entries {sorted(value.keys())}"
-    return f"a {type(value).__name__}"

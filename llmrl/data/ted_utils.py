@@ -12,17 +12,6 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-__all__ = [
-    "as_key",
-    "expand_right",
-    "leaf_keys",
-    "reduce_right",
-    "segment_ids",
-    "steps_left",
-    "sum_ahead",
-    "trajectory_ends",
-]
-
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
     """The ends, bool[..., T], from flags on the last rows, from trajectory ids (a change of the id ends one), or both.
@@ -56,6 +45,7 @@ def steps_left(ends: Tensor, dim: int = -1) -> Tensor:
     >>> steps_left(torch.tensor([False, True, False, False, False])).tolist()
     [2, 1, 3, 2, 1]
     """
+    # The nearest end at or after each row is the running minimum of the ends' positions, from the last row backwards.
     ends = ends.movedim(dim, -1)
     size = ends.shape[-1]
     position = torch.arange(size, device=ends.device).expand_as(ends)
@@ -87,9 +77,9 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     steps = min(steps, max(size, 1))
     total, window, length = torch.zeros_like(values), values, 1
     covered = 0
-    while covered < steps:
+    while covered < steps:  # the binary digits of ``steps``, from the lowest on
         if steps & length:
-            total = longer(window, length, total) if covered else window.clone()
+            total = longer(window, length, total) if covered else window.clone()  # the new window goes in front
             covered += length
         if covered < steps:
             window = longer(window, length, window)

@@ -9,8 +9,6 @@ from torch import Tensor
 from llmrl.data.ted_utils import as_key, expand_right, reduce_right, segment_ids, trajectory_ends
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = ["split_trajectories"]
-
 
 def split_trajectories(
     td: TensorDictBase,
@@ -64,6 +62,7 @@ def split_trajectories(
         )
     step = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rows.device)
     mask = step < lengths.unsqueeze(-1)
+    # Behind its end a trajectory repeats its last row, so that any entry can be indexed; tensors are then set to 0.
     out = flat[starts.unsqueeze(-1) + torch.minimum(step, lengths.unsqueeze(-1) - 1)]
     try:
         out = out.apply(lambda value: value.masked_fill(~expand_right(mask, value.ndim), 0))

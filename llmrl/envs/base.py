@@ -16,17 +16,14 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
-from llmrl.data.specs import Composite
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
 from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
-from llmrl.envs.utils import check_env_specs
+from llmrl.envs.utils import check_env_specs, draw_entries
 from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 
 if TYPE_CHECKING:
     from llmrl.envs.transforms.base import Transform
-
-__all__ = ["EnvBase"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -59,7 +56,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     """
 
     step_reads: tuple[str, ...] = ("action", "state", "observation", "done")
-    """The specs whose entries ``_step`` reads, for those who hand over no others, such as `ParallelEnv`."""
+    """The specs whose entries ``_step`` reads: `SerialEnv` and `ParallelEnv` pass only these on."""
 
     def __init__(
         self,
@@ -70,8 +67,6 @@ class EnvBase(EnvSpecs, abc.ABC):
     ):
         super().__init__(device, batch_size)
         self.batch_locked = batch_locked
-        self._row_action_spec: tuple[int, Composite] | None = None
-        self._left_behind: tuple[int, dict[str, Any]] = (-1, {})  # arguments of `step_mdp`, of a version of the specs
         self._generator: torch.Generator | None = None
         self.is_closed = False
 
@@ -89,7 +84,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         pass
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        """Gives ``new``, rows that were reset, in place, an empty value of what only ``old``, the rows before, has.
+        """Writes empty values into ``new``, the rows after a reset, for entries that only ``old``, those before, has.
 
         For entries that a reset does not write and that must not outlive their trajectory.
         """
@@ -131,14 +126,14 @@ class EnvBase(EnvSpecs, abc.ABC):
         """
         self._check_batch_size(tensordict, "step")
         next_td = self._transition(tensordict)
-        preset = entry(tensordict, "next")
+        preset = entry(tensordict, "next")  # by the policy, such as a new hidden state
         if preset is not None:
             fill_missing(next_td, preset)
         attach(tensordict, "next", next_td)
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One step, and the root of the next one: rows that are done start a new trajectory, from nothing of the old.
+        """One step, and the root of the next one: rows that are done start a new trajectory and keep nothing.
 
         Returns ``(tensordict with "next", a new tensordict for the next step)``
         """
@@ -151,15 +146,17 @@ class EnvBase(EnvSpecs, abc.ABC):
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """`llmrl.envs.step_mdp` with this env's keys: without its rewards and its actions."""
-        if self._left_behind[0] != self.spec_version:
-            keys = {"reward_keys": self.reward_keys or ("reward",), "action_keys": self.action_keys or ("action",)}
-            self._left_behind = self.spec_version, keys
-        return step_mdp(tensordict, exclude_action=True, **self._left_behind[1])
+        return step_mdp(
+            tensordict,
+            exclude_action=True,
+            reward_keys=self.reward_keys or ("reward",),
+            action_keys=self.action_keys or ("action",),
+        )
 
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
         keys = entries_of(td) if type(td) is TensorDict else td.keys()
         for name in self._action_root_names():
-            if name not in keys:  # asked for by name: reading a ragged one would build its rows
+            if name not in keys:  # asked for by name: reading a ragged entry would build its rows
                 required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)
         if next_td is None or next_td is td:
@@ -187,14 +184,13 @@ class EnvBase(EnvSpecs, abc.ABC):
         old = shallow_copy(td, without=("_reset", "next"))
         if not rows.any():
             return old
+        start = new_tensordict({}, batch_size) if given is None else shallow_copy(given, without=("_reset",))
         if rows.all():
-            return self._carry(td, self._start(_start_from(given, batch_size, without=("_reset",))))
+            return self._carry(td, self._start(start))
         if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
-            start = _start_from(given, batch_size, without=("_reset",))
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
             return update_rows(old, rows, whole, reader=f"{type(self).__name__}.reset")
-        start = _start_from(given, torch.Size([int(rows.sum())]), without=("_reset", "next"))
-        new = self._start(start if given is None else start[rows])
+        new = self._start(shallow_copy(start, without=("next",))[rows])  # "next" costs more than the rest
         self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 
@@ -204,7 +200,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
         if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
-            all_rows = torch.ones(out.batch_size, dtype=torch.bool)
+            all_rows = torch.ones(out.batch_size, dtype=torch.bool)  # row by row, since they may be ragged
             return update_rows(out, all_rows, reset_td, reader=f"{type(self).__name__}.reset")
         for key, value in reset_td.items():
             out.set(key, value)
@@ -244,7 +240,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         check_at_least(f"{type(self).__name__}.rollout", 1, max_steps=max_steps)
         if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
-        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)
+        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)  # the caller's stays as it is
         policy_device = _device_of(policy) if auto_cast_to_device else None
         resets = not (break_when_any_done or break_when_all_done)
         ever_done: Tensor | None = None
@@ -257,7 +253,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             else:
                 td = policy(td.to(policy_device))
                 td = td if self.device is None else td.to(self.device)
-            last = step == max_steps - 1
+            last = step == max_steps - 1  # after which nothing starts again: no reset is wasted
             if resets and not last:
                 td, next_root = self.step_and_maybe_reset(td)
             else:
@@ -273,6 +269,7 @@ class EnvBase(EnvSpecs, abc.ABC):
                 if any_row(done):
                     break
             else:
+                # A row that was done is stepped on without a reset, and may say that it is not done any more.
                 ever_done = done if ever_done is None else ever_done | done
                 if ever_done.all():
                     break
@@ -281,8 +278,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         return stack_steps(steps)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draws the action entries from `full_action_spec`, in place; with `set_seed`, from the env's own generator. An
-        env whose actions go on from what is in ``tensordict``, as those of a chat do, draws such ones."""
+        """Draws the action entries from `full_action_spec`, in place; after `set_seed`, with the env's own generator.
+        In a chat, a random action continues the conversation in ``tensordict``."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
         if self._continue_randomly(tensordict, self._generator):
@@ -292,16 +289,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             raise ConfigError(
                 f"{type(self).__name__}.rand_action: needs an action_spec to draw from, or a policy: none is declared."
             )
-        if tensordict.batch_size == self.batch_size:
-            action = spec.rand(generator=self._generator)
-        else:
-            if self._row_action_spec is None or self._row_action_spec[0] != self.spec_version:
-                row_spec = spec[(0,) * len(self.batch_size)] if self.batch_size else spec
-                self._row_action_spec = self.spec_version, row_spec
-            action = self._row_action_spec[1].rand(tensordict.batch_size, generator=self._generator)
-        for key in self.action_keys:
-            tensordict.set(key, action.get(key))
-        return tensordict
+        return draw_entries(spec, tensordict, self._generator)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
         """Writes a random action that goes on from ``td``; False if actions are drawn from the spec alone."""
@@ -329,7 +317,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         return TransformedEnv(self, transform)
 
     def insert_transform(self, index: int, transform: Transform) -> EnvBase:
-        """This env with ``transform`` at ``index`` of its transforms; of a plain env, which has none, only 0 fits."""
+        """This env with ``transform`` at ``index`` of its transforms; a plain env has none, so only 0 fits."""
         if index != 0:
             raise ConfigError(f"{type(self).__name__}.insert_transform: an env without any takes index 0: got {index}.")
         return self.append_transform(transform)
@@ -370,10 +358,6 @@ def _complete_done(td: TensorDictBase, who: str) -> None:
         td.set("truncated", truncated)
     if terminated is None:
         td.set("terminated", done & ~truncated)
-
-
-def _start_from(given: TensorDictBase | None, batch_size: torch.Size, without: tuple[str, ...]) -> TensorDictBase:
-    return new_tensordict({}, batch_size) if given is None else shallow_copy(given, without)
 
 
 def _device_of(policy: Any) -> torch.device | None:

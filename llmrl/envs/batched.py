@@ -1,4 +1,4 @@
-"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is what it shares with `ParallelEnv`."""
+"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is its common base with `ParallelEnv`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from llmrl.envs.step import next_seed
 from llmrl.envs.td_ops import fill_missing
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
-__all__ = ["BatchedEnv", "Declared", "MakeEnv", "SerialEnv", "describe", "keyed", "restart"]
-
 PARTS = ("observation", "state", "action", "reward", "done")
 MakeEnv = Callable[..., EnvBase]
 
@@ -36,7 +34,7 @@ class BatchedEnv(EnvBase):
 
     create_env_fn      makes an env; or a list of as many functions
     create_env_kwargs  keywords for the function; or a list with those of each
-    device             of what is read and written; by default that of the environments
+    device             of all entries; by default that of the environments
 
     `set_seed` gives each worker the seed that follows the one of the worker before.
     """
@@ -91,6 +89,7 @@ class BatchedEnv(EnvBase):
         self._reset_keys = (*specs["observation"].leaf_keys, *specs["done"].leaf_keys)
         self._step_keys = (*self._reset_keys, *specs["reward"].leaf_keys)
         self._input_keys = tuple(key for part in self.step_reads for key in specs[part].leaf_keys)
+        # Tensors of fixed shape can be stacked and shared. A state may hold anything that its env passes to itself.
         self._declared = None
         if specs["state"].is_empty() and all(_is_dense(spec) for spec in specs.values()):
             leaves = {key: spec[key] for spec in specs.values() for key in spec.leaf_keys}
@@ -99,7 +98,7 @@ class BatchedEnv(EnvBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds every env (all with ``seed`` if ``static_seed``). Returns the seed after those."""
         self._generator = torch.Generator(device=self.device or "cpu").manual_seed(seed)
-        seeds = [seed]
+        seeds = [seed]  # one more than there are workers: the last one is for the env after this one
         for _ in range(self.num_workers):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
         self._call("set_seed", [(each,) for each in seeds[:-1]])
@@ -116,6 +115,7 @@ class BatchedEnv(EnvBase):
     def _rows(self, td: TensorDictBase, names: Sequence[str]) -> list[TensorDictBase]:
         if isinstance(td, LazyStackedTensorDict):
             return [row.select(*names) for row in td.unbind(0)]
+        # Entry by entry, without the checks that tensordict makes for each row.
         parts = {name: td.get(name).unbind(0) for name in names}
         return [
             new_tensordict({name: part[number] for name, part in parts.items()}, self._row_batch_size)
@@ -138,6 +138,7 @@ class BatchedEnv(EnvBase):
 
     def _joined(self, rows: Sequence[TensorDictBase], keys: Sequence[NestedKey]) -> TensorDictBase:
         if self._declared is None:
+            # The row of an env that goes on is from a step; a reset returns no reward.
             others = [key for key in self._step_keys if key not in keys]
             joined = LazyStackedTensorDict.maybe_dense_stack([row.exclude(*others) for row in rows], 0)
         else:
@@ -198,15 +199,12 @@ class Declared(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
-    def fits(self, value: Tensor) -> bool:
-        return value.shape == self.shape and value.dtype == self.dtype
-
     def of(self, td: TensorDictBase, key: NestedKey) -> Tensor:
         """The entry. Raises MissingKeyError, ShapeError if an env did not write what its specs declare."""
         value = entry(td, key) if type(key) is str else td.get(key, None)
         if value is None:
             raise MissingKeyError(f"an env must write what its specs declare: {key!r} is not in {present_keys(td)}.")
-        if not self.fits(value):
+        if value.shape != self.shape or value.dtype != self.dtype:
             raise ShapeError(
                 f"an env must write what its specs declare: {key!r} is {value.dtype} of shape {tuple(value.shape)}, "
                 f"declared {self.dtype} of shape {tuple(self.shape)}; see check_env_specs."
@@ -215,7 +213,7 @@ class Declared(NamedTuple):
 
 
 def describe(env: EnvBase) -> dict[str, Any]:
-    """The facts about an environment that a batch of such ones needs."""
+    """The facts about an environment that a batched env needs."""
     if not isinstance(env, EnvBase):
         raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; GymWrapper makes one.")
     specs = {part: env._get_spec(part).clone() for part in PARTS}
@@ -223,8 +221,8 @@ def describe(env: EnvBase) -> dict[str, Any]:
 
 
 def restart(env: EnvBase, given: TensorDictBase | None, last: TensorDictBase | None) -> TensorDictBase:
-    """Resets one env with what was given for it: all of it, or the rows that ``"_reset"`` names. Without ``given`` it
-    goes on: ``last``, its latest result, comes back."""
+    """Resets all of one env, or the rows that ``"_reset"`` in ``given`` names. Without ``given`` the env goes on, and
+    its latest result, ``last``, is returned."""
     if given is None:
         return env._start(None) if last is None else last
     if last is not None and "_reset" in given.keys() and not given.get("_reset").all():

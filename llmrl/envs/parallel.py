@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 
 from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.concurrency.processes import poll_timeout
@@ -24,8 +24,6 @@ from llmrl.envs.batched import BatchedEnv, MakeEnv, keyed
 from llmrl.envs.parallel_worker import CLOSE, DONE, MESSAGE, RESTARTED, STEP, STEP_AND_RESTART, SharedRows, serve
 from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, WorkerError, check_choice
-
-__all__ = ["ParallelEnv"]
 
 _MISSING = object()
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
@@ -122,12 +120,15 @@ class ParallelEnv(BatchedEnv):
             super()._adopt(descriptions)
             if self._declared is None:
                 return
-            self._inputs = SharedRows({key: self._declared[key] for key in self._input_keys}, self.num_workers)
-            self._outputs = SharedRows({key: self._declared[key] for key in self._step_keys}, self.num_workers)
-            self._roots = SharedRows({key: self._declared[key] for key in self._reset_keys}, self.num_workers)
+            shared = [
+                SharedRows({key: self._declared[key] for key in keys}, self.num_workers)
+                for keys in (self._input_keys, self._step_keys, self._reset_keys)
+            ]
+            # Two memories for results: a step that restarts what is done writes its own, and the roots of the next one.
+            self._inputs, self._outputs, self._roots = (rows.columns for rows in shared)
             for number, requests in enumerate(self._requests):
                 os.write(requests.fileno(), MESSAGE)
-                requests.send(("share", (self._inputs, self._outputs, self._roots, number)))
+                requests.send(("share", (*shared, number)))
             self._answers(range(self.num_workers), "map the shared memory", "start_timeout_s")
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -152,7 +153,7 @@ class ParallelEnv(BatchedEnv):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         requests: Mapping[int, bytes]
-        if self._is_restarted:
+        if self._is_restarted:  # inside `step_and_maybe_reset`: the workers have done it
             return self._read(self._roots, self._reset_keys)
         if td is None or (not self._row_batch_size and all(key == "_reset" for key in td.keys())):
             rows = range(self.num_workers)
@@ -169,7 +170,7 @@ class ParallelEnv(BatchedEnv):
 
     def _shared(self, td: TensorDictBase) -> bool:
         """Writes what a step reads into the shared memory; False if an entry does not fit it."""
-        for key, column in self._inputs.columns.items():
+        for key, column in self._inputs.items():
             value = entry(td, key) if type(key) is str else td.get(key, None)
             if value is None or value.shape != column.shape or value.dtype != column.dtype:
                 return False
@@ -177,22 +178,21 @@ class ParallelEnv(BatchedEnv):
         return True
 
     def _messages(self, method: str, rows: Mapping[int, TensorDictBase | None]) -> dict[int, bytes]:
-        """The requests; a row is copied since pickling a view would send the memory that it looks at."""
+        """The requests. Rows are copied: a pickled view would carry the whole memory that it is a view of."""
         shared = self._declared is not None
-        copies = {number: None if row is None else row.clone() for number, row in rows.items()}
-        return {number: pickle.dumps((method, (copy, shared))) for number, copy in copies.items()}
+        return {n: pickle.dumps((method, (None if row is None else row.clone(), shared))) for n, row in rows.items()}
 
     def _results(
         self, results: Sequence[TensorDictBase | None], numbers: Iterable[int], keys: Sequence[NestedKey]
     ) -> TensorDictBase:
         if self._declared is None:
             for number, result in zip(numbers, results, strict=True):
-                self._last[number] = result
+                self._last[number] = result  # the others keep their latest row
             return self._joined(self._last, keys)
         return self._read(self._outputs, keys)
 
-    def _read(self, shared: SharedRows, keys: Sequence[NestedKey]) -> TensorDictBase:
-        td = keyed({key: shared.columns[key].clone() for key in keys}, self.batch_size)
+    def _read(self, shared: Mapping[NestedKey, Tensor], keys: Sequence[NestedKey]) -> TensorDictBase:
+        td = keyed({key: shared[key].clone() for key in keys}, self.batch_size)
         return td if self.device is None else td.to(self.device)
 
     def _ask(self, requests: Mapping[int, bytes], what: str) -> list[Any]:
@@ -241,7 +241,7 @@ class ParallelEnv(BatchedEnv):
                 return None
             if answer == RESTARTED:
                 return RESTARTED
-            if not answer:
+            if not answer:  # the other end was closed
                 raise EOFError
             done, reply = self._replies[number].recv()
         except (EOFError, ConnectionError):
@@ -272,7 +272,7 @@ class ParallelEnv(BatchedEnv):
     def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: replies to come would be taken for those to the next request
+        except BaseException:  # Ctrl-C too: late replies would be taken for those to the next request
             self.close()
             raise
 

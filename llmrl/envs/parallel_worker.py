@@ -28,45 +28,23 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
 from llmrl.envs.td_ops import any_row
 
-__all__ = ["CLOSE", "DONE", "MESSAGE", "RESTARTED", "STEP", "STEP_AND_RESTART", "SharedRows", "serve"]
-
-_ALIGNMENT = 64  # bytes
 MESSAGE, STEP, STEP_AND_RESTART, CLOSE, DONE, RESTARTED = b"m", b"s", b"r", b"c", b"d", b"R"
 _METHODS = {STEP: "step", STEP_AND_RESTART: "step_and_restart"}
 
 
 class SharedRows:
-    """A tensor [num_rows, *shape] for each declared entry, in one block of memory that processes share.
-
-    ``columns`` are those tensors. Pickled through a connection, it is the same memory on the other side.
-    """
+    """A tensor [num_rows, *shape] for each declared entry. Sent through a connection, it is the same memory there."""
 
     def __init__(self, declared: Mapping[NestedKey, Declared], num_rows: int):
-        self.declared, self._num_rows = dict(declared), num_rows
-        self._block = torch.zeros(self._layout()[1], dtype=torch.uint8).share_memory_()
-        self._make_columns()
+        self.declared = dict(declared)
+        rows = {key: torch.zeros(num_rows, *shape, dtype=dtype) for key, (shape, dtype) in declared.items()}
+        # One block for all: each one costs every process a file descriptor, and time at the start.
+        self._rows = keyed(rows, torch.Size([num_rows])).consolidate(share_memory=True)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "columns"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_columns()
-
-    def _make_columns(self) -> None:
-        offsets = self._layout()[0]
-        self.columns: dict[NestedKey, Tensor] = {}
-        for key, (shape, dtype) in self.declared.items():
-            size = self._num_rows * shape.numel() * dtype.itemsize
-            column = self._block[offsets[key] : offsets[key] + size].view(dtype)
-            self.columns[key] = column.view(self._num_rows, *shape)
-
-    def _layout(self) -> tuple[dict[NestedKey, int], int]:
-        offsets, end = {}, 0
-        for key, (shape, dtype) in self.declared.items():
-            offsets[key] = end
-            end += -(-self._num_rows * shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return offsets, max(end, 1)
+    @property
+    def columns(self) -> dict[NestedKey, Tensor]:
+        """The tensors by key, made at each access."""
+        return dict(self._rows.items(True, True))
 
 
 _Cell = tuple[NestedKey, Declared, Tensor, np.ndarray | None]
@@ -100,7 +78,7 @@ class _Worker:
         self._take_step()
 
     def step_and_restart(self) -> bytes | None:
-        """A step; then what is done starts again, for which the owner need not ask."""
+        """A step, and a restart of what is done, without a request of its own."""
         if not self._take_step():
             return None
         done = None if self._step_in_place is not None else entry(self._last, "done")
@@ -147,8 +125,8 @@ class _Worker:
 
 
 def serve(requests: Connection, replies: Connection, owner: int, recipe: bytes, seed: int) -> None:
-    """In the process: makes the env, by the pickled function ``recipe``, and answers requests until the owner closes or
-    ends. ``seed`` is for the global generators, which forked processes would have in common.
+    """The main function of the process: makes the env by the pickled function ``recipe`` and answers requests until the
+    owner closes or ends. ``seed`` is for the global generators, which would be equal in forked processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
     parent_watchdog.follow(owner)
@@ -182,8 +160,8 @@ def _reply(replies: Connection, act: Callable[..., Any], *arguments: Any) -> Non
             os.write(replies.fileno(), result or DONE)
             return
         message = pickle.dumps((True, result))
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # the owner raises it, and closes this process
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (text, traceback.format_exc())))
-    os.write(replies.fileno(), MESSAGE)
+    os.write(replies.fileno(), MESSAGE)  # only now: a result that cannot be pickled is an error, not half a reply
     replies.send_bytes(message)

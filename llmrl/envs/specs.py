@@ -11,8 +11,6 @@ from tensordict import NestedKey
 from llmrl.data.specs import Categorical, Composite, TensorSpec
 from llmrl.errors import ConfigError
 
-__all__ = ["DONE_KEYS", "EnvSpecs"]
-
 DONE_KEYS = ("done", "terminated", "truncated")
 
 
@@ -57,7 +55,6 @@ class EnvSpecs:
         self._batch_size = torch.Size(batch_size)
         self._specs: dict[str, Composite] = {}
         self._spec_version = 0
-        self._action_roots: tuple[int, tuple[str, ...]] | None = None
 
     @property
     def batch_size(self) -> torch.Size:
@@ -85,7 +82,7 @@ class EnvSpecs:
 
     @property
     def spec_version(self) -> int:
-        """Changes whenever a spec is set, so that values derived from specs can be cached."""
+        """A number that changes whenever a spec is set, so that values derived from specs can be cached."""
         return self._spec_version
 
     def _get_spec(self, part: str) -> Composite:
@@ -105,9 +102,9 @@ class EnvSpecs:
                 raise ConfigError(f"{who}: must be a Composite that names its entries: got {got}.")
             spec = Composite({part: spec}, shape=batch_size, device=spec.device)
         elif spec.shape != batch_size:
-            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)
+            spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)  # raises if it does not fit
         else:
-            spec = spec.clone()
+            spec = spec.clone()  # the caller's is not locked
         if self.device is not None:
             spec = spec.to(self.device)
         if part == "done":
@@ -115,11 +112,8 @@ class EnvSpecs:
         self._specs[part] = spec.lock_()
         self._spec_version += 1
 
-    def _action_root_names(self) -> tuple[str, ...]:
-        if self._action_roots is None or self._action_roots[0] != self.spec_version:
-            names = dict.fromkeys(key if isinstance(key, str) else key[0] for key in self.action_keys)
-            self._action_roots = (self.spec_version, tuple(names))
-        return self._action_roots[1]
+    def _action_root_names(self) -> list[str]:
+        return [key if isinstance(key, str) else key[0] for key in self.action_keys]
 
 
 def _with_done_keys(spec: Composite) -> Composite:

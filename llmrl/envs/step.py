@@ -13,8 +13,6 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from llmrl.data.ragged.tensordicts import dim_names, new_tensordict
 from llmrl.envs.td_ops import fill_missing, required, shallow_copy
 
-__all__ = ["next_seed", "step_mdp"]
-
 _KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself, a dict: what is named below it
 
 
@@ -29,7 +27,7 @@ def step_mdp(
     done_keys: tuple[NestedKey, ...] = ("done", "terminated", "truncated"),
     action_keys: tuple[NestedKey, ...] = ("action",),
 ) -> TensorDictBase:
-    """The root of the next step: what is under ``"next"``, plus what only the root has (``keep_other``).
+    """The root of the next step: the entries under ``"next"``, and those that only the root has (``keep_other``).
 
     Reads   ``"next"`` and the root keys; nothing is copied but references, and ``tensordict`` is not changed
     Returns a new tensordict. A nested plain tensordict is merged key by key; anything else that ``"next"`` has, such as
@@ -52,7 +50,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     # The trees name the entries to leave out of "next" and of the root; None leaves the whole root out.
     next_td = None if isinstance(td, LazyStackedTensorDict) else required(td, "next", "step_mdp", "step the env first")
     stack = td if next_td is None else next_td
-    if isinstance(stack, LazyStackedTensorDict):
+    if isinstance(stack, LazyStackedTensorDict):  # row by row: its entries as a whole would have to be stacked
         rows = [_next_root(row, next_tree, root_tree) for row in td.unbind(stack.stack_dim)]
         return LazyStackedTensorDict.lazy_stack(rows, stack.stack_dim)
     entries: dict[str, Any] = {}
@@ -65,6 +63,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     for key, value in next_td.items():
         if key in next_tree and (value := _pruned(value, next_tree[key], keep_opaque=True)) is None:
             continue
+        # The root's nested entries that "next" lacks are carried over, in a copy: "next" stays as it is.
         if type(value) is TensorDict and type(other := entries.get(key)) is TensorDict:
             value = shallow_copy(value)
             fill_missing(value, other)

@@ -1,4 +1,4 @@
-"""Cheap operations on batches whose entries may be ragged: shallow copies, filling gaps, putting rows back, stacking.
+"""Cheap operations on batches with ragged entries: shallow copies, filling gaps, replacing rows, stacking.
 
 They look at containers, never into lazily stacked rows: the content of a tensorclass or a lazy stack is moved as it is.
 """
@@ -26,21 +26,10 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "any_row",
-    "fill_missing",
-    "present_keys",
-    "put_rows",
-    "required",
-    "shallow_copy",
-    "stack_steps",
-    "update_rows",
-]
-
 
 def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
     """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""
-    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)
+    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)  # a `Composite` has no ragged rows
     if value is None:
         raise MissingKeyError(
             f"{reader}: reads {key!r}, which is not there; keys present: {present_keys(td)}{remedy and '; ' + remedy}."
@@ -135,7 +124,7 @@ def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, read
             entries[key] = torch.where(mask, value, before)
         else:
             others[key] = value
-    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))
+    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # ``others`` are still the old ones
     return put_rows(out, rows, new.select(*others)[rows], reader=reader) if others else out
 
 
@@ -149,7 +138,7 @@ def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, 
     Entries whose key, as a tuple, is in ``without`` are left out.
     """
     dim = steps[0].batch_dims
-    try:
+    try:  # dense almost always: tried without comparing the shapes of all entries first
         return _dense_stack(steps, dim, without)
     except (KeyError, RuntimeError, ShapeError):
         pass
@@ -183,7 +172,7 @@ def _dense_stack(
             entries[key] = lazy_stack(values, dim)
         else:
             raise ShapeError("ragged")
-    if any(len(row) != len(rows[0]) for row in rows):
+    if any(len(row) != len(rows[0]) for row in rows):  # a later step has an entry that the first one lacks
         raise ShapeError("ragged")
     batch_size = [*steps[0].batch_size[:dim], len(steps), *steps[0].batch_size[dim:]]
     names = [*(dim_names(steps[0]) or [None] * steps[0].batch_dims)]
@@ -195,7 +184,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
         out = old.clone()
         out[rows] = new
         return out
-    if type(old) is TensorDict and type(new) is TensorDict:
+    if type(old) is TensorDict and type(new) is TensorDict:  # entry by entry: entries that ``new`` lacks stay
         return put_rows(old, rows, new, reader=reader)
     if isinstance(old, (NonTensorData, NonTensorStack)):
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))

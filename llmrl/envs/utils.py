@@ -61,14 +61,18 @@ class RandomPolicy:
         self.out_keys = list(action_spec.leaf_keys) if named else [action_key]
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        spec = self.action_spec
-        if isinstance(spec, Composite):
-            action = _for_batch(spec, spec.shape, td.batch_size)
-            action = action.rand(() if action is spec else td.batch_size, generator=self.generator)
-            for key in self.out_keys:
-                td.set(key, action.get(key))
-            return td
-        return td.set(self.out_keys[0], spec.rand(generator=self.generator))
+        if isinstance(self.action_spec, Composite):
+            return draw_entries(self.action_spec, td, self.generator)
+        return td.set(self.out_keys[0], self.action_spec.rand(generator=self.generator))
+
+
+def draw_entries(spec: Composite, td: TensorDictBase, generator: torch.Generator | None) -> TensorDictBase:
+    """Draws the entries of ``spec`` for as many rows as ``td`` has, in place. Returns ``td``."""
+    more = () if td.batch_size == spec.shape else td.batch_size
+    drawn = _for_batch(spec, td.batch_size).rand(more, generator=generator)
+    for key in spec.leaf_keys:
+        td.set(key, drawn.get(key))
+    return td
 
 
 def make_composite_from_td(
@@ -156,7 +160,7 @@ def _run_and_compare(
 ) -> Iterator[str]:
     def problems(time: str, td: TensorDictBase, parts: tuple[str, ...]) -> Iterator[str]:
         for part in parts:
-            for mismatch in _for_batch(env._get_spec(part), env.batch_size, td.batch_size).mismatches(td):
+            for mismatch in _for_batch(env._get_spec(part), td.batch_size).mismatches(td):
                 if check_dtype or mismatch.kind != "dtype":
                     yield f"{time}, {mismatch.name}: {mismatch.text} ({part}_spec)"
         if parts == ("action",):  # the root has the entries of other specs beside it
@@ -185,9 +189,10 @@ def _run_and_compare(
         yield "rollout: its steps must have the same shapes to stack densely, and do not"
 
 
-def _for_batch(spec: Composite, declared: torch.Size, batch_size: torch.Size) -> Composite:
-    # An env without a locked batch may have started another number of rows than its specs are written for.
-    return spec if batch_size == declared or not declared else spec[(0,) * len(declared)]
+def _for_batch(spec: Composite, batch_size: torch.Size) -> Composite:
+    # An env without a locked batch may have started another number of rows than its specs are written for: then the
+    # spec of one row, which also checks a batch of rows.
+    return spec if batch_size == spec.shape or not spec.shape else spec[(0,) * len(spec.shape)]
 
 
 def _undeclared(td: TensorDictBase, specs: list[Composite], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -210,7 +215,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         envs.append(base)
     generators = [(e, None if e._generator is None else e._generator.get_state()) for e in envs]
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # fork_rng would start CUDA
     with torch.random.fork_rng(devices=devices):
         if seed is not None:
             torch.manual_seed(seed)
@@ -218,7 +223,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python_state)
+            random.setstate(python_state)  # fork_rng puts back torch's own
             np.random.set_state(numpy_state)
             if seed is None:
                 for e, state in generators:

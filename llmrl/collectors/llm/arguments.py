@@ -9,7 +9,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.transforms.base import Transform
-from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError
 

@@ -1,15 +1,15 @@
-"""Specs: shape, dtype, device and domain of an entry or of a whole tensordict. `shape` has the algebra of all."""
+"""Specs: shape, dtype, device and domain of an entry or of a whole tensordict."""
 
 from llmrl.data.specs.base import Mismatch, TensorSpec
 from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
 from llmrl.data.specs.choice import Choice
 from llmrl.data.specs.composite import Composite
-from llmrl.data.specs.discrete import Binary
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.data.specs.legacy import *  # noqa: F403
 from llmrl.data.specs.legacy import __all__ as _OLD_NAMES
 from llmrl.data.specs.non_tensor import NonTensor
 from llmrl.data.specs.numeric import (
+    Binary,
     Bounded,
     BoundedContinuous,
     BoundedDiscrete,

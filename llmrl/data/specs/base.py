@@ -1,4 +1,4 @@
-"""`TensorSpec`: the interface of every spec, of one entry (`LeafSpec`), of several (`Composite`), or of a stack.
+"""`TensorSpec`: the interface of every spec, whether of one entry (`LeafSpec`), several (`Composite`) or a stack.
 
 Shape operations are written here, once, in terms of `_shaped` and the algebra in `shape`. Torch's functions of the same
 names take specs too; `torch.stack` is in `stacked`.
@@ -19,8 +19,6 @@ from llmrl.data.specs import shape as algebra
 from llmrl.data.specs.shape import Shape, ShapeOp, as_size, of_arguments
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Mismatch", "TensorSpec"]
-
 _ENUMERABLE = 1 << 24
 
 Device = torch.device | str | int | None
@@ -34,7 +32,7 @@ TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class Mismatch(NamedTuple):
-    """One way in which a value is not what a spec declares. ``key`` is () for a leaf checked on its own."""
+    """One difference between a value and what its spec declares. ``key`` is () for a leaf checked on its own."""
 
     key: tuple[str, ...]
     kind: Literal["missing", "type", "dtype", "shape", "domain"]
@@ -64,12 +62,12 @@ class TensorSpec(abc.ABC):
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
-        """True if the values are whole numbers; None if the spec does not decide."""
+        """Whether the values are whole numbers; None if the spec leaves that open."""
         return None
 
     @property
     def space(self) -> Self:
-        """The holder of what bounds the domain, such as ``low`` and ``high``, or ``n``: the spec itself."""
+        """The object with ``low`` and ``high``, or ``n``: the spec itself."""
         return self
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ class TensorSpec(abc.ABC):
             raise AssertionError(f"{type(self).__name__}: the value must be in the spec: {'; '.join(found)}")
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError if the kind of value or its dtype is another than the spec's; ``key`` is its name."""
+        """Raises TypeError for a value of another kind or dtype; ``key`` is its name in the message."""
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
@@ -137,7 +135,7 @@ class TensorSpec(abc.ABC):
     def _to_numpy(self, value: Any) -> Any: ...
 
     def memoize_encode(self, mode: bool = True) -> None:
-        """Has `encode` remember its results for numbers and arrays that come again; False forgets them."""
+        """Makes `encode` remember its results for numbers and arrays; False forgets them."""
         for spec in self._children():
             spec.memoize_encode(mode)
 
@@ -155,7 +153,7 @@ class TensorSpec(abc.ABC):
 
         Raises  ConfigError for an infinite domain, or one of more than 2**24 values
         """
-        number = self._count(use_mask)
+        number = self._count(use_mask)  # before anything is listed: the list may not fit the memory
         if number > _ENUMERABLE or -1 in self.shape:
             raise ConfigError(
                 f"{type(self).__name__}.enumerate: needs a domain of at most {_ENUMERABLE} values of fixed shape: got "
@@ -251,7 +249,7 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
-        """A copy with every spec that this one consists of changed."""
+        """A copy in which ``change`` was applied to every spec that this one consists of."""
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -260,7 +258,7 @@ class TensorSpec(abc.ABC):
         return self.to("cuda" if device is None else f"cuda:{device}")
 
     def clear_device_(self) -> Self:
-        """Has a `Composite` declare no device, nor those in it; a leaf keeps its own. Returns self."""
+        """Removes the device of a `Composite` and of those in it; leaves keep theirs. Returns self."""
         for spec in self._children():
             spec.clear_device_()
         return self
@@ -278,7 +276,7 @@ class TensorSpec(abc.ABC):
             return NotImplemented
         return type(self) is type(other) and self._identity() == other._identity()
 
-    __hash__ = None  # type: ignore[assignment]  # specs are equal by content, and some of it can change
+    __hash__ = None  # type: ignore[assignment]  # equality is by content, which can change
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
@@ -306,6 +304,8 @@ def fits(value: Size, declared: Size) -> bool:
 def combinations(ranges: Sequence[Tensor], shape: Size) -> Tensor:
     """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
     number = math.prod(len(values) for values in ranges)
+    # The position of a combination is a number whose digits, in mixed radix, are the positions in the ranges. A product
+    # by broadcasting would need a dim per range, and tensors have at most 64.
     rest, columns = torch.arange(number), []
     for values in reversed(ranges):
         columns.append(values.cpu()[rest % len(values)])

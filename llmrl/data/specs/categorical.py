@@ -15,16 +15,14 @@ import torch
 from torch import Size, Tensor
 
 from llmrl.data.specs.base import Device, Shape
-from llmrl.data.specs.discrete import Discrete
 from llmrl.data.specs.leaf import LeafSpec
+from llmrl.data.specs.numeric import Discrete
 from llmrl.data.specs.shape import ShapeOp, as_size, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["Categorical", "MultiCategorical", "MultiOneHot", "OneHot"]
-
 
 class _Choices(LeafSpec):
-    # What both ways of writing have: a spec and its values in either of them, its own by default.
+    # A spec and its values in both ways of writing; by default the spec is written in the right one already.
 
     def to_categorical_spec(self) -> Any:
         """The spec of the same choices written as numbers, mask included."""
@@ -67,8 +65,7 @@ class _Numbers(Discrete, _Choices):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask as it masks the one-hot form: the groups one after the other in its last dim, after the spec's dims
-        (size 1 if the spec has any size). A view."""
+        """The mask of the one-hot form, a view: the spec's dims (size 1 for any size), and the groups in the last."""
         if self._mask is None:
             return None
         sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)
@@ -87,7 +84,7 @@ class _Numbers(Discrete, _Choices):
             raise ShapeError(
                 f"{owner}: the last dim of mask must be the number of choices, {sum(sizes)}: got {tuple(mask.shape)}."
             )
-        rows = unexpanded(mask, mask.shape[:-1], owner)
+        rows = unexpanded(mask, mask.shape[:-1], owner)  # an expanded mask must not be copied row by row
         parts = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in rows.split(sizes, -1)]
         field = self._field(torch.stack(parts, -2) if self._grouped else parts[0], "_mask", "mask")
         if mask.dtype != torch.bool or not bool(field.any(-1).all()):
@@ -189,7 +186,7 @@ class MultiCategorical(_Numbers):
         nvec = torch.atleast_1d(torch.as_tensor(nvec, dtype=torch.int64))
         if not nvec.numel() or bool((nvec < 1).any()):
             raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
-        shape = as_size(shape, nvec.shape)
+        shape = as_size(nvec.shape if shape is None else shape)
         if not shape or shape[-1] != nvec.shape[-1]:
             raise ShapeError(f"MultiCategorical: shape must end with the number of groups: got {shape}, nvec {nvec}.")
         if remove_singleton and shape == (1,):
@@ -222,7 +219,7 @@ class MultiCategorical(_Numbers):
         if not self._grouped:
             return [int(self._counts)]
         counts = self._counts.expand((*self._counts.shape[:-1], self.shape[-1]))
-        if not counts.numel():
+        if not counts.numel():  # no rows, so that any number is right
             return [self._width] * counts.shape[-1]
         rows = counts.reshape(-1, counts.shape[-1])
         if bool((rows != rows[0]).any()):
@@ -257,7 +254,7 @@ class _OneHots(_Choices):
 
     def update_mask(self, mask: Tensor | None) -> None:
         """Sets the mask, in place; None allows everything."""
-        numbers = self._numbers.clone()  # copies of this spec share them
+        numbers = self._numbers.clone()  # copies of this spec share the old one, and keep their mask
         numbers.update_mask(mask)
         self._numbers = numbers
 
@@ -284,7 +281,7 @@ class _OneHots(_Choices):
         return self._numbers._hot(numbers, self.groups, self.dtype)
 
     def _argmax(self, value: Tensor) -> Tensor:
-        if value.dtype == torch.bool:
+        if value.dtype == torch.bool:  # for which torch has no argmax
             value = value.to(torch.uint8)
         return self._numbers._joined([part.argmax(-1) for part in value.split(self.groups, -1)])
 
@@ -379,6 +376,7 @@ class OneHot(_OneHots):
         if self._register is None:
             return super()._encode(value)
         values = np.asarray(value)
+        # All new values are counted before any is entered: an array that does not fit changes nothing.
         new = [one for one in dict.fromkeys(values.flatten().tolist()) if one not in self._register]
         if len(self._register) + len(new) > self.n:
             raise DataError(f"OneHot.encode: the register has {self.n} places and all are taken: got {new}.")

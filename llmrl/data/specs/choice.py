@@ -12,8 +12,6 @@ from torch import Size, Tensor
 from llmrl.data.specs.base import Mismatch, TensorSpec, listing
 from llmrl.errors import ConfigError
 
-__all__ = ["Choice"]
-
 
 class Choice(TensorSpec):
     """A value that, as a whole, is in one of ``choices``: specs of one shape, dtype and device. With extra leading
@@ -47,7 +45,7 @@ class Choice(TensorSpec):
         return self.choices[0].domain
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
-        if shape:
+        if shape:  # one by one, because each row draws its spec
             rows = [self.rand(generator=generator) for _ in range(shape.numel())]
             return torch.stack(rows).reshape((*shape, *rows[0].shape)) if rows else self.zero(shape)
         device = None if generator is None else generator.device
@@ -62,7 +60,7 @@ class Choice(TensorSpec):
         if not all(found):
             return
         if any(mismatch.kind != "domain" for mismatch in found[0]) or value.ndim <= self.ndim:
-            yield from min(found, key=len)
+            yield from min(found, key=len)  # of the choice that it comes closest to
             return
         for row in value.unbind(0):  # one value per row, each of any choice
             yield from self.mismatches(row, key)
@@ -90,6 +88,7 @@ class Choice(TensorSpec):
         return next((spec for spec in self.choices if spec.is_in(value)), self.choices[0]).to_numpy(value)
 
     def _count(self, use_mask: bool) -> int | float:
+        # Choices may overlap: the number of different values is known only once they are listed.
         if len(self.choices) == 1 or any(spec._count(use_mask) == math.inf for spec in self.choices):
             return max(spec._count(use_mask) for spec in self.choices)
         return len(self._enumerate(use_mask))

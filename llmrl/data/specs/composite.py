@@ -23,8 +23,6 @@ from llmrl.data.specs.entries import MISSING, NamedSpec, is_key, path_of
 from llmrl.data.specs.shape import ShapeOp, as_size, select
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, did_you_mean
 
-__all__ = ["Composite"]
-
 _FORBIDDEN = ("shape", "device", "dtype", "space")
 _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "names")
 
@@ -124,6 +122,7 @@ class Composite(NamedSpec):
         if isinstance(spec, Composite):
             names = [*self.names, *spec.names[len(self.shape) :]]
             shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
+            # Only a copy is changed: the caller may use what it gave elsewhere.
             spec = spec.clone() if shorter or renamed else spec
             if shorter:
                 spec._resize(self.shape)
@@ -176,7 +175,7 @@ class Composite(NamedSpec):
         return self
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """True if it lacks entries; with ``recurse``, leaves however deep."""
+        """True without entries; with ``recurse``, without leaves at any depth."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:
@@ -195,7 +194,7 @@ class Composite(NamedSpec):
 
     @property
     def shape(self) -> Size:  # type: ignore[override]
-        """The batch size. A new one is taken by the nested composites too that do not begin with it.
+        """The batch size. Setting it also sets that of nested composites that do not begin with it.
 
         Raises (when set)  ShapeError for a leaf that does not begin with it; RuntimeError while locked
         """
@@ -212,6 +211,7 @@ class Composite(NamedSpec):
                 spec._dim_names = [*spec._dim_names, *[None] * len(shape)][: len(shape)]
 
     def _to_resize(self, shape: Size) -> list[Composite]:
+        """The composites that take a new shape, all found before one is changed, so that a refusal changes none."""
         self._assert_unlocked()
         found = [self]
         for name, spec in self._specs.items():
@@ -244,7 +244,7 @@ class Composite(NamedSpec):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims, None if one has none. Nested composites have them too; equality ignores them."""
+        """The names of the dims, None for a dim without one; shared with nested composites, ignored by equality."""
         return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
 
     @names.setter
@@ -289,8 +289,8 @@ class Composite(NamedSpec):
         return self._made(lambda spec: spec._filled(number, shape), self._full_shape(shape))
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError if the kind of value or its dtype is another than the spec's; with ``key``, of that entry
-        alone: ``value`` holds it, or is it."""
+        """Raises TypeError for a value of another kind or dtype; with ``key``, only that entry is checked: ``value``
+        holds it, or is it."""
         spec = self if key is None else self[key]
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.get(key, value)
@@ -355,6 +355,7 @@ class Composite(NamedSpec):
         # Every combination of the entries' values; the last entry varies fastest.
         named = {name: spec.enumerate(use_mask) for name, spec in self._specified()}
         picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
+        # Of the entries' own lists, by their positions: an entry may be a tensordict or a text.
         entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
         return self._wrap(entries, (len(picks), *self.shape), self._device)
 
@@ -364,7 +365,7 @@ class Composite(NamedSpec):
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         new = super()._shaped(op, ndim)
         new._shape = Size((*lead, *self.shape[ndim:]))
-        if self._dim_names is not None:  # those that the dims of a tensordict would have
+        if self._dim_names is not None:  # a tensordict knows which names the new dims have
             named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
             new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
         return new

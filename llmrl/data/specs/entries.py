@@ -1,4 +1,4 @@
-"""`NamedSpec`: what a spec of named entries has whatever holds them: keys, the mapping's views, and the lock."""
+"""`NamedSpec`: keys, views and the lock of a spec of named entries, however it stores them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any, Self
 from tensordict import NestedKey
 
 from llmrl.data.specs.base import TensorSpec
-
-__all__ = ["MISSING", "NamedSpec", "is_key", "path_of"]
 
 MISSING: Any = object()
 
@@ -67,8 +65,9 @@ class NamedSpec(TensorSpec):
         """Refuses writes from now on, also in nested ones if ``recurse``. Returns self."""
         for part in self._parts(recurse):
             part.is_locked = True
-            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None
+            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None  # else nested keys can still change
             for child in part._locked_along(recurse):
+                # Weak references: a part is free again once the spec that it was locked in is gone.
                 others = [ref for ref in child._holders if (holder := ref()) is not None and holder is not part]
                 child._holders = (*others, weakref.ref(part))
         return self
@@ -79,7 +78,7 @@ class NamedSpec(TensorSpec):
         Raises  RuntimeError for a part of another spec that is locked, which would go on answering for it
         """
         parts = self._parts(recurse)
-        for part in parts:
+        for part in parts:  # all are checked before one is unlocked
             holders = [holder for ref in part._holders if (holder := ref()) is not None and holder.is_locked]
             if not all(any(holder is other for other in parts) for holder in holders):
                 raise RuntimeError("Composite: cannot unlock a part of a locked spec; unlock_() the whole of it.")
@@ -99,11 +98,11 @@ class NamedSpec(TensorSpec):
             raise RuntimeError("Composite: cannot write to a locked spec; change a clone(), or unlock_() it.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_holders": ()}
+        return {**vars(self), "_holders": ()}  # weak references cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.is_locked:  # holds the copies of what it held
+        if self.is_locked:  # the copies of its parts do not know their holder yet
             self.lock_(recurse=self._leaf_keys is not None)
 
 
@@ -121,22 +120,17 @@ class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
         return found
 
     def __iter__(self) -> Iterator[NestedKey]:
-        if self._nested or self._leaves:
-            return _walk(self._spec, (), self._nested, self._leaves)
-        return iter(self._spec._entry_names())
+        for name in self._spec._entry_names():
+            # Not looked at without need: the entry of a stack is built at each access.
+            entry = self._spec._entry(name) if self._nested or self._leaves else None
+            is_named = isinstance(entry, NamedSpec)
+            if not (is_named and self._leaves):
+                yield name
+            if is_named and self._nested:
+                yield from ((name, *path_of(key)) for key in entry.keys(True, self._leaves))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _walk(spec: NamedSpec, above: tuple[str, ...], include_nested: bool, leaves_only: bool) -> Iterator[NestedKey]:
-    for name in spec._entry_names():
-        entry = spec._entry(name)
-        nested = isinstance(entry, NamedSpec)
-        if not (nested and leaves_only):
-            yield (*above, name) if above else name
-        if nested and include_nested:
-            yield from _walk(entry, (*above, name), True, leaves_only)
 
 
 def is_key(item: Any) -> bool:

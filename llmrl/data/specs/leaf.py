@@ -20,8 +20,6 @@ from llmrl.data.specs.base import Device, Mismatch, Shape, TensorSpec, as_device
 from llmrl.data.specs.shape import ShapeOp, as_size, empty, unexpanded
 from llmrl.errors import ConfigError, DataError, ShapeError
 
-__all__ = ["LeafSpec"]
-
 _MEMO_SIZE = 4096
 
 
@@ -33,11 +31,10 @@ class LeafSpec(TensorSpec):
     """
 
     _fields: ClassVar[dict[str, int]] = {}
-    _default_shape: ClassVar[tuple[int, ...]] = ()
     _memo: dict[Any, Tensor] | None = None
 
     def __init__(self, shape: Shape, device: Device, dtype: torch.dtype | None):
-        self.shape = as_size(shape, self._default_shape)
+        self.shape = as_size(shape)
         if any(size < -1 for size in self.shape):
             raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
         self._device = torch.get_default_device() if device is None else as_device(device)
@@ -75,9 +72,9 @@ class LeafSpec(TensorSpec):
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         size = self._full_shape(shape)
-        if 0 in size:
+        if 0 in size:  # an emptied one-hot vector has no room for its choices
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        device = self.device if generator is None else generator.device
+        device = self.device if generator is None else generator.device  # a generator draws on its own device only
         return self._sample(size, generator, device).to(self.device, self.dtype)
 
     def _filled(self, number: int, shape: Size) -> Tensor:
@@ -123,7 +120,7 @@ class LeafSpec(TensorSpec):
         if key is None:
             return self._encode(value)
         if key not in self._memo:
-            if len(self._memo) >= _MEMO_SIZE:
+            if len(self._memo) >= _MEMO_SIZE:  # values that do not come again must not fill the memory
                 self._memo.clear()
             self._memo[key] = self._encode(value)
         return self._memo[key].clone()  # the caller may write to what it gets
@@ -152,12 +149,14 @@ class LeafSpec(TensorSpec):
     def _encode(self, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
         tensor = given.to(self.device, self.dtype, copy=True)  # the caller may write to the value again
+        # Rounding to a float is expected, to an integer it would change the value: cast back and compare.
         exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
         if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
             raise DataError(
                 f"{type(self).__name__}.encode: {self.dtype} holds whole numbers within its range only: got {value!r}."
             )
         if not fits(tensor.shape, self.shape):
+            # (4,) as (4, 1) is what was meant; (4, 3) as (3, 4) would mix up the entries.
             if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
                 raise ShapeError(
                     f"{type(self).__name__}.encode: the trailing shape must be the spec's: got {tuple(tensor.shape)}, "
@@ -211,7 +210,7 @@ class LeafSpec(TensorSpec):
         lead = self.shape[: len(self.shape) - self._kept]
         extra = self._fields[name]
         tail = value.shape[value.ndim - extra :]
-        missing = len(lead) + extra - value.ndim
+        missing = len(lead) + extra - value.ndim  # leading dims, added with size 1 as in broadcasting
         sizes = (*(1,) * missing, *value.shape[: value.ndim - extra])
         if missing < 0 or any(got not in (1, size) for got, size in zip(sizes, lead, strict=True)):
             raise ShapeError(
@@ -239,7 +238,7 @@ class LeafSpec(TensorSpec):
         if same is not True:
             return same
         pairs = [(getattr(self, name), getattr(other, name)) for name in self._fields]
-        # the specs have one shape, so size 1 broadcasts
+        # The shapes are equal here, so that unexpanded fields broadcast to each other.
         return all(a is b if a is None or b is None else bool((a == b).all()) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
@@ -272,7 +271,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
         own = torch.iinfo(value.dtype)
         if limits.min <= own.min and own.max <= limits.max:
             return value.to(dtype)
-    over = value >= limits.max  # as a double the largest int64 is one too large
+    over = value >= limits.max  # as a double the largest int64 is one too large, and would overflow in the cast
     return value.clamp(min=limits.min).masked_fill(over, 0).to(dtype).masked_fill(over, limits.max)
 
 

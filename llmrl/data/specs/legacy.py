@@ -1,4 +1,4 @@
-"""Deprecated names of specs. Each warns and makes its successor, which `isinstance` and subclassing see."""
+"""Deprecated names of specs. Calling one warns and makes its successor; `isinstance` and subclassing work too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 from llmrl.data.specs.base import TensorSpec
 from llmrl.data.specs.categorical import Categorical, MultiCategorical, MultiOneHot, OneHot
 from llmrl.data.specs.composite import Composite
-from llmrl.data.specs.discrete import Binary
 from llmrl.data.specs.non_tensor import NonTensor
-from llmrl.data.specs.numeric import Bounded, UnboundedContinuous, UnboundedDiscrete
+from llmrl.data.specs.numeric import Binary, Bounded, UnboundedContinuous, UnboundedDiscrete
 from llmrl.data.specs.stacked import Stacked, StackedComposite
 
 
 class _OldName(type(TensorSpec)):
-    """The class of the old names: calling one makes its successor, and what its successor has is an instance of it.
+    """The class of the old names: calling one makes its successor, whose instances count as instances of the old name.
 
     A subclass of an old name is an ordinary class.
     """
@@ -29,12 +28,9 @@ class _OldName(type(TensorSpec)):
         )
         return successor(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return cls.__subclasscheck__(type(instance))
-
     def __subclasscheck__(cls, subclass: type) -> bool:
         successor = vars(cls).get("_successor")
-        # not issubclass(): that of an abstract class asks all subclasses, of which this is one
+        # not issubclass(): an abstract class asks all its subclasses, and this is one of them
         return super().__subclasscheck__(subclass) if successor is None else successor in subclass.__mro__
 
 

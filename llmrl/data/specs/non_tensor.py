@@ -1,4 +1,4 @@
-"""`NonTensor`: the spec of an entry that is not a tensor, such as a text, by a shape and an example."""
+"""`NonTensor`: the spec of an entry that is not a tensor, such as a text: a shape and an example."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Size
 from llmrl.data.specs.base import Device, Mismatch, Shape, fits
 from llmrl.data.specs.leaf import LeafSpec
 from llmrl.errors import ConfigError
-
-__all__ = ["NonTensor"]
 
 
 class NonTensor(LeafSpec):
@@ -29,8 +27,6 @@ class NonTensor(LeafSpec):
     (NonTensorData(data=a text, batch_size=torch.Size([2]), device=cpu), False)
     """
 
-    _default_shape = (1,)
-
     def __init__(
         self,
         shape: Shape = (1,),
@@ -40,7 +36,7 @@ class NonTensor(LeafSpec):
         batched: bool = False,
         feature_dims: int | None = None,
     ):
-        super().__init__(shape, device, dtype)
+        super().__init__((1,) if shape is None else shape, device, dtype)
         if feature_dims is not None and (batched or not 0 <= feature_dims <= len(self.shape)):
             raise ConfigError(
                 f"NonTensor: feature_dims is a number of dims of the shape, and without batched: got {feature_dims}, "
@@ -97,12 +93,12 @@ class NonTensor(LeafSpec):
 
     def _example(self, shape: Size) -> Any:
         features = self._feature_dims if self._feature_dims is not None else 0 if self.batched else len(shape)
-        if len(shape) > features:
+        if len(shape) > features:  # the very same row, many times: building each would cost per row
             return NonTensorStack(*[self._example(shape[1:])] * shape[0])
         return NonTensorData(self.example_data, batch_size=shape, device=self.device)
 
     def _rows(self, value: Any, shape: Size) -> Any:
-        if isinstance(value, list) and shape:
+        if isinstance(value, list) and shape:  # deeper lists are entries
             return NonTensorStack(*[self._rows(row, shape[1:]) for row in value])
         return NonTensorData(value, batch_size=self._full_shape(())[len(self.shape) - len(shape) :])
 
@@ -114,14 +110,7 @@ class NonTensor(LeafSpec):
 
 
 def _entries(value: Any) -> list[Any]:
+    # By the structure of the stack: an entry may be a list itself.
     if not isinstance(value, NonTensorStack):
         return [value.data]
-    entries: list[Any] = []
-    pending = value.tolist()
-    while pending:
-        entry = pending.pop()
-        if isinstance(entry, list):
-            pending.extend(entry)
-        else:
-            entries.append(entry)
-    return entries
+    return [entry for row in value.tensordicts for entry in _entries(row)]

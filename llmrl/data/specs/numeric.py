@@ -1,4 +1,4 @@
-"""Numeric domains: `Bounded` between a low and a high, `Unbounded` over everything that the dtype holds.
+"""Numeric domains: `Bounded` between a low and a high, `Unbounded` over everything that the dtype holds, `Discrete`.
 
 A `Bounded` or `Unbounded` is an instance of its ``...Continuous`` or ``...Discrete`` subclass, chosen by the dtype or
 by ``domain``, as `pathlib.Path` picks its flavour.
@@ -16,8 +16,6 @@ from torch import Size, Tensor
 from llmrl.data.specs.base import Device, Shape
 from llmrl.data.specs.leaf import LeafSpec, cast, field_text
 from llmrl.errors import ConfigError
-
-__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
 
 Domain = Literal["continuous", "discrete"]
 
@@ -51,7 +49,7 @@ class _Numeric(LeafSpec):
             dtype = torch.int64 if domain == "discrete" else torch.get_default_dtype()
         if domain is None:
             domain = "continuous" if dtype.is_floating_point or dtype.is_complex else "discrete"
-        if type(self) in _FLAVOURS:
+        if type(self) in _FLAVOURS:  # a subclass, also a user's, has its domain already
             self.__class__ = _flavour(self, domain)
         return dtype
 
@@ -87,7 +85,7 @@ class Bounded(_Numeric):
         dtype = self._settle(domain, dtype)
         low, high = (b if isinstance(b, Tensor) else torch.tensor(np.asarray(b)) for b in (low, high))
         if self.domain == "discrete":
-            low, high = low.ceil(), high.floor()
+            low, high = low.ceil(), high.floor()  # inwards: rounding outwards would allow what the caller excludes
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
@@ -147,17 +145,17 @@ class BoundedContinuous(Bounded):
         dtype = self.dtype if self.dtype.is_floating_point else torch.float64
         low, high = self._low.to(device, dtype), self._high.to(device, dtype)
         unit = torch.rand(shape, generator=generator, dtype=dtype, device=device)
-        value = low * (1 - unit) + high * unit
+        value = low * (1 - unit) + high * unit  # high - low would overflow for bounds near the limits of the dtype
         if not bool(low.isfinite().all() and high.isfinite().all()):
             tail = torch.randn(shape, generator=generator, dtype=dtype, device=device)
             value = torch.where(low.isfinite() & high.isinf(), low + tail.abs(), value)
             value = torch.where(low.isinf() & high.isfinite(), high - tail.abs(), value)
             value = torch.where(low.isinf() & high.isinf(), tail, value)
-        return torch.minimum(torch.maximum(value, low), high)
+        return torch.minimum(torch.maximum(value, low), high)  # rounding can go past a bound
 
 
 class BoundedDiscrete(Bounded):
-    """A `Bounded` of whole numbers, each as likely as the next."""
+    """A `Bounded` of whole numbers, all equally likely."""
 
     _domain = "discrete"
 
@@ -169,6 +167,7 @@ class BoundedDiscrete(Bounded):
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
         width = high - low + 1  # wraps to 0 or below if more than 2**63 numbers are in the domain
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
+        # The remainder of a number below 2**63: each entry has a range of its own, which torch.randint cannot take.
         value = low + drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % width.clamp(min=1)
         if bool((width <= 0).any()):
             anything = drawn.random_(torch.iinfo(torch.int64).min, None, generator=generator)
@@ -183,12 +182,10 @@ class Unbounded(_Numeric):
     True
     """
 
-    _default_shape = (1,)
-
     def __init__(
         self, shape: Shape = (1,), device: Device = None, dtype: torch.dtype | None = None, domain: Domain | None = None
     ):
-        super().__init__(shape, device, self._settle(domain, dtype))
+        super().__init__((1,) if shape is None else shape, device, self._settle(domain, dtype))
 
 
 class UnboundedContinuous(Unbounded):
@@ -211,7 +208,7 @@ class UnboundedDiscrete(Unbounded):
         if self.dtype == torch.bool or self.dtype.is_floating_point:
             return drawn.random_(0, 2, generator=generator)
         info = torch.iinfo(self.dtype)
-        upper = None if info.max == torch.iinfo(torch.int64).max else info.max + 1
+        upper = None if info.max == torch.iinfo(torch.int64).max else info.max + 1  # exclusive; 2**63 is not an int64
         return drawn.random_(info.min, upper, generator=generator)
 
 
@@ -223,3 +220,105 @@ _FLAVOURS: dict[type, dict[str, type]] = {
 
 def _flavour(spec: _Numeric, domain: str) -> type:
     return _FLAVOURS[Bounded if isinstance(spec, Bounded) else Unbounded][domain]
+
+
+class Discrete(LeafSpec):
+    """The domain behind `Categorical`, `MultiCategorical` and `Binary`; one-hot vectors are another way to write it.
+
+    Whole numbers from 0 to a count: ``_width`` for all entries, or at most that in ``_counts`` (int64, a field).
+    ``_mask`` (bool, a field with one dim more, of size ``_width``) is True where a number is allowed, and then has the
+    counts in it too."""
+
+    _fields: ClassVar[dict[str, int]] = {"_counts": 0, "_mask": 1}
+
+    def __init__(self, width: int, shape: Sequence[int] | int, device: Device, dtype: torch.dtype):
+        super().__init__(shape, device, dtype)
+        self._width = width
+        self._counts: Tensor | None = None
+        self._mask: Tensor | None = None
+
+    def _bound(self, device: torch.device) -> int | Tensor:
+        return self._width if self._counts is None else self._counts.to(device)
+
+    def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
+        if self._mask is None and self._counts is None:
+            return torch.randint(self._width, shape, generator=generator, device=device)
+        counts = self._bound(device) if self._mask is None else self._mask.to(device).sum(-1)
+        drawn = torch.empty(shape, dtype=torch.int64, device=device)
+        number = drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % counts
+        if self._mask is None:
+            return number
+        # The numbers that the mask allows, in order, then the others: the k-th allowed one is entry k.
+        return _take((~self._mask.to(device)).to(torch.uint8).argsort(dim=-1, stable=True), number)
+
+    def _outside(self, value: Tensor) -> Tensor:
+        number = value if value.is_floating_point() else value.long()
+        outside = ~((number >= 0) & (number < self._bound(value.device)))
+        if value.is_floating_point():
+            outside |= value != value.round()
+        if self._mask is not None:
+            safe = torch.where(outside, torch.zeros_like(number), number).long()  # the mask has no place for the others
+            outside |= ~_take(self._mask.to(value.device), safe)
+        return outside
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        highest = self._bound(value.device) - 1
+        number = cast(value, torch.int64).clamp(min=0)
+        number = torch.minimum(number, torch.as_tensor(highest, device=value.device))
+        if self._mask is not None:
+            number = _take(_nearest_allowed(self._mask.to(value.device)), number)
+        return number.to(self.dtype)
+
+    def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:
+        if self._mask is not None and use_mask:
+            return [row.nonzero().squeeze(-1) for row in field("_mask").reshape(-1, self._width)]
+        return [range(self._width)] if self._counts is None else [range(n) for n in field("_counts").flatten().tolist()]
+
+    def _domain_text(self) -> str:
+        if self._counts is None:
+            text = f"one of 0 to {self._width - 1}"
+        else:
+            text = f"from 0 to below {field_text(self._counts)}"
+        return text if self._mask is None else f"{text} that the mask allows"
+
+    def _identity(self) -> tuple[object, ...]:
+        return (*super()._identity(), self._width)
+
+
+class Binary(Discrete):
+    """A vector of zeros and ones. Made from its length ``n``, or from a ``shape`` that ends with it.
+
+    >>> spec = Binary(4)
+    >>> spec.shape, spec.project(torch.tensor([0.2, 0.9, 7.0, -1.0]))
+    (torch.Size([4]), tensor([0, 1, 1, 0], dtype=torch.int8))
+    """
+
+    def __init__(
+        self, n: int | None = None, shape: Shape = None, device: Device = None, dtype: torch.dtype = torch.int8
+    ):
+        if n is None and shape is None:
+            raise ConfigError("Binary: needs n, the length of the vector, or a shape that ends with it.")
+        super().__init__(2, (n,) if shape is None else shape, device, dtype)
+        if n is not None and (not self.shape or self.shape[-1] not in (n, -1)):
+            raise ConfigError(f"Binary: shape must end with n: got n={n}, shape {tuple(self.shape)}.")
+
+    @property
+    def n(self) -> int | None:
+        """The length of the vector; None for a single entry."""
+        return self.shape[-1] if self.shape else None
+
+
+def _take(table: Tensor, number: Tensor) -> Tensor:
+    """``table[..., number]``, entry by entry; all dims of ``table`` but the last broadcast to ``number``."""
+    return table.expand((*number.shape, table.shape[-1])).gather(-1, number.unsqueeze(-1)).squeeze(-1)
+
+
+def _nearest_allowed(mask: Tensor) -> Tensor:
+    # For every number the allowed one that is nearest to it, the lower if two are as near.
+    width = mask.shape[-1]
+    numbers = torch.arange(width, device=mask.device)
+    # The last allowed number at or before each one, and the first at or after it; without one, a number farther off
+    # than every real distance.
+    below = torch.where(mask, numbers, -2 * width).cummax(-1).values
+    above = torch.where(mask, numbers, 3 * width).flip(-1).cummin(-1).values.flip(-1)
+    return torch.where(numbers - below <= above - numbers, below, above)

@@ -1,9 +1,9 @@
-"""Shape algebra for specs: each shape operation written once, for a spec, its bounds and its mask alike.
+"""Shape algebra for specs: each shape operation is written once, for a spec, its bounds and its mask.
 
 A `ShapeOp` is a tensor operation on the leading dims of whatever it is applied to; dims after those (a nested leaf's
-own dims, the ``n`` of a mask) ride along. A spec learns its new shape by applying the operation to a meta tensor, and
-gives it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which they do
-not vary.
+own dims, the ``n`` of a mask) stay as they are. A spec finds its new shape by applying the operation to a meta tensor,
+then applies it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which
+they do not vary.
 
 The last ``kept`` dims of a spec may belong to its domain, such as the entries of a one-hot vector: arguments count
 them, as for the values, and may not touch them.
@@ -43,10 +43,11 @@ class ShapeOp:
 
         Raises  ShapeError, naming ``owner``, if the operation does not fit
         """
+        # A prime that divides no size of the spec: a new size is a multiple of it only if a dim of -1 went into it.
         stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
         measured = Size(stand_in if size == -1 else size for size in lead)
         try:
-            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)
+            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)  # no memory, torch's own rules
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise self.error(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
         if stand_in in measured:
@@ -69,7 +70,7 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     for dim, size in enumerate(lead):
         if field.shape[dim] <= 1:
             continue
-        if field.stride(dim) != 0:
+        if field.stride(dim) != 0:  # not a broadcast: the entries have to be compared
             if size != -1:
                 continue
             if not bool((field == field.narrow(dim, 0, 1)).all()):
@@ -78,9 +79,9 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
     return field
 
 
-def as_size(shape: Shape, default: Sequence[int] = ()) -> Size:
-    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is the default."""
-    return Size(default if shape is None else (shape,) if isinstance(shape, int) else shape)
+def as_size(shape: Shape) -> Size:
+    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is no dims."""
+    return Size(() if shape is None else (shape,) if isinstance(shape, int) else shape)
 
 
 def of_arguments(shape: Sequence[Any]) -> Size:
@@ -184,7 +185,7 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
     if len(holes) > 1:
         raise SpecIndexError("spec: an index can hold one Ellipsis at most.")
     at = holes[0] if holes else len(items)
-    items[at : at + len(holes)] = missing
+    items[at : at + len(holes)] = missing  # in place of the Ellipsis, or at the end without one
     full: list[Any] = []
     dim = 0
     for part in items:

@@ -21,8 +21,6 @@ from llmrl.data.specs.entries import MISSING, is_key
 from llmrl.data.specs.shape import ShapeOp, full_index, index, lead_dim, repeat, select
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Stacked", "StackedComposite", "check_no_exclusive_keys", "consolidate_spec", "contains_lazy_spec", "stack"]
-
 
 def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     """`torch.stack` of specs: a dense spec if they are equal, else a `Stacked` or `StackedComposite`.
@@ -37,7 +35,7 @@ def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     """
     specs = tuple(specs)
     if not specs:
-        raise RuntimeError("stack: needs at least one spec.")
+        raise RuntimeError("stack: needs at least one spec.")  # RuntimeError, as of torch.stack
     first = specs[0]
     if all(spec is first or spec == first for spec in specs[1:]):
         return first._reshaped(repeat, dim, len(specs))
@@ -127,7 +125,7 @@ class _Stack(TensorSpec):
             raise ShapeError(f"{type(self).__name__}.project: {text}.")
         parts = self._split(value)
         projected = [spec.project(part) for spec, part in zip(self.members, parts, strict=True)]
-        if all(new is old for new, old in zip(projected, parts, strict=True)):
+        if all(new is old for new, old in zip(projected, parts, strict=True)):  # a valid value stays the same object
             return value
         return self._join(projected, projected[0].ndim - self.members[0].ndim)
 
@@ -153,15 +151,18 @@ class _Stack(TensorSpec):
     # -- shapes and copies ---------------------------------------------------------------------------------------------
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Any:
-        if self.stack_dim >= ndim:
+        if self.stack_dim >= ndim:  # the operation does not reach the stack's dim
             members = [spec._shaped(op, ndim) for spec in self.members]
             return stack(members, self.stack_dim + members[0].ndim - self.members[0].ndim)
+        # 1. The members' numbers, as a field that varies along the stack's dim, go through the operation.
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         numbers = torch.arange(len(self.members)).view([-1 if d == self.stack_dim else 1 for d in range(ndim)])
         numbers = op.on_field(numbers, lead, measured, type(self).__name__)
+        # 2. Each member that is left, repeated along the stack's dim, goes through it too: the result if it were alone.
         widen = repeat(self.shape[: ndim - 1], 0, self.stack_dim, len(self.members))
-        needed = set(numbers.flatten().tolist()) or {0}
+        needed = set(numbers.flatten().tolist()) or {0}  # an empty result still has a type
         whole = {n: self.members[n]._shaped(widen, ndim - 1)._shaped(op, ndim) for n in needed}
+        # 3. The rows are put together along the dims in which their member changes.
         varying = [
             dim
             for dim, size in enumerate(numbers.shape)
@@ -170,7 +171,7 @@ class _Stack(TensorSpec):
         return _arranged(numbers, whole, varying)
 
     def _emptied(self, ndim: int) -> Any:
-        at = ndim if self.stack_dim >= ndim else ndim - 1
+        at = ndim if self.stack_dim >= ndim else ndim - 1  # the members lack the stack's dim
         return stack([spec._emptied(at) for spec in self.members], self.stack_dim)
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
@@ -243,7 +244,7 @@ class Stacked(_Stack):
     def _join(self, values: Sequence[Tensor], dim: int) -> Tensor:
         if all(value.shape == values[0].shape for value in values):
             return torch.stack(list(values), self.stack_dim + dim)
-        try:
+        try:  # torch's jagged layout is ragged in one dim, directly after the first
             if self.stack_dim + dim:
                 raise ValueError("the stack is not the first dim")
             return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
@@ -370,7 +371,7 @@ class StackedComposite(_Stack, Composite):
         return self.empty()
 
     def _join(self, values: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-        if any(value.device != values[0].device for value in values):
+        if any(value.device != values[0].device for value in values):  # a lazy stack needs one for all, or none
             values = [value.copy().clear_device_() for value in values]
         return lazy_stack(list(values), self.stack_dim + dim)
 
@@ -427,7 +428,7 @@ def consolidate_spec(
     """
     spec = spec.clone()
     if isinstance(spec, StackedComposite):
-        if recurse_through_stack:
+        if recurse_through_stack:  # inside out: stacks within a member first
             members = [consolidate_spec(member, recurse_through_entries) for member in spec.members]
             spec = StackedComposite(*members, dim=spec.stack_dim)
         _complete(spec, recurse_through_entries)
@@ -439,7 +440,7 @@ def consolidate_spec(
 
 
 def _complete(spec: StackedComposite, recurse: bool) -> None:
-    names = dict.fromkeys(name for member in spec.members for name in member.keys())
+    names = dict.fromkeys(name for member in spec.members for name in member.keys())  # a set that keeps the order
     for name in names:
         known = next(member[name] for member in spec.members if name in member)
         for member in spec.members:

@@ -39,11 +39,11 @@ class GymWrapper(EnvBase):
     Writes  "observation"; the entries of a `Dict` space by their own names, those of a `Tuple` as ("observation", "0")
             "pixels" uint8[H, W, C] with ``from_pixels``, in place of the observation unless ``pixels_only`` is False
             "reward" float32[1], the sum if an action is repeated; "done", "terminated", "truncated" bool[1]
-    Raises  ConfigError for what is not one gymnasium environment, and for ``from_pixels`` without
+    Raises  ConfigError for anything but one gymnasium environment, and for ``from_pixels`` without
             ``render_mode="rgb_array"``; UnsupportedError for spaces without a spec
 
     frame_skip  every action is taken this many times, until the episode ends
-    device      of what is read and written
+    device      of all entries
 
     `set_seed` seeds the next reset, as ``reset(seed=...)`` of gymnasium does.
     """
@@ -99,7 +99,7 @@ class GymWrapper(EnvBase):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         observation, _ = self.gym_env.reset(seed=self._seed)
-        self._seed = None
+        self._seed = None  # for one reset: with it each episode would be the same
         return bare_tensordict(self._observed(observation), self.batch_size, self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -148,7 +148,7 @@ class GymWrapper(EnvBase):
                     f"{type(self).__name__}: an observation must have the shape of its space, {observed.shape}: got "
                     f"{np.shape(observation)}."
                 )
-            observed[...] = observation
+            observed[...] = observation  # which would broadcast another shape without a word: hence the check
             is_done = terminated or truncated
             for flag, value in zip(flags, (is_done, terminated, truncated), strict=True):
                 flag[0] = value
@@ -163,7 +163,7 @@ class GymWrapper(EnvBase):
         return {self._name: _encode(observation, space, specs[self._name])}
 
     def _leaf_specs(self) -> tuple[TensorSpec, dict[str, TensorSpec]]:
-        """Those of the action and of the observations; looked up at every step they would cost as much as it."""
+        """The specs of action and observations, cached: looking them up at every step would double its cost."""
         if self._specs_read[0] != self.spec_version:
             found = self._get_spec("action")["action"], dict(self._get_spec("observation").items())
             self._specs_read = self.spec_version, found
@@ -260,12 +260,13 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
-    """An action entry as what gymnasium takes."""
+    """An action entry in the form that gymnasium takes."""
     kind = type(space).__name__
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
         return values if kind == "Dict" else tuple(values.values())
     if kind == "Discrete":
+        # Scores in place of a one-hot vector, such as logits: the largest counts.
         number = value.argmax(-1) if isinstance(spec, OneHot) and value.dtype != torch.bool else spec.to_numpy(value)
         return int(number.item() + space.start)
     number = spec.to_numpy(value)

@@ -21,7 +21,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import MODES, keywords_of, split_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.td_ops import present_keys
-from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
 from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens

@@ -12,8 +12,7 @@ from llmrl.envs.transforms.entries import (
 )
 from llmrl.envs.transforms.images import Resize, ToTensorImage
 from llmrl.envs.transforms.rb_transforms import MultiStepTransform, NextStateReconstructor
-from llmrl.envs.transforms.step_counter import StepCounter
-from llmrl.envs.transforms.trajectory import InitTracker, RewardSum, TensorDictPrimer
+from llmrl.envs.transforms.trajectory import InitTracker, RewardSum, StepCounter, TensorDictPrimer
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 
 __all__ = [

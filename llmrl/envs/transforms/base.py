@@ -1,7 +1,7 @@
 """`Transform`, the one extension point of environments and replay buffers, and `Compose`, a list of them.
 
 A transform overrides one hook, seldom two. Transforms run in the order they were appended; ``inv`` runs in the opposite
-order, because what the policy (or the writer of a buffer) hands in meets the outermost transform first.
+order, because an action (or a batch written to a buffer) meets the outermost transform first.
 
 | hook | runs in | sees | override it to |
 |---|---|---|---|
@@ -19,7 +19,7 @@ order, because what the policy (or the writer of a buffer) hands in meets the ou
 
 Rules: ``td`` (time t) is the caller's and is not changed; ``next_td`` and ``reset_td`` are changed in place and
 returned. A reset of some rows of a batch runs the same hooks on those rows only (or, in a `batch_locked` env, on all
-rows, of which the others are then put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
+rows, and the others are put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from llmrl.data.specs import Composite
 from llmrl.envs.specs import EnvSpecs
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.errors import ConfigError, did_you_mean
-
-__all__ = ["Compose", "Transform", "innermost"]
 
 Keys = NestedKey | Sequence[NestedKey]
 
@@ -86,7 +84,7 @@ class Transform:
         return self._call(next_td)
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        if type(self)._call is Transform._call:
+        if type(self)._call is Transform._call:  # a subclass's own knows what it needs
             return self._map_entries(reset_td, strict=False)  # a reward, say, is not there yet
         return self._call(reset_td)
 
@@ -123,7 +121,7 @@ class Transform:
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         if not self.in_keys_inv:
             return td
-        td = shallow_copy(td)
+        td = shallow_copy(td)  # the policy's tensordict keeps the action that it wrote
         for in_key, out_key in self._pairs(self.in_keys_inv, self.out_keys_inv):
             if (value := td.get(out_key, None)) is not None:
                 td.set(in_key, self._inv_apply_transform(value))
@@ -208,7 +206,7 @@ _DUE = {"_call": "next_td", "_step": "next_td", "_reset": "reset_td", "forward":
 
 
 def _each_in_turn(hook: str) -> Callable[..., Any]:
-    """A method of `Compose` that hands its last argument through ``hook`` of every member."""
+    """A method of `Compose` that passes its last argument through ``hook`` of every member."""
 
     def run(self: Compose, *arguments: Any) -> Any:
         *before, value = arguments
@@ -246,10 +244,17 @@ class Compose(Transform):
             raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
-        if self.container is not None:
-            transform.set_container(self.container)
-        self.transforms.insert(index, transform)
-        self._members_changed()
+        self.transforms.insert(index, transform)  # first: `parent`, which set_container may read, is found by the place
+        try:
+            if self.container is not None:
+                transform.set_container(self.container)
+        except Exception:  # it refused, maybe when it was attached in part
+            self.transforms.remove(transform)
+            if transform.container is self.container:
+                transform.reset_container()
+            raise
+        finally:
+            self._members_changed()
 
     def pop(self, index: int = -1) -> Transform:
         """Takes a member out and detaches it. Raises ConfigError if there is none at ``index``."""
@@ -266,9 +271,10 @@ class Compose(Transform):
             self.container.transforms_changed()
 
     def reset_container(self) -> None:
-        super().reset_container()
         for transform in self.transforms:
-            transform.reset_container()
+            if transform.container is self.container:  # a member that refused may belong to another env
+                transform.reset_container()
+        super().reset_container()
 
     def leaves(self) -> Iterator[Transform]:
         """Every transform in running order, members of nested `Compose` included."""

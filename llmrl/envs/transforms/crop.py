@@ -24,7 +24,7 @@ class RandomCropTensorDict(Transform):
     Returns  the batch [*A, sub_seq_len, *B], with a window of its own for every row
     Raises   ShapeError if the batch has no such dimension, or a row has no such window; MissingKeyError for the mask
 
-    ``generator`` is what is drawn from (default: torch's global one); its state is part of ``state_dict``.
+    ``generator`` draws the windows (default: torch's global one); its state is part of ``state_dict``.
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(step=torch.arange(10).expand(3, 10), batch_size=[3, 10])
@@ -64,14 +64,16 @@ class RandomCropTensorDict(Transform):
         if self.mask_key is not None:
             mask = required(td, self.mask_key, "RandomCropTensorDict")
             valid = mask.reshape(td.batch_size).movedim(dim, -1).to(torch.int64)
+            # A start is allowed if all of its window is valid.
             if length >= width:
                 allowed = valid.unfold(-1, width, 1).sum(-1) == width
         count = allowed.sum(-1)
         if not bool((count > 0).all()):
             raise ShapeError(
                 f"RandomCropTensorDict: every row must have {width} steps in a row: got a batch of {length} steps"
-                + (f", of which {self.mask_key!r} leaves less." if self.mask_key is not None else ".")
+                + (f", and {self.mask_key!r} leaves less." if self.mask_key is not None else ".")
             )
+        # One draw per row, of float64 so that very long rows have every start; then the start of that number.
         drawn = torch.rand(rows, dtype=torch.float64, generator=self.generator).to(count.device)
         number = (drawn * count).long().clamp(max=count - 1)  # which of the allowed starts
         return (allowed.cumsum(-1) > expand_right(number, allowed.ndim)).int().argmax(-1)

@@ -1,4 +1,4 @@
-"""Transforms of entries as they are: which there are, under which names, joined, of which dtype, normalised."""
+"""Transforms that select, rename, join, cast and normalise entries."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.specs import Bounded, Composite, TensorSpec, Unbounded
+from llmrl.data.ted_utils import as_key
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError
-
-__all__ = [
-    "CatTensors",
-    "DoubleToFloat",
-    "EntryTransform",
-    "ExcludeTransform",
-    "ObservationNorm",
-    "RenameTransform",
-    "SelectTransform",
-]
 
 
 class EntryTransform(Transform):
@@ -31,7 +22,7 @@ class EntryTransform(Transform):
     ``_entry_spec``."""
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
-        """The spec of what ``_apply_transform`` makes of a value of ``spec``."""
+        """The spec of the values that ``_apply_transform`` returns for values of ``spec``."""
         return spec
 
     def _map_specs(self, spec: Composite) -> Composite:
@@ -81,7 +72,7 @@ class SelectTransform(Transform):
 
 
 class ExcludeTransform(Transform):
-    """Leaves these entries out: of an env's observations, of what a buffer samples, or, with ``inverse``, of what is
+    """Leaves these entries out: of an env's observations, of a buffer's samples or, with ``inverse``, of the batches
     written to it.
 
     >>> from tensordict import TensorDict
@@ -288,6 +279,7 @@ class ObservationNorm(EntryTransform):
         values = required(td, self.in_keys[0] if key is None else key, "ObservationNorm.init_stats")
         values = values.flatten(0, td.batch_dims - 1)
         mean, deviation = values.mean(0), values.std(0).clamp(min=eps)
+        # (value - mean) / deviation in the form that is applied: for value * scale + loc it has to be multiplied out.
         self.loc = mean if self.standard_normal else -mean / deviation
         self.scale = deviation if self.standard_normal else 1 / deviation
         self.container.transforms_changed()
@@ -307,7 +299,7 @@ class ObservationNorm(EntryTransform):
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         if not isinstance(spec, Bounded) or self.loc is None:
             return Unbounded(spec.shape, spec.device, spec.dtype)
-        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)
+        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)  # swapped by a negative scale
         return Bounded(torch.minimum(*ends), torch.maximum(*ends), spec.shape, spec.device, spec.dtype)
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,16 +310,16 @@ class ObservationNorm(EntryTransform):
 
 
 def _is_part(key: NestedKey, of: Iterable[NestedKey]) -> bool:
-    """True if ``key`` is one of these keys or inside of one."""
-    path = (key,) if isinstance(key, str) else key
-    return any(path[: len(other)] == other for other in ((k,) if isinstance(k, str) else k for k in of))
+    """True if ``key`` is one of these keys, or nested in one."""
+    path = as_key(key)
+    return any(path[: len(other)] == other for other in map(as_key, of))
 
 
 def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
     """A shallow copy without these entries and the containers that they leave empty."""
     td = td.exclude(*keys)
     for key in keys:
-        path = key[:-1] if isinstance(key, tuple) else ()
+        path = as_key(key)[:-1]
         while path and (holder := td.get(path, None)) is not None and holder.is_empty():
             td = td.exclude(path)
             path = path[:-1]
@@ -335,9 +327,9 @@ def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
 
 
 def _without(spec: Composite, keys: Iterable[NestedKey]) -> Composite:
-    """The spec without these keys and what they leave empty, changed in place."""
+    """The spec without these keys and the composites that they leave empty, changed in place."""
     for key in keys:
-        path = (key,) if isinstance(key, str) else key
+        path = as_key(key)
         while path and path in spec:
             del spec[path]
             path = path[:-1]

@@ -9,9 +9,7 @@ from torch.nn import functional as F
 from llmrl.data.specs import Bounded, TensorSpec, Unbounded
 from llmrl.envs.transforms.base import Keys
 from llmrl.envs.transforms.entries import EntryTransform
-from llmrl.errors import ConfigError, ShapeError
-
-__all__ = ["Resize", "ToTensorImage"]
+from llmrl.errors import ConfigError, ShapeError, check_choice
 
 _SMOOTH = ("bilinear", "bicubic")
 
@@ -75,9 +73,7 @@ class Resize(EntryTransform):
         out_keys: Keys | None = None,
     ):
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
-        modes = (*_SMOOTH, "nearest", "nearest-exact", "area")
-        if interpolation not in modes:
-            raise ConfigError(f"Resize: interpolation must be one of {', '.join(modes)}: got {interpolation!r}.")
+        check_choice("Resize", "interpolation", interpolation, (*_SMOOTH, "nearest", "nearest-exact", "area"))
         self.size = (w, w if h is None else h)
         if min(self.size) < 1:
             raise ConfigError(f"Resize: w and h must be at least 1: got {self.size}.")
@@ -97,6 +93,6 @@ class Resize(EntryTransform):
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         shape = (*spec.shape[:-2], *self.size)
-        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # which goes beyond what it is between
+        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # which overshoots
             return Bounded(spec.low.min().item(), spec.high.max().item(), shape, spec.device, spec.dtype)
         return Unbounded(shape, spec.device, spec.dtype)

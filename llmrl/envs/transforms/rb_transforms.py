@@ -21,7 +21,7 @@ __all__ = ["MultiStepTransform", "NextStateReconstructor"]
 class MultiStepTransform(Transform):
     """`MultiStep` on the stream of rows that is written to a buffer: the same numbers, whatever the batches' sizes.
 
-    Reads    what ``buffer.extend`` is given: [*B, T], time last and going on from call to call, or by ``add`` one row
+    Reads    the batches given to ``buffer.extend``: [*B, T], time last, each continuing the one before; by ``add`` rows
     Writes   what `MultiStep` writes; see there for the keys and arguments
     Returns  the rows whose window is complete: all but the last ``n_steps - 1``, or None as long as there are none
 
@@ -85,6 +85,7 @@ class MultiStepTransform(Transform):
                 got = f"{leaf_keys(rows)} after {leaf_keys(self._held)}"
                 raise MissingKeyError(f"MultiStepTransform: batches of a stream must have the same entries: got {got}.")
             rows = torch.cat([self._held, rows], time)
+        # The last n - 1 rows wait for those after them, as a copy: the caller may reuse the memory of its rows.
         complete = max(rows.batch_size[time] - (self.n_steps - 1), 0)
         out = self._look_ahead(rows)[(slice(None),) * time + (slice(0, complete),)] if complete else None
         self._held = rows[(slice(None),) * time + (slice(complete, None),)].clone()
@@ -108,16 +109,15 @@ class MultiStepTransform(Transform):
 class NextStateReconstructor(Transform):
     """Rebuilds ``("next", key)`` in a sample from the rows that follow, for rows that were stored without it.
 
-    Reads    a flat batch [N]: ``keys``, and what says that row i + 1 is the next step of row i: the same ``traj_key``,
+    Reads    a flat batch [N]: ``keys``, and the signs that row i + 1 is the next step of row i: the same ``traj_key``,
              ``done_key`` False, ``step_count_key`` larger by 1, ``end_key`` False (where a sampler's slice ends)
     Writes   ``("next", key)``: the entry of row i + 1, or ``fill_value`` if that is not the next step
     Returns  a shallow copy: the batch that is given stays as it is
     Raises   ShapeError for a batch of more than one dimension; MissingKeyError for a key that is not there (``strict``;
              else that check is left out); TypeError for NaN in an entry of integers: give a fill_value
 
-    ``traj_key``, ``done_key``, ``step_count_key`` and ``end_key`` may be None: then that is not looked at. Slice
-    samplers write ``end_key``; other samples need not have it. It alone separates two
-    slices of one unfinished trajectory side by side.
+    ``traj_key``, ``done_key``, ``step_count_key`` and ``end_key`` may be None: then they are not read. Slice samplers
+    write ``end_key``, which alone separates two adjacent slices of one unfinished trajectory.
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(observation=torch.tensor([1.0, 2.0, 5.0]), batch_size=[3])
@@ -164,7 +164,7 @@ class NextStateReconstructor(Transform):
         """bool[N]: row i + 1 is the next step of row i."""
         device = required(td, self.in_keys[0], "NextStateReconstructor").device
         goes_on = torch.ones(td.batch_size, dtype=torch.bool, device=device)
-        goes_on[-1:] = False
+        goes_on[-1:] = False  # the sample holds no row after it; ``roll`` below would take the first one
         if (ids := self._read(td, self.traj_key)) is not None:
             goes_on[:-1] &= _per_row(ids[:-1] == ids[1:]).all(-1)
         if (done := self._read(td, self.done_key)) is not None:

@@ -1,4 +1,4 @@
-"""Transforms that follow a trajectory: its first step, the sum of its rewards, entries that a policy carries along."""
+"""Transforms that follow a trajectory: mark its start, count its steps, add its rewards, carry states of a policy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
-from llmrl.data.specs import Categorical, Composite, TensorSpec, Unbounded
+from llmrl.data.specs import BoundedDiscrete, Categorical, Composite, TensorSpec, Unbounded
 from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
-from llmrl.errors import ConfigError
-
-__all__ = ["InitTracker", "RewardSum", "TensorDictPrimer"]
+from llmrl.errors import ConfigError, check_at_least
 
 
 class InitTracker(Transform):
@@ -66,11 +64,12 @@ class RewardSum(Transform):
         self._check_pairs()
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        spec = self.parent._get_spec("reward")
-        batch_dims = len(self.parent.batch_size)
+        env = self.parent
+        rewards = env._get_spec("reward")
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
-            shape, dtype = spec[in_key].shape[batch_dims:], spec[in_key].dtype
-            reset_td.set(out_key, torch.zeros((*reset_td.batch_size, *shape), dtype=dtype, device=reset_td.device))
+            spec = rewards[in_key]
+            shape = (*reset_td.batch_size, *spec.shape[len(env.batch_size) :])
+            reset_td.set(out_key, torch.zeros(shape, dtype=spec.dtype, device=reset_td.device))
         return reset_td
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -83,6 +82,7 @@ class RewardSum(Transform):
         done = required(td, ("next", "done"), "RewardSum")
         time = td.batch_dims - 1
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
+            # Step by step, since a sum starts again at each done: as the env would have added.
             sums: list[Tensor] = []
             rewards = required(td, unravel_key(("next", in_key)), "RewardSum").unbind(time)
             for reward, ended in zip(rewards, [None, *done.unbind(time)[:-1]], strict=True):
@@ -124,7 +124,7 @@ class TensorDictPrimer(Transform):
         specs = primers if isinstance(primers, Composite) else Composite({**(primers or {}), **named})
         if isinstance(primers, Composite) and named:
             raise ConfigError(f"TensorDictPrimer: give a Composite or keywords: got both, {', '.join(named)}.")
-        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs
+        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # of one row: a reset may start any number
         self.primers = {key: specs[key] for key in specs.leaf_keys}
         if random and default_value is not None:
             raise ConfigError("TensorDictPrimer: random values and a default_value exclude each other: got both.")
@@ -145,7 +145,7 @@ class TensorDictPrimer(Transform):
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         for key in self.primers:
             if next_td.get(key, None) is None:
-                written = td.get(unravel_key(("next", key)), None)
+                written = td.get(unravel_key(("next", key)), None)  # by the policy, before the env's step
                 next_td.set(key, required(td, key, "TensorDictPrimer") if written is None else written)
         return next_td
 
@@ -172,3 +172,64 @@ class TensorDictPrimer(Transform):
             spec = spec if observation_spec.device is None else spec.to(observation_spec.device)
             observation_spec[key] = spec.expand(*observation_spec.shape, *spec.shape)
         return observation_spec
+
+
+class StepCounter(Transform):
+    """Counts the steps since the last reset and truncates a row at ``max_steps``.
+
+    Reads   ``step_count_key``  int64[*B, 1]  of time t
+    Writes  ``step_count_key``  int64[*B, 1]  0 at a reset, one more at each step
+            ``truncated_key``   bool[*B, 1]   True from ``max_steps`` on, beside what the env said; only with
+            ``max_steps``
+            "done"              bool[*B, 1]   likewise, unless ``update_done`` is False
+    Raises  ConfigError for ``max_steps`` below 1; MissingKeyError at a step whose tensordict was not made by a reset
+
+    >>> StepCounter(max_steps=3)
+    StepCounter(max_steps=3)
+    """
+
+    def __init__(
+        self,
+        max_steps: int | None = None,
+        truncated_key: str = "truncated",
+        step_count_key: NestedKey = "step_count",
+        update_done: bool = True,
+    ):
+        check_at_least("StepCounter", 1, max_steps=max_steps)
+        super().__init__()
+        self.max_steps = max_steps
+        self.truncated_key = truncated_key
+        self.step_count_key = step_count_key
+        self.update_done = update_done
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        shape = (*reset_td.batch_size, 1)
+        reset_td.set(self.step_count_key, torch.zeros(shape, dtype=torch.int64, device=reset_td.device))
+        if self.max_steps is not None and reset_td.get(self.truncated_key, None) is None:
+            reset_td.set(self.truncated_key, torch.zeros(shape, dtype=torch.bool, device=reset_td.device))
+        return reset_td
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        count = required(td, self.step_count_key, "StepCounter", "step a tensordict that env.reset() returned") + 1
+        next_td.set(self.step_count_key, count)
+        if self.max_steps is not None:
+            reached = count >= self.max_steps
+            truncated = next_td.get(self.truncated_key, None)
+            next_td.set(self.truncated_key, reached if truncated is None else truncated | reached)
+            if self.update_done:
+                next_td.set("done", next_td.get("done") | reached)
+        return next_td
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        shape, limit = (*observation_spec.shape, 1), torch.iinfo(torch.int64).max
+        spec = BoundedDiscrete(0, limit, shape=shape, dtype=torch.int64, device=observation_spec.device)
+        return observation_spec.set(self.step_count_key, spec)
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        if self.max_steps is not None and self.truncated_key not in done_spec:
+            shape = (*done_spec.shape, 1)
+            done_spec[self.truncated_key] = Categorical(2, shape=shape, dtype=torch.bool, device=done_spec.device)
+        return done_spec
+
+    def __repr__(self) -> str:
+        return f"StepCounter(max_steps={self.max_steps})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,6 @@ from llmrl.data.specs import Composite
 from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, did_you_mean
-
-__all__ = ["TransformedEnv"]
 
 
 class TransformedEnv(EnvBase):
@@ -53,15 +52,12 @@ class TransformedEnv(EnvBase):
 
     def env_below(self, transform: Transform) -> EnvBase:
         """The env that ``transform`` wraps: the base env with the transforms before it, which stay attached here."""
-        before = []
-        for leaf in _units(self.transform, transform):
-            if leaf is transform:
-                break
-            before.append(leaf)
+        units = [] if transform is self.transform else _units(self.transform, transform)
+        before = list(itertools.takewhile(lambda unit: unit is not transform, units))
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
-        env.transform.transforms = before
+        env.transform.transforms = before  # not appended, which would take them from this env
         return env
 
     @property
@@ -117,7 +113,7 @@ class TransformedEnv(EnvBase):
         self.transform._set_seed(seed)
 
     def _get_spec(self, part: str) -> Composite:
-        version = self.spec_version
+        version = self.spec_version  # changes also when a spec of the base env is set
         cached = self._spec_cache.get(part)
         if cached is None or cached[0] != version:
             hook: Callable[[Composite], Composite] = getattr(self.transform, f"transform_{part}_spec")

@@ -5,11 +5,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorStack
 
-from llmrl.data.specs import Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
+from llmrl.data.specs import Bounded, Categorical, Composite, MultiCategorical, NonTensor, OneHot, Unbounded
 
 MASK = torch.tensor([True, False, True])
 ROWS = torch.stack([Bounded(0, 1, (3,)), Bounded(5, 6, (3,))])
+LISTS = NonTensor((2,), example_data=[1], batched=True)
 MASKED = Composite(action=Categorical(3, shape=(2, 3), mask=MASK), shape=(2,))
 
 
@@ -30,6 +32,7 @@ MASKED = Composite(action=Categorical(3, shape=(2, 3), mask=MASK), shape=(2,))
         (lambda: [Categorical(2, mask=torch.tensor([False, True])).zero(), *MultiCategorical([1, 4]).one()], [1, 0, 1]),
         (lambda: Bounded(-(2**63), 2**63 - 1, dtype=torch.int64).cardinality(), 2**64),
         (lambda: Bounded(0, 3, (10**6,), dtype=torch.int64).cardinality() > 2**10**6, True),  # entries are not listed
+        (lambda: [LISTS.is_in(value) for value in (LISTS.rand(), NonTensorStack([1], [2]))], [True, True]),
     ],
 )
 def test_a_defect_does_not_come_back(got, expected):

@@ -3,7 +3,16 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data import Bounded, Composite, Unbounded
-from llmrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEnv, check_env_specs
+from llmrl.envs import (
+    Compose,
+    EnvBase,
+    ExcludeTransform,
+    RenameTransform,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+    check_env_specs,
+)
 from llmrl.envs.transforms.rb_transforms import NextStateReconstructor
 from llmrl.errors import ConfigError, MissingKeyError
 from tests.support.refusals import refusals
@@ -178,9 +187,40 @@ def test_a_transform_knows_its_env_and_the_env_below_it():
     assert list(second.parent.transform) == [first]
     assert list(third.parent.transform) == [first, second]
     assert third.parent.base_env is base
+    assert env.transform.parent is base  # regression: it was the env itself
     assert third.container is env  # looking at a parent moved nothing
     assert Transform().container is None
     assert Transform().parent is None
+
+
+def test_a_transform_that_reads_its_env_when_it_is_attached_sees_those_before_it_and_no_others():
+    """Regression: it saw the transforms that an insertion came before, and not those beside it in a `Compose`."""
+
+    class Reads(Transform):
+        def set_container(self, container):
+            super().set_container(container)
+            self.seen = list(self.parent.observation_spec.keys())
+
+    rename = RenameTransform(["seen"], ["other"])
+    for append in (True, False):
+        reads = Reads()
+        env = TransformedEnv(Echo(), None if append else rename.clone())
+        if append:
+            env.append_transform(Compose(rename.clone(), reads))
+        else:
+            env.insert_transform(0, reads)
+        assert reads.seen == ["other" if append else "seen"]
+
+
+def test_a_transform_that_refuses_an_env_is_not_in_it_and_stays_where_it_was():
+    env, other = TransformedEnv(Echo(), StepCounter()), TransformedEnv(Echo(), Log("of another", []))
+    free, wrong = Transform(), ExcludeTransform("reward")
+    for refused, match in ((wrong, "needs its reward"), (Compose(free, other.transform[0]), "belongs to one env")):
+        with pytest.raises(ConfigError, match=match):
+            env.insert_transform(0, refused)
+        assert (len(env.transform), refused.container) == (1, None)
+    assert (free.container, other.transform[0].container) == (None, other)
+    check_env_specs(env)
 
 
 def test_a_transform_belongs_to_one_env_and_its_clone_to_none():

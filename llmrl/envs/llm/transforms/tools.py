@@ -31,7 +31,7 @@ from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_ans
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Transform
-from llmrl.envs.transforms.step_counter import StepCounter
+from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import decode_rows
