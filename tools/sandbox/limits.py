@@ -7,6 +7,7 @@ mistaken for another.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import signal
@@ -23,6 +24,7 @@ _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own proce
 _INODE_KIB = 2  # of the kernel's memory, for a file without contents
 _FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
 _STOP_S, _LOOK_S = 1.0, 2e-5  # for all to stop; between two looks whether they have
+_LOOKS_AT_ONCE = 20  # before the first pause: the shortest one takes as long as ten looks
 _PAGE_KIB = mmap.PAGESIZE // 1024
 
 
@@ -97,10 +99,10 @@ class Processes:
         """Stops the interpreter and ends every other process; False if they do not within a second."""
         self._signal(self._worker, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
-        while True:
+        for look in itertools.count():
             state, threads = self._state(_WORKER)
             if state == "T" or self._ended(_WORKER):  # from here on it starts no process
-                if state == "T" and threads == 1 and self._is_alone():
+                if state == "T" and threads == 1 and self._is_alone():  # the usual case: nothing needs to be listed
                     return True
                 others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
                 if not others:
@@ -112,13 +114,11 @@ class Processes:
                         os.close(descriptor)
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(0 if look < _LOOKS_AT_ONCE else _LOOK_S)
 
     def _is_alone(self) -> bool:
-        """True if the stopped interpreter is the one process besides the first; costs less than to list them all.
-
-        Every process descends from the first. One whose parent ends goes to that or to the interpreter, so it is seen.
-        """
+        """True if the stopped interpreter is the one process besides the first, from which every process descends."""
+        # In this order: a process whose parent ends between the two becomes a child of the first.
         return not self._children(_WORKER) and self._children(_FIRST) == [_WORKER]
 
     def _children(self, pid: str) -> list[str]:
