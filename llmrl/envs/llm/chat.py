@@ -18,9 +18,9 @@ from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.ragged.tensordicts import column_values, new_tensordict
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.completions import required_column
 from llmrl.envs.llm.options import MODES, keywords_of, split_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
-from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.step_counter import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
@@ -116,13 +116,8 @@ class ChatEnv(EnvBase):
         return Composite({self.input_mode: view}, shape=shape)
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        queries = None if td is None else column_values(td, self.data_key)
-        if queries is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"ChatEnv.reset: what the user says must be in {self.data_key!r}; keys present: {keys}; pass "
-                f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
-            )
+        remedy = f"pass TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer"
+        queries = required_column(td, self.data_key, "ChatEnv.reset", "what the user says", remedy)
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,

@@ -21,7 +21,7 @@ from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
-from llmrl.modules.llm.policies.rows import unpadded_rows
+from llmrl.modules.llm.policies.rows import field_rows, kept_parts
 from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
@@ -87,9 +87,9 @@ def completion_texts(
         texts = map(_content, response.to_chats())
     elif text is not None and (written := column_values(inner(text), "response")) is not None:
         texts = (response.removeprefix(lead) for response in written)
-    elif tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
+    elif tokens is not None and tokenizer is not None and (rows := unpadded_ids(td, "response")) is not None:
         # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
-        texts = (response.removeprefix(lead) for response in decode_rows(tokenizer, rows))
+        texts = (response.removeprefix(lead) for response in decode_rows(tokenizer, [row.tolist() for row in rows]))
     elif (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
         texts = map(_content, chats)
     else:
@@ -102,12 +102,25 @@ def completion_texts(
     return [trim_markers(text, ends) for text in texts]
 
 
-def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) -> list[Any]:
+def unpadded_ids(td: TensorDictBase, field: str) -> list[Tensor] | None:
+    """The ids of ("tokens", field), one row each, without padding; None if there are none."""
+    masks = inner(td.get("masks", None))
+    rows = field_rows(inner(td.get("tokens")), field)
+    kept = None if masks is None else field_rows(masks, "all_attention_mask")
+    if rows is None or kept is None:
+        return rows
+    # The mask is that of the whole turn, which begins with the prompt and ends with the response.
+    starts = [0 if field == "prompt" else len(mask) - len(row) for row, mask in zip(rows, kept, strict=True)]
+    columns = zip(rows, kept, starts, strict=True)
+    return kept_parts(rows, [mask[start : start + len(row)].bool() for row, mask, start in columns])
+
+
+def required_column(td: TensorDictBase | None, key: str, who: str, noun: str, remedy: str = "") -> list[Any]:
     """The values of an entry, one per row. Raises MissingKeyError if it is missing."""
     values = None if td is None else column_values(td, key)
     if values is None:
         keys = "none" if td is None else present_keys(td)
-        raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}.")
+        raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}{remedy and '; ' + remedy}.")
     return values
 
 
@@ -167,25 +180,12 @@ def _whole_chats(
         return None
     else:
         texts = None if text is None else column_values(inner(text), "full")
-        if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None:
-            texts = decode_rows(tokenizer, rows)
+        if texts is None and tokens is not None and (rows := unpadded_ids(td, "full")) is not None:
+            texts = decode_rows(tokenizer, [row.tolist() for row in rows])
         if texts is None:
             return None
         chats = History.from_text(texts, tokenizer=tokenizer).to_chats()
     return None if any(not chat or chat[-1]["role"] in ("system", "user", "tool") for chat in chats) else chats
-
-
-def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
-    holder, masks = inner(tokens), inner(td.get("masks", None))
-    ids = holder.get(field, None, as_list=True)
-    if ids is None:
-        return None
-    attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
-    if isinstance(ids, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
-        attention = attention[..., attention.shape[-1] - ids.shape[-1] :]
-    elif attention is not None:
-        attention = [mask[len(mask) - len(row) :] for row, mask in zip(ids, attention, strict=True)]
-    return [row.tolist() for row in unpadded_rows(holder, field, attention)]
 
 
 def _content(messages: list[dict[str, Any]] | dict[str, Any]) -> str:

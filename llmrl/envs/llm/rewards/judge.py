@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import inspect
+import itertools
 import json
 import math
 import os
@@ -193,20 +194,18 @@ class ChatAPI:
     def ask(self, messages: Sequence[Mapping[str, str]], **body: Any) -> str:
         """The text of the answer; ``body`` is the rest of the request: model, temperature and so on."""
         request = json.dumps({"messages": list(messages), **body}).encode()
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count():
             with self._lock:
                 self.counters["requests"] += 1
                 self.counters["retries"] += attempt > 0
             try:
                 return self._once(request)
-            except (DeadlineError, RolloutError) as error:
-                failure = error
-            # Spread, so that the rows of a batch do not ask again at the same moment.
-            spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-            wait_s = getattr(failure, "after_s", None) or spread_s
-            if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
-                raise failure
-        raise AssertionError("unreachable: the last attempt returns or raises")
+            except (DeadlineError, RolloutError) as failure:
+                # Spread, so that the rows of a batch do not ask again at the same moment.
+                spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                wait_s = getattr(failure, "after_s", None) or spread_s
+                if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
+                    raise
 
     def close(self) -> None:
         """Ends waiting between tries: what is being asked fails at its next failure."""

@@ -23,7 +23,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
+from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
@@ -182,7 +182,7 @@ class ToolTransform(Transform):
             spent_B = (before.get("tool_turns") >= self.options.max_tool_turns).flatten()
         # Of several tool transforms the first counts turns, and each adds to the counts of those before it.
         use = before if peers[0] is self else next_td.get("tool_use")
-        answers = self._answers(td)
+        answers = completion_texts(td, self.tokenizer, who=type(self).__name__, as_drawn=True)
         turns = self._turns(td, answers, ids, cut_B.tolist(), (over_B | spent_B).tolist())
         counted = (use.get("tool_turns") > before.get("tool_turns")).flatten().tolist()
         for turn, had_calls in zip(turns, counted, strict=True):
@@ -265,16 +265,6 @@ class ToolTransform(Transform):
         if chats is None:
             return [None] * td.batch_size.numel()
         return [_structured_calls(chat[-1]) if chat else None for chat in chats]
-
-    def _answers(self, td: TensorDictBase) -> list[str]:
-        tokens = td.get("tokens", None)
-        responses = None if tokens is None else tokens.rows("response")
-        if td.get("text", None) is None and td.get("history", None) is None and responses and self.tokenizer:
-            # not skipping special tokens: in some families they are part of a call
-            ends = special_tokens(self.tokenizer)
-            texts = decode_rows(self.tokenizer, [row.tolist() for row in responses])
-            return [trim_markers(text, ends) for text in texts]
-        return completion_texts(td, self.tokenizer, who=type(self).__name__)
 
     def _opened_thoughts(self, td: TensorDictBase) -> list[bool]:
         """True for each row whose generation prompt opened a thought, in which the answer then began."""
