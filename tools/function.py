@@ -77,7 +77,12 @@ class FunctionTool(Tool):
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
         args, kwargs = self._signature.bind(arguments)
-        function = self._instance(conversation) if self._per_conversation else self._target
+        function = self._target
+        if self._per_conversation:
+            with self._lock:
+                if conversation not in self._instances:
+                    self._instances[conversation] = self._target()
+                function = self._instances[conversation]
         if self._loop is None:
             return to_text(function(*args, **kwargs))
         try:
@@ -99,12 +104,6 @@ class FunctionTool(Tool):
             _close(instance)
         if self._loop is not None:
             self._loop.close()
-
-    def _instance(self, conversation: Hashable) -> Any:
-        with self._lock:
-            if conversation not in self._instances:
-                self._instances[conversation] = self._target()
-            return self._instances[conversation]
 
 
 def tool(

@@ -12,7 +12,7 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -64,8 +64,9 @@ class MCPServers(contextlib.AbstractContextManager):
         ]
         deadline = time.monotonic() + start_timeout_s
         try:
-            self._loop.run(_start_all(self._connections), deadline)
-            for connection in self._connections:  # they start together; each is waited for by its name
+            for connection in self._connections:  # they start together
+                self._loop.run(connection.start(), deadline)
+            for connection in self._connections:
                 self._wait_for(connection, deadline, start_timeout_s)
         except BaseException:
             self.close()
@@ -83,8 +84,11 @@ class MCPServers(contextlib.AbstractContextManager):
     def close(self) -> None:
         """Ends the connections and the servers that were started; once is enough."""
         with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
-            self._loop.run(_stop_all(self._connections), time.monotonic() + _CLOSE_S)
+            self._loop.run(self._stop_all(), time.monotonic() + _CLOSE_S)
         self._loop.close()
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*(connection.stop() for connection in self._connections))
 
     def _wait_for(self, connection: _Connection, deadline: float, timeout_s: float) -> None:
         try:
@@ -153,7 +157,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._starts = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts the server if it does not run; :meth:`client` waits for it."""
         if self._ready is None:
             if self._starts > _MAX_RESTARTS:
@@ -164,7 +168,7 @@ class _Connection:
 
     async def client(self) -> Any:
         """The open connection. Raises the error of the server's start."""
-        self.start()
+        await self.start()
         return await asyncio.shield(self._ready)  # a call's deadline does not cancel the start
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
@@ -276,15 +280,6 @@ async def _all_tools(client: Any) -> list[Any]:
         page = await client.list_tools(cursor=page.next_cursor)
         listed += page.tools
     return listed
-
-
-async def _start_all(connections: Sequence[_Connection]) -> None:
-    for connection in connections:
-        connection.start()
-
-
-async def _stop_all(connections: Sequence[_Connection]) -> None:
-    await asyncio.gather(*(connection.stop() for connection in connections))
 
 
 def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:

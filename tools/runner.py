@@ -19,7 +19,7 @@ from typing import Any
 
 from llmrl.concurrency.daemon_threads import DaemonThreads
 from llmrl.concurrency.deadline import watch_lock
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import ConfigError, check_at_least, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.function import as_tool
 
@@ -60,10 +60,8 @@ class ToolRunner(contextlib.AbstractContextManager):
     ):
         if not timeout_s > 0:
             raise ConfigError(f"ToolRunner: timeout_s must be positive: got {timeout_s}.")
-        if max_result_chars < 100:
-            raise ConfigError(f"ToolRunner: max_result_chars must be at least 100: got {max_result_chars}.")
-        if max_concurrency < 1:
-            raise ConfigError(f"ToolRunner: max_concurrency must be at least 1: got {max_concurrency}.")
+        check_at_least("ToolRunner", 100, max_result_chars=max_result_chars)
+        check_at_least("ToolRunner", 1, max_concurrency=max_concurrency)
         self.tools: dict[str, Tool] = {}
         for made in map(as_tool, tools):
             if made.name in self.tools:
@@ -100,7 +98,7 @@ class ToolRunner(contextlib.AbstractContextManager):
                 batch.results[index] = self._result(call, *refusal)
             else:
                 key = ("alone", index) if call.conversation is None else ("in", call.conversation)
-                lanes.setdefault(key, deque()).append(self._job(index, call))
+                lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name], self.timeout_s))
         batch.waiting.extend(lanes.values())
         batch.left = sum(map(len, batch.waiting))
         shortest_s = min((job.limit_s for lane in batch.waiting for job in lane), default=0.0)
@@ -114,7 +112,13 @@ class ToolRunner(contextlib.AbstractContextManager):
                 for lane in (batch.waiting, *batch.running.values()):
                     lane.clear()
             watch_lock(batch, None)
-        return [self._counted(result) for result in batch.results if result is not None]
+        results = [result for result in batch.results if result is not None]
+        with self._lock:
+            self.counters["calls"] += len(results)
+            for result in results:
+                self.counters[result.status] += 1
+                self.counters["cut"] += result.cut > 0
+        return results
 
     def end(self, conversations: Iterable[Hashable]) -> None:
         """These conversations are over: every tool frees what it keeps for them."""
@@ -146,11 +150,6 @@ class ToolRunner(contextlib.AbstractContextManager):
         if left >= _MAX_LEFT_BEHIND:
             return f"{call.name}: cannot be called now: {left} earlier calls have still not ended.", "error"
         return None
-
-    def _job(self, index: int, call: ToolCall) -> _Job:
-        tool = self.tools[call.name]
-        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-        return _Job(index, call, tool, timeout_s, timeout_s + (_GRACE_S if tool.keeps_deadline else 0.0))
 
     def _grow(self, batch: _Batch) -> None:
         """Starts one more thread if calls wait. That starts the next: short calls need not wake a thread each."""
@@ -249,13 +248,6 @@ class ToolRunner(contextlib.AbstractContextManager):
         content, cut = cut_text(text, self.max_result_chars)
         return ToolResult(call, content, status, duration_s, cut)
 
-    def _counted(self, result: ToolResult) -> ToolResult:
-        with self._lock:
-            self.counters["calls"] += 1
-            self.counters[result.status] += 1
-            self.counters["cut"] += result.cut > 0
-        return result
-
     def _quietly(self, tool: Tool, method: str, *args: Any) -> None:
         try:
             getattr(tool, method)(*args)
@@ -270,11 +262,14 @@ class _Job:
     index: int
     call: ToolCall
     tool: Tool
-    timeout_s: float
-    limit_s: float  # its time until it is abandoned
+    timeout_s: float  # the tool's own, if it has one
     started: float = 0.0
     give_up_at: float = float("inf")
     left_behind: bool = False
+
+    def __post_init__(self) -> None:
+        self.timeout_s = self.timeout_s if self.tool.timeout_s is None else self.tool.timeout_s
+        self.limit_s = self.timeout_s + (_GRACE_S if self.tool.keeps_deadline else 0.0)  # until it is abandoned
 
 
 @dataclass(eq=False)

@@ -82,21 +82,6 @@ class InterpreterPool:
             finally:
                 slot.lock.release()
 
-    def warm_up(self, count: int, deadline: float) -> None:
-        """Waits until ``count`` interpreters are ready, and keeps as many from now on."""
-        if count > self.max_interpreters:
-            raise ConfigError(f"InterpreterPool: cannot exceed max_interpreters={self.max_interpreters}: got {count}.")
-        with self._changed:
-            self.spare = max(self.spare, count)
-            self._notify_launcher()
-            self._wait(lambda: len(self._ready) >= count, deadline, f"{count} interpreters did not start")
-            started = list(self._ready)
-            self._ready = deque(entry for entry in started if isinstance(entry, Session))
-        for session in started:
-            if isinstance(session, Exception):
-                raise session
-            session.wait_ready(deadline)
-
     def end(self, conversation: Hashable) -> None:
         """Kills the interpreter of a conversation that is over."""
         with self._changed:
