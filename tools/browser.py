@@ -157,6 +157,7 @@ class BrowserTool(Tool):
                 await element.fill(given["text"], timeout=element_ms)
                 if given.get("submit"):
                     await element.press("Enter", timeout=element_ms)
+            # A click may have opened another page, whose text is the answer.
             await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
             return await self._state(page)
         except asyncio.CancelledError:  # the call's deadline: the page did not even answer Playwright
@@ -254,6 +255,7 @@ class BrowserTool(Tool):
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
         page = self._pages.get(conversation)
         if page is None:
+            # A context has cookies and storage of its own. Requests of service workers would pass by the route below.
             context = await browser.new_context(accept_downloads=False, service_workers="block")
             if self.allowed_hosts is not None:
                 await context.route("**/*", self._guard)

@@ -86,6 +86,8 @@ class FunctionTool(Tool):
         if self._loop is None:
             return to_text(function(*args, **kwargs))
         try:
+            # The runner waits in its thread; the coroutines of all calls share one loop, in which clients keep
+            # connections.
             return to_text(self._loop.run(function(*args, **kwargs), deadline))
         except TimeoutError:
             if time.monotonic() < deadline:
@@ -141,6 +143,7 @@ def as_tool(obj: Any) -> Tool:
         return obj
     if inspect.isclass(obj) and issubclass(obj, Tool):
         raise ConfigError(f"as_tool: must be given a tool: got the class {obj.__name__}; pass {obj.__name__}(...).")
+    # Every class can be called, to make an object: whether that can be called is asked of the class itself.
     has_call = any("__call__" in base.__dict__ for base in obj.__mro__) if inspect.isclass(obj) else callable(obj)
     if not has_call:
         raise ConfigError(

@@ -71,6 +71,7 @@ class MCPServers(contextlib.AbstractContextManager):
         except BaseException:
             self.close()
             raise
+        # Only names that two servers have get a prefix: a model knows a tool best by the name its server gave it.
         names = Counter(tool.name for connection in self._connections for tool in connection.listed)
         self.tools: list[MCPTool] = [
             MCPTool._of(self, connection, tool, shared=names[tool.name] > 1)

@@ -99,8 +99,10 @@ class ToolRunner(contextlib.AbstractContextManager):
             else:
                 key = ("alone", index) if call.conversation is None else ("in", call.conversation)
                 lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name], self.timeout_s))
+        # No thread runs yet, so that the batch can be filled without its lock.
         batch.waiting.extend(lanes.values())
         batch.left = sum(map(len, batch.waiting))
+        # A call that starts while this thread sleeps cannot be late sooner than after the shortest limit.
         shortest_s = min((job.limit_s for lane in batch.waiting for job in lane), default=0.0)
         try:
             while batch.left:
@@ -170,6 +172,7 @@ class ToolRunner(contextlib.AbstractContextManager):
     def _work(self, batch: _Batch) -> None:
         """In a thread: runs calls of the batch until none waits, or until one of them was abandoned."""
         batch.starts = False
+        # This call may block: before it runs, another thread is started for those that wait.
         while batch.left and (job := self._take(batch)) is not None:
             self._grow(batch)
             if self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
@@ -190,6 +193,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             if not batch.waiting:
                 batch.threads -= 1
                 return None
+            # A lane is away from the queue while one of its calls runs, which keeps them in order.
             lane = batch.waiting.popleft()
             job = lane.popleft()
             batch.running[job] = lane
@@ -238,6 +242,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             now = time.monotonic()
             for job in [job for job in batch.running if job.give_up_at <= now]:
                 job.left_behind = True
+                # Python cannot stop the thread; it notices by the flag that its result is not wanted any more.
                 self._left_behind[job.tool.name] += 1
                 self.counters["left_behind"] += 1
                 batch.threads -= 1
@@ -301,6 +306,7 @@ def cut_text(text: str, limit: int) -> tuple[str, int]:
         room = limit - len(f"\n[... {len(text):,} characters cut ...]\n")
         head, tail = room - room // 2, room // 2
         cut = len(text) - head - tail
+        # Both ends are kept: an error stands at the end of an output, what it is about at the beginning.
         text = f"{text[:head]}\n[... {cut:,} characters cut ...]\n{text[len(text) - tail :]}"
     return text.encode("utf-8", "replace").decode("utf-8"), cut
 

@@ -83,6 +83,7 @@ class Processes:
     def excess(self, limits: Limits) -> str | None:
         """The limit that all processes together exceed, in words; None if there is none."""
         disk = os.fstatvfs(self._files)
+        # The file system is in memory, and its own limit does not count the inodes of empty files.
         inodes_kib = (disk.f_files - disk.f_ffree) * _INODE_KIB
         if inodes_kib > limits.disk_mib << 10:
             return f"it made more than {(limits.disk_mib << 10) // _INODE_KIB} files"

@@ -74,6 +74,7 @@ class InterpreterPool:
             try:
                 if slot.session is None:
                     self._fill(slot, deadline)
+                # Said once, with the first result of the new interpreter.
                 lost, slot.lost = slot.lost, None
                 result = slot.session.run(code, deadline=deadline, fresh=fresh)
                 if not slot.session.alive:
@@ -136,6 +137,7 @@ class InterpreterPool:
     def _fill(self, slot: _Slot, deadline: float) -> None:
         with self._changed:
             self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy with other calls")
+            # Counted before it is there, so that calls at the same time do not start more than the limit.
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             self._waiting += 1
