@@ -139,6 +139,7 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
+        # The ids that were sampled go on as they are; nothing is rendered or tokenised here.
         return new_tensordict(next_prompt(td), td.batch_size, self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
@@ -251,6 +252,8 @@ class DatasetChatEnv(TransformedEnv):
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
             rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
         else:
+            # Once for all rows, and not per batch: the order of an epoch, and with it a resumption, is that of its
+            # rows.
             rows = list(collate_fn(list(rows)))
         if data_key not in (None, "query"):
             rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]

@@ -256,6 +256,7 @@ class LLMHashingEnv(EnvBase):
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         td = new_tensordict({}, self.batch_size) if td is None else td
         ids_BN = required(td, self.observation_key, "LLMHashingEnv.reset", "see make_tensordict for the prompt")
+        # Token by token, as the steps do it: a prefix has one hash, wherever its prompt ended.
         hash_B1 = torch.zeros((*td.batch_size, 1), dtype=torch.int64, device=ids_BN.device)
         for token_B1 in ids_BN.split(1, dim=-1):
             hash_B1 = self._hash(hash_B1, token_B1)

@@ -146,6 +146,7 @@ class JudgeReward:
 
     def score(self, said: str) -> float | None:
         """The reward in the judge's text. Raises RolloutError if it has none, or one out of bounds."""
+        # A thinking judge weighs several scores before it gives one.
         value = self._parse(find_blocks(said).outside)
         if value is None:
             return None

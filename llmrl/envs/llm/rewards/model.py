@@ -100,6 +100,7 @@ class RewardModelScorer:
         if not completions:
             return []
         rows = self.ids([self.conversation(q, c) for q, c in zip(query, completions, strict=True)])
+        # Batches of rows of similar length have little padding.
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         scores: list[float | None] = [None] * len(rows)
         if self.max_tokens is not None:

@@ -82,6 +82,7 @@ def evaluate(response: str, instructions: Instructions) -> Verdict:
     strict, loose = [], []
     for name, arguments in zip(instructions.names, instructions.arguments, strict=True):
         check = CHECKS[name]
+        # What is followed strictly is followed loosely too, without a look at the variants.
         strict.append(check(response, **arguments))
         loose.append(strict[-1] or any(check(variant, **arguments) for variant in _variants(response)))
     return Verdict(strict, loose)

@@ -148,6 +148,7 @@ class MathEquality:
     def _decide(self, reference: str, answer: str) -> bool:
         if reference == answer:
             return True
+        # Most answers are plain numbers: they are compared here, without a process.
         one, other = normalize_answer(reference), normalize_answer(answer)
         if _is_number(reference, one) and _is_number(answer, other):
             return one == other

@@ -114,6 +114,7 @@ class _GymTurns(Transform):
         count = len(self.gyms) if td is None else td.batch_size.numel()
         slots = self._take(count)
         try:
+            # A reset may start a container and a step may train a model: gyms run side by side.
             queries = list(self._pool.map(self._start, slots))
         except BaseException:
             self._release(slots)

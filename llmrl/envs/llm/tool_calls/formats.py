@@ -183,6 +183,7 @@ class MistralFormat(CallFormat):
         if not several and not named:
             return self._malformed("it names no tool"), self._skip(text, opening.end())
         try:
+            # The JSON ends itself: these models write nothing behind it.
             value, end = read_json(text, (several or named).end())
         except ValueError as error:
             return self._malformed(str(error), name), self._skip(text, opening.end())

@@ -114,6 +114,7 @@ class DataLoadingPrimer(Transform):
         first = self._handed_out
         numbers = range(first, first + count)
         draws = self._within_limit([(n // self.repeats) * self.world_size + self.rank for n in numbers])
+        # The copies of a prompt are one row: it is read once.
         distinct = list(dict.fromkeys(draws))
         by_draw = dict(zip(distinct, self._source.rows(distinct), strict=True))
         draws = self._within_limit(draws)  # reading may have shown where an iterable's epoch ends
@@ -145,6 +146,7 @@ class DataLoadingPrimer(Transform):
                 raise CheckpointError(
                     f"DataLoadingPrimer: the data must be those of the checkpoint: {name} was {state[name]}, is {mine}."
                 )
+        # The state counts the rows of all ranks, so that another number of them can go on from it.
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
@@ -292,6 +294,7 @@ class IndexedRows:
         epoch, offset = divmod(position, len(self.dataset))
         if not self.shuffle:
             return offset
+        # One epoch's permutation is kept: positions come in order, and a batch seldom spans two.
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(int(row_seeds(self.seed, [epoch])[0]))
             self._order = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
@@ -318,6 +321,7 @@ class IteratedRows:
     def rows(self, positions: Sequence[int]) -> list[Row]:
         found: list[Row] = []
         for position in positions:
+            # An iterable cannot go back: it starts again, and what was passed is skipped.
             if self._iterator is None or position < self._next:
                 self._iterator, self._next = self._stream(), 0
             found.append(next(islice(self._iterator, position - self._next, None)))

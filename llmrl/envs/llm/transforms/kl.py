@@ -118,6 +118,7 @@ class KLComputation(Transform):
             attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
             own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT)
+            # Each token pays once, in the turn or record that wrote it. The first of a row has no log-prob to pay for.
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
@@ -132,6 +133,7 @@ class KLComputation(Transform):
         who = type(self).__name__
         gen = next_td.get(self.gen_log_probs_full_key, None, as_list=True)
         if gen is None:
+            # Where top-p or top-k cut the distribution, only the plain log-probs are comparable with the reference.
             plain = (self.gen_log_probs_full_key[0], "plain")
             gen = td.get(plain, None, as_list=True)
             gen = td.get(self.gen_log_probs_full_key, None, as_list=True) if gen is None else gen
@@ -172,6 +174,7 @@ class KLComputation(Transform):
         if per_token:
             return reward.view(*penalty_BT.shape, 1) - penalty_BT.unsqueeze(-1)
         places_T = torch.arange(paid_BT.shape[1], device=reward.device)
+        # The reward of the turn stands at the last token that pays.
         last_B1 = (paid_BT * places_T).amax(1, keepdim=True)
         own_BT = torch.zeros_like(penalty_BT).scatter(1, last_B1, reward.view(-1, 1))
         return (own_BT - penalty_BT).unsqueeze(-1)
@@ -222,6 +225,7 @@ class RetrieveKL(Compose):
                 f"{who}: both models must have the same pad_output: got {pads[0]} (gen_model), {pads[1]} (ref_model)."
             )
         scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
+        # Both at one temperature: otherwise the difference would be that of the temperatures too.
         scoring["temperature"] = getattr(gen, "temperature", None) if temperature is None else temperature
         if history_key is not None:
             gen, ref = (

@@ -112,6 +112,7 @@ class MaskTruncated(Transform):
 
     def inv(self, td: TensorDictBase) -> TensorDictBase:
         reason_B, masks = (required(td, key, "MaskTruncated") for key in ("stop_reason", "masks"))
+        # Rewards stay: without them the mean of the group would be that of the finished answers alone.
         cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
         if not bool(cut_B.any()):
             return td

@@ -170,6 +170,7 @@ class RewardFunction(ScoringTransform):
             close()
 
     def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
+        # Views of the conversation (text, tokens, masks) are containers and not columns of the dataset.
         objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
         present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
@@ -180,6 +181,7 @@ class RewardFunction(ScoringTransform):
         columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
+            # A file may have numbers as references; functions compare texts.
             columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
         return columns
 

@@ -44,6 +44,7 @@ class ProcessRunner:
         """The outcomes, after all calls were made or ``timeout_s`` seconds; starting the process does not count."""
         if not calls.calls:
             return []
+        # Answers come one by one, so that a process that dies or hangs takes only the calls with it that have none.
         left = set(range(len(calls.calls)))
         arguments = [(call.args, call.keywords) for call in calls.calls]
         with self._pool.worker(math.inf if timeout_s is None else WAIT_S + timeout_s) as worker:

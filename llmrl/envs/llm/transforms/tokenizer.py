@@ -84,6 +84,7 @@ class Tokenizer(Transform):
             raise ConfigError("Tokenizer: padding='max_length' needs max_length.")
         check_at_least("Tokenizer", 1, max_length=max_length)
         if additional_tokens:
+            # The caller's tokenizer belongs to a model whose embeddings do not have these tokens.
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.add_tokens(list(additional_tokens), special_tokens=True)
         self.tokenizer = tokenizer

@@ -85,6 +85,7 @@ def _deltas(
     """
     new = [len(added) for added in messages]
     chats = [[_QUESTION, answer, *added] for answer, added in zip(answers, messages, strict=True)]
+    # The conversation itself is not there as messages, only its ids: a short stand-in is rendered in its place.
     found = renderer.extend(ends, chats, new)
     shapes = [renderer.shape(chat, num) for chat, num in zip(chats, turns, strict=True)]
     first_rows = {shape: row for row, shape in enumerate(shapes) if shape not in renderer.compared}
@@ -127,6 +128,7 @@ def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> Non
         return
     chats = list(history.chats("prompt"))
     for row, fields in said.items():
+        # Other transforms may have appended messages already.
         place = max(number for number, message in enumerate(chats[row]) if message["role"] == _ANSWERS)
         chats[row] = [*chats[row][:place], {"role": _ANSWERS, **fields}, *chats[row][place + 1 :]]
     next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}, next_td.batch_size))

@@ -175,6 +175,7 @@ class ToolTransform(Transform):
             for key in ("tool_use", "conversation_id")
         )
         peers, ids = self._peers(), conversations.flatten().tolist()
+        # Calls of a turn that is the last anyway are not run: no turn would read their results.
         over_B = self._over(td, next_td)
         cut_B = _cut_off(td).to(over_B.device)
         spent_B = torch.zeros_like(over_B)  # rows that have had as many turns with calls as they may
@@ -235,6 +236,7 @@ class ToolTransform(Transform):
         ]
         results = self.runner.run([call for _, call in owned]) if owned else []
         for (turn, _), result in zip(owned, results, strict=True):
+            # A result that holds them would become a control token in the prompt.
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
             turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
@@ -302,6 +304,7 @@ class ToolTransform(Transform):
         return over_B
 
     def _end_conversations(self, next_td: TensorDictBase, called_B: Tensor, cut_B: Tensor, spent_B: Tensor) -> None:
+        # What a limit has ended already keeps its reason.
         going_on_B = ~next_td.get("done").flatten()
         truncated_B, terminated_B = called_B & spent_B, torch.zeros_like(called_B)
         if self.options.end_without_call:
@@ -319,6 +322,7 @@ class ToolTransform(Transform):
             over = [number for number, is_done in zip(ids, done, strict=True) if is_done and number in self._open]
             for number in over:
                 del self._open[number]
+            # A conversation that a reset has cut short is never seen to end.
             limit = 4 * max(64, len(ids))
             while len(self._open) > limit:
                 over.append(next(iter(self._open)))

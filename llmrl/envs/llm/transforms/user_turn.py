@@ -93,6 +93,7 @@ class UserTurn(Transform):
         columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in self.columns}
         named = [{name: values[row] for name, values in columns.items()} for row in rows]
         replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
+        # All rows share one deadline: a slow user holds a batch up once.
         calls = Calls(replies, self.retries)
         outcomes = dict(zip(rows, self._runner.run(calls, timeout_s=self.deadline_s), strict=True))
         failed = {row for row, outcome in outcomes.items() if self._failed(outcome)}
