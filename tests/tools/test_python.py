@@ -318,11 +318,3 @@ test_settings_that_cannot_work_are_refused = refusals(
     (ConfigError, "spare <=", lambda: InterpreterPool(Sandbox("subprocess"), spare=3, max_interpreters=2)),
     (ConfigError, "Did you mean 'memory_mib'", lambda: PythonTool(sandbox="subprocess", limits={"memory_mb": 512})),
 )
-
-
-def test_conversations_do_not_share_variables(run, tool):
-    run("x = 'mine'")
-    with pytest.raises(ToolError, match="NameError: name 'x' is not defined"):
-        run("x", conversation="another one")
-    tool.end("another one")
-    assert run("x") == "'mine'\n"

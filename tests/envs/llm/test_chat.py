@@ -10,7 +10,7 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.envs.llm.transforms import EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from tests.support.conversations import fake_policy
 from tests.support.refusals import refusals
 
@@ -204,16 +204,3 @@ def test_the_arguments_of_a_data_loader_are_taken_and_ray_is_refused_by_its_valu
             with pytest.raises(ConfigError, match=f"{kind.__name__}: .*{next(iter(wrong))}"):
                 kind(dataset=rows, **wrong)
     assert make_gsm8k_env(rows, 1, 2, 8, 0).reset().get("answer").tolist() == ["#### 4"]
-
-
-def test_padded_turns_are_carried_without_their_padding():
-    env = ChatEnv(batch_size=[2], data_key="query")
-    td = env.reset(query("a", "b"))
-    full, real = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[False, True, True], [True, True, True]])
-    history = td["history"].prompt
-    td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
-    td.set("tokens", Tokens.from_padded({"full": full}))
-    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": real}))
-    after = env.step(td)["next"]
-    assert [row.tolist() for row in after["tokens"].rows("prompt")] == [[1, 2], [3, 4, 5]]
-    assert [row.tolist() for row in after["masks"].rows("prompt_assistant_mask")] == [[False, True], [True] * 3]

@@ -124,15 +124,11 @@ CAPITALS = {  # contractions are two words
 @pytest.mark.parametrize(
     ("counted", "text", "count"),
     [(count_sentences, *item) for item in SENTENCES.items()]
-    + [(count_capital_words, *item) for item in CAPITALS.items()],
+    + [(count_capital_words, *item) for item in CAPITALS.items()]
+    + [(count_words, "It's a well-known fact: 3.14!", 8), (count_words, "", 0)],
 )
-def test_sentences_and_capital_words_are_counted(counted, text, count):
+def test_sentences_and_words_are_counted(counted, text, count):
     assert counted(text) == count
-
-
-def test_words_are_counted():
-    assert count_words("It's a well-known fact: 3.14!") == 8
-    assert count_words("") == 0
 
 
 def test_the_language_is_the_same_every_time():
