@@ -104,10 +104,10 @@ def completion_texts(
 
 def unpadded_ids(td: TensorDictBase, field: str) -> list[Tensor] | None:
     """The ids of ("tokens", field), one row each, without padding; None if there are none."""
-    masks = inner(td.get("masks", None))
-    rows = field_rows(inner(td.get("tokens")), field)
+    tokens, masks = td.get("tokens"), inner(td.get("masks", None))
+    rows = field_rows(inner(tokens), field)
     kept = None if masks is None else field_rows(masks, "all_attention_mask")
-    if rows is None or kept is None:
+    if rows is None or kept is None or getattr(tokens, "padded", True) is False:
         return rows
     # The mask is that of the whole turn, which begins with the prompt and ends with the response.
     starts = [0 if field == "prompt" else len(mask) - len(row) for row, mask in zip(rows, kept, strict=True)]

@@ -186,7 +186,6 @@ def count_capital_words(text: str) -> int:
     return sum(token.isupper() for token in text.split())
 
 
-@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
 def is_language(response: str, language: str) -> bool:
     """The response is in the language with this ISO 639-1 code; one without any letters is in every language.
 
@@ -198,7 +197,7 @@ def is_language(response: str, language: str) -> bool:
     return _detected(response if has_address else _NO_LETTER.sub(" ", response)) in (None, language)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
 def _detected(text: str) -> str | None:
     langdetect = require("langdetect", extra="ifeval", used_by="IFEval's language instructions")
     detector = _factory().create()

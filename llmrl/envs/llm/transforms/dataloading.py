@@ -7,7 +7,7 @@ positions r, r + w, r + 2w, ...: together the ranks read what one process would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.base import EnvBase
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
@@ -238,22 +237,6 @@ class DataLoadingPrimer(Transform):
                 f"batch of them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)
-
-
-def dataset_columns(env: EnvBase) -> Iterator[tuple[str, ...]]:
-    """The columns of each dataset that starts conversations of ``env``, if they are known."""
-    for transform in env.transform.leaves():
-        if isinstance(transform, DataLoadingPrimer) and transform.columns is not None:
-            yield transform.columns
-
-
-def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> None:
-    """Raises ConfigError if a parameter of a user's function is not a column, with a near name."""
-    known = list(columns)
-    for name in names:
-        if name not in known:
-            columns = f"{', '.join(known)}.{did_you_mean(name, known)}"
-            raise ConfigError(f"{who}: its parameter {name!r} must be a column of the dataset: they are {columns}")
 
 
 class IndexedRows:
