@@ -238,7 +238,7 @@ class RetrieveKL(Compose):
         super().__init__(*scorers, KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, **penalty))
 
 
-class KLRewardTransform(Compose):
+class KLRewardTransform(RetrieveKL):
     """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
 
     Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
@@ -246,7 +246,7 @@ class KLRewardTransform(Compose):
             default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
     Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
 
-    ``options`` are the other arguments of `RetrieveLogProb` and `KLComputation`.
+    ``options`` are the other arguments of `RetrieveKL`: ``ref_model_factory``, ``temperature`` and so on.
 
     >>> from llmrl.testing import FakeEngine
     >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
@@ -257,12 +257,10 @@ class KLRewardTransform(Compose):
         self,
         ref_model: Scorer | None = None,
         *,
-        ref_model_factory: Callable[[], Scorer] | None = None,
         coef: float | Any = 1.0,
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: FullKey = GEN,
-        use_ray_service: bool = False,
         **options: Any,
     ):
         in_keys = ["reward"] if in_keys is None else list(in_keys)
@@ -272,14 +270,16 @@ class KLRewardTransform(Compose):
                 "KLRewardTransform: in_keys must be [reward] and out_keys [the same reward, penalty, log-probs of the "
                 f"reference]: got {in_keys} and {out_keys}."
             )
-        who = type(self).__name__
-        ref = _one_model(who, "ref", ref_model, ref_model_factory, use_ray_service)
         reward_key, kl_key, ref_name = out_keys
-        key = full_key((ref_name, "full"), who)
-        scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
-        penalty |= {"coeff": coef, "kl_key": kl_key, "reward_key": reward_key}
-        scorer = RetrieveLogProb(ref, log_probs_full_key=key, **scoring)
-        super().__init__(scorer, KLComputation(log_prob_key, key, **penalty))
+        super().__init__(
+            ref_model=ref_model,
+            gen_log_probs_full_key=log_prob_key,
+            ref_log_probs_full_key=(ref_name, "full"),
+            coeff=coef,
+            kl_key=kl_key,
+            reward_key=reward_key,
+            **options,
+        )
 
 
 def _one_model(

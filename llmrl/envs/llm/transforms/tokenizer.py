@@ -11,8 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.data.ragged.tensordicts import column, column_values, inner
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
+from llmrl.envs.llm.completions import strings_of
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least
@@ -140,7 +141,7 @@ class Tokenizer(Transform):
             raw = td.get(in_key, None) if tolerant else required(td, in_key, "Tokenizer")
             if raw is None:
                 continue
-            ids_BT, mask_BT = self._apply_transform(raw if self.use_raw_nontensor else _strings(td, in_key))
+            ids_BT, mask_BT = self._apply_transform(raw if self.use_raw_nontensor else strings_of(td, in_key))
             td.set(out_key, ids_BT.to(td.device))
             if self.return_attention_mask:
                 td.set(self._mask_key(out_key), mask_BT.to(td.device))
@@ -174,9 +175,3 @@ class Tokenizer(Transform):
 
     def _ids_spec(self, spec: Composite) -> Unbounded:
         return Unbounded(shape=(*spec.shape, -1), dtype=torch.int64, device=spec.device)
-
-
-def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    *path, name = (key,) if isinstance(key, str) else key
-    holder = td.get(tuple(path)) if path else td
-    return column_values(inner(holder), name)
