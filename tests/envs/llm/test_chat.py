@@ -56,13 +56,6 @@ def test_step_carries_every_view_and_the_bookkeeping_of_the_stream(say):
     assert torch.equal(after["masks"].rows("prompt_assistant_mask")[0], mask)
 
 
-def test_a_policy_that_writes_no_full_view_is_named(say):
-    env = ChatEnv(batch_size=[1])
-    td = env.reset(query("2 + 2?"))
-    with pytest.raises(MissingKeyError, match=r"\('history', 'full'\).*has prompt"):
-        env.step(td)
-
-
 def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
     env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
@@ -76,6 +69,7 @@ test_what_cannot_work_is_refused = refusals(
     (ValueError, "Did you mean 'text'", lambda: ChatEnv(input_mode="txt")),
     (ValueError, "needs a tokenizer", lambda: ChatEnv(input_mode="tokens")),
     (MissingKeyError, "'query'; keys present: none", lambda: ChatEnv().reset()),
+    (MissingKeyError, r"\('history', 'full'\).*has prompt", lambda: ChatEnv().step(ChatEnv().reset(query("a")))),
     (DataError, "row 2 .*prompt column", lambda: DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])),
     (DataError, "at least one row", lambda: DatasetChatEnv(dataset=[])),
 )

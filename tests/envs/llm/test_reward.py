@@ -266,15 +266,6 @@ def test_no_deadline_runs_in_the_calling_thread(say):
     assert names == [threading.current_thread()]
 
 
-def test_a_column_that_the_dataset_lacks_is_named_when_the_reward_is_attached():
-    def wants(completion, solutoin):
-        return 0.0
-
-    env = DatasetChatEnv(dataset=[{"prompt": "a", "note": "n", "solution_text": "x"}])
-    with pytest.raises(ConfigError, match=r"'solutoin' must be a column.*Did you mean 'solution_text'"):
-        env.append_transform(RewardFunction(wants))
-
-
 @pytest.fixture
 def module(monkeypatch, tmp_path):
     source = "def exact(completion, answer):\n    return completion == answer\nnumber = 3\n"
@@ -324,7 +315,14 @@ def test_judge_and_code_are_made_from_their_settings():
     code.close()
 
 
+def attached(wants):
+    env = DatasetChatEnv(dataset=[{"prompt": "a", "note": "n", "solution_text": "x"}])
+    return env.append_transform(RewardFunction(wants))
+
+
+UNKNOWN_COLUMN = r"'solutoin' must be a column.*Did you mean 'solution_text'"
 test_what_cannot_be_run_is_named = refusals(
+    (ConfigError, UNKNOWN_COLUMN, lambda: attached(lambda completion, solutoin: 0.0)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, retries=-1)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, concurrency=0)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, deadline_s=0)),
