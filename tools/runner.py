@@ -123,7 +123,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         return results
 
     def end(self, conversations: Iterable[Hashable]) -> None:
-        """These conversations are over: every tool frees what it keeps for them."""
+        """Frees what the tools keep for conversations that are over."""
         for conversation in conversations:
             for tool in self.tools.values():
                 self._quietly(tool, "end", conversation)
@@ -237,7 +237,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         return max(0.0, min(min(ends, default=float("inf")) - time.monotonic(), shortest_s, threading.TIMEOUT_MAX))
 
     def _abandon_late(self, batch: _Batch) -> None:
-        """Gives the calls up whose time is over. Their threads are lost to the batch, their slots are not."""
+        """Abandons the calls whose time is over. Their threads are lost to the batch, their slots are free again."""
         with self._lock:
             now = time.monotonic()
             for job in [job for job in batch.running if job.give_up_at <= now]:

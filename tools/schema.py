@@ -182,7 +182,7 @@ class _Quiet(GenerateJsonSchema):
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without the titles that pydantic adds, and with definitions in the places where they are used."""
+    """The schema without the titles that pydantic adds, with definitions written out where they are used."""
     definitions = schema.pop("$defs", {})
     recursive: set[str] = set()
 

@@ -186,7 +186,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def end_children() -> None:
-    """Processes that the code started end with the call."""
+    """Ends the processes that the code started."""
     try:
         os.kill(-1, signal.SIGKILL)  # all of this namespace but the first process and this one
         while True:

@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 class EndOfData(LLMRLError, EOFError):
-    """A reset asked for prompts and every epoch has been handed out. Collectors stop on it; it is not a fault."""
+    """No prompts are left: every epoch has been handed out. Collectors stop on it; it is not a fault."""
 
 
 class DataLoadingPrimer(Transform):
@@ -139,7 +139,7 @@ class DataLoadingPrimer(Transform):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of ``state``. Raises CheckpointError if the data or their order are other ones."""
+        """Goes to the position of ``state``. Raises CheckpointError if the data or their order differ."""
         for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
             if state[name] != mine and None not in (state[name], mine):
                 raise CheckpointError(
@@ -259,7 +259,7 @@ class IndexedRows:
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
-        """The rows at increasing positions of the stream; shorter than asked only if the stream has ended."""
+        """The rows at increasing positions of the stream."""
         indices = [self._index(position) for position in positions]
         if hasattr(self.dataset, "column_names"):  # datasets.Dataset: one read for all rows, as columns
             columns = self.dataset[indices]

@@ -103,9 +103,8 @@ class RewardFunction(ScoringTransform):
             raise ConfigError(f"RewardFunction: deadline_s must be positive, or None for no limit: got {deadline_s}.")
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
-        asynchronous = is_coroutine_function(fn)
         if concurrency is None:
-            concurrency = getattr(fn, "concurrency", _COROUTINES if asynchronous else 1)
+            concurrency = getattr(fn, "concurrency", _COROUTINES if is_coroutine_function(fn) else 1)
         check_at_least("RewardFunction", 0, retries=retries)
         check_at_least("RewardFunction", 1, concurrency=concurrency)
         super().__init__()
@@ -125,9 +124,7 @@ class RewardFunction(ScoringTransform):
         if importable is None:
             self._runner = runner_of(fn, f"reward-{self.name}", concurrency)
         else:
-            self._runner = ProcessRunner(
-                self.name, importable, concurrency=concurrency, asynchronous=asynchronous, batched=self.batched
-            )
+            self._runner = ProcessRunner(self.name, importable, concurrency=concurrency, batched=self.batched)
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
@@ -292,7 +289,7 @@ class Parameters:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], who: str, first: str) -> Parameters:
-        """By the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
+        """Reads the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins have no signature

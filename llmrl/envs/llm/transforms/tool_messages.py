@@ -119,7 +119,7 @@ def _closed(message: Message) -> Message:
 
 
 def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
-    """Gives the last answer in the prompt of these rows other fields, in place; the ids stay what was drawn.
+    """Replaces the fields of the last answer in these rows, in place; the ids stay as they were drawn.
 
     Writes  ("history", "prompt"), if the batch has it
     """

@@ -211,7 +211,10 @@ class ToolTransform(Transform):
     ) -> list[_Turn]:
         """The calls of each row's turn; none of one that was cut off, and none run in a row that is skipped."""
         numbers = td.get(("tool_use", "turns")).flatten().tolist()
-        mine, turns = self._is_mine(self._peers()), []
+        peers, turns = self._peers(), []
+        others = {name for peer in peers if peer is not self for name in peer.runner.tools}
+        # A name that no tool has is answered once: by the first transform that reads calls of this format.
+        answers_unknown = next(peer for peer in peers if peer.format.name == self.format.name) is self
         rows = zip(answers, self._structured(td), self._opened_thoughts(td), ids, numbers, cut, skipped, strict=True)
         for text, structured, thinking, conversation, number, is_cut, is_skipped in rows:
             written = structured is None
@@ -220,7 +223,11 @@ class ToolTransform(Transform):
                 (call, call.id or self.format.call_id(conversation, number, place))
                 for place, call in enumerate([] if is_cut else parsed)
             ]
-            found = [(call, call_id) for call, call_id in calls if mine(call.name)]
+            found = [
+                (call, call_id)
+                for call, call_id in calls
+                if call.name in self.runner.tools or (answers_unknown and call.name not in others)
+            ]
             run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
             turns.append(_Turn(calls, found, run, not written, counts))
@@ -285,12 +292,6 @@ class ToolTransform(Transform):
         if self.container is None:
             return [self]
         return [leaf for leaf in self.container.transform.leaves() if isinstance(leaf, ToolTransform)]
-
-    def _is_mine(self, peers: list[ToolTransform]) -> Callable[[str], bool]:
-        """True for the names of this transform's tools, and for unknown names if it is the first of its format."""
-        others = {name for peer in peers if peer is not self for name in peer.runner.tools}
-        first = next(peer for peer in peers if peer.format.name == self.format.name) is self
-        return lambda name: name in self.runner.tools or (first and name not in others)
 
     def _over(self, td: TensorDictBase, next_td: TensorDictBase) -> Tensor:
         """Rows that end with this turn, whatever is in it, or had ended before: bool[B]."""
