@@ -188,15 +188,13 @@ class RewardFunction(ScoringTransform):
         outcomes = self._runner.run(calls, timeout_s=self.deadline_s)
         self.counters["rows"] += count
         self.counters["retries"] += calls.retried
-        late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
-        if late is not None:
-            subject = "the call" if self.batched else f"row {late} of {count}"
-            self.first_error = self.first_error or f"{subject} was not done {self.deadline_s} s after its batch began"
         values: list[float | None] = []
         for outcome in outcomes:
             rows_of_call = count if self.batched else 1
             if outcome.error is not None or not outcome.done:
-                self.first_error = self.first_error or outcome.error
+                late = "the call" if self.batched else f"row {len(values) + 1} of {count}"
+                late += f" was not done {self.deadline_s} s after its batch began"
+                self.first_error = self.first_error or outcome.error or late
                 self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
                 values += [math.nan] * rows_of_call
                 continue
