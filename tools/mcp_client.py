@@ -305,6 +305,7 @@ def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
         raise ConfigError(f"MCPServers: server {name!r} must have either a command or a url: got {list(given)}.")
     model = kinds[named[0]]
     try:
+        # A settings file may say null for what is left out.
         return model.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as failure:
         fault, known = failure.errors(include_url=False)[0], list(model.model_fields)

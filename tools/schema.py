@@ -92,6 +92,7 @@ class Signature:
 
     def _explain(self, failure: ValidationError) -> str:
         faults = []
+        # Enough for a model to correct its call; one per wrong entry of a long list would fill the context.
         for fault in failure.errors(include_url=False)[:5]:
             name = ".".join(map(str, fault["loc"]))
             if fault["type"] == "missing" and len(fault["loc"]) == 1:

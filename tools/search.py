@@ -105,6 +105,7 @@ def _passages(path: Path, root: Path, max_chars: int) -> list[Passage]:
         return [Passage(name, number, _row_text(line, path, number)) for number, line in rows]
     passages: list[Passage] = []
     kept: list[str] = []
+    # One empty line more, which ends the last paragraph.
     for number, line in enumerate([*lines, ""], 1):
         if line.strip():
             kept.append(line)

@@ -168,6 +168,7 @@ class Processes:
                                 found.add(target)
                 finally:
                     os.close(folder)
+        # Each counts as full, at the size that the sandbox cannot raise (see `system_calls`).
         return len(found) * int(Path("/proc/sys/net/core/wmem_default").read_text()) // 1024 if found else 0
 
     def _read(self, pid: str, name: str) -> str:

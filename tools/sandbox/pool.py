@@ -114,6 +114,7 @@ class InterpreterPool:
 
     @contextlib.contextmanager
     def _slot(self, conversation: Hashable) -> Iterator[_Slot]:
+        # A call without a conversation is one of its own, which ends with the call.
         key = object() if conversation is None else conversation
         with self._changed:
             if self._closed:

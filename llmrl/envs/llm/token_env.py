@@ -163,6 +163,7 @@ class LLMEnv(EnvBase):
                 longer_BR = torch.ones_like(answer_BR, dtype=torch.bool)
                 out.set(self.attention_key, torch.cat([td.get(self.attention_key), longer_BR], -1))
             if self.eos_token_id is not None:
+                # Only the action counts: prompts may hold this token, between their turns or as padding.
                 out.set("terminated", (answer_BR == self.eos_token_id).any(-1, keepdim=True))
         if self.zero_reward_key is not None:
             out.set(self.zero_reward_key, torch.zeros(*td.batch_size, 1, 1, device=self.device))

@@ -79,6 +79,7 @@ def countdown_problems(
     draw = random.Random(f"countdown {split} {least} {most} {largest}")
     rows: list[dict[str, Any]] = []
     while len(rows) < (SPLITS[split] if count is None else count):
+        # Draws until there are enough: many sets belong to another split, and some of the attempts reach no target.
         numbers = [draw.randint(1, largest) for _ in range(draw.randint(least, most))]
         if _split_of(numbers) == split and (target := _reach(numbers, largest, draw)) is not None:
             rows.append({"nums": numbers, "target": target})

@@ -233,6 +233,8 @@ class IfEvalScorer(ScoringTransform):
         blocks = [find_blocks(text) for text in texts]
         scores = []
         for found, instructions in zip(blocks, self._instructions(td), strict=True):
+            # Without an answer block all of the response counts, as in the public benchmark, where nothing asks for
+            # one.
             verdict = evaluate(found.answers[-1] if found.answers else found.outside, instructions)
             scores.append(IFEvalScoreData.of(verdict.strict, verdict.loose))
         score = torch.stack(scores)

@@ -161,6 +161,7 @@ class _GymTurns(Transform):
         texts = completion_texts(td, self.tokenizer, who="MLGymWrapper")
         turns = list(self._pool.map(self._turn, slots, texts))
         done = [turn["terminated"] or turn["truncated"] for turn in turns]
+        # A conversation that ended gets no message: no turn would read it.
         messages = [
             [] if ended else [{"role": "user", "content": turn["text"]}]
             for turn, ended in zip(turns, done, strict=True)

@@ -333,6 +333,7 @@ class IteratedRows:
                     "iterator that can be read once only cannot be used: give something with __iter__, such as a "
                     "list or a DataLoader."
                 )
+            # Known from here on: it numbers the rows of later epochs, and tells where the last one ends.
             self.epoch_size = count
 
     def _split(self, element: Any) -> Iterable[Row]:

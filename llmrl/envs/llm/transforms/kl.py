@@ -300,6 +300,7 @@ def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor,
     columns = [("the policy's log-probs", gen), ("the reference's log-probs", ref)]
     columns += [] if mask is None else [("the assistant mask", mask)]
     lengths = [len(row) for row in gen] if any(isinstance(column, list) for _, column in columns) else None
+    # Compared before ragged rows are padded, which would give all of them one length.
     for what, column in columns[1:]:
         got, expected = (column.shape, gen.shape) if lengths is None else ([len(row) for row in column], lengths)
         if got != expected:

@@ -196,6 +196,7 @@ class RewardFunction(ScoringTransform):
                 late += f" was not done {self.deadline_s} s after its batch began"
                 self.first_error = self.first_error or outcome.error or late
                 self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
+                # Not a number, and not 0, which would say that the answers are bad.
                 values += [math.nan] * rows_of_call
                 continue
             found = outcome.value if self.batched else [outcome.value]

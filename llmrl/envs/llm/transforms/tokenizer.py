@@ -131,6 +131,7 @@ class Tokenizer(Transform):
         if fill is None and min(lengths) < width:
             raise ConfigError("Tokenizer: the tokenizer must have a padding token: set tokenizer.pad_token.")
         side = self.tokenizer.padding_side
+        # Without a padding token all rows have this width already.
         return pad_rows(rows, value=fill or 0, side=side, length=width), lengths_mask(lengths, width, side)
 
     def _inv_apply_transform(self, value: Any) -> Any:

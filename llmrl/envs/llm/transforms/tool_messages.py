@@ -57,6 +57,7 @@ def append_messages(
     stream = TokenStream.read(next_td)
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
+    # Of the past only its end matters here: whether the turn was closed, or was cut off before its end token.
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
     answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
     turns = [(None if stream is None else stream.num_answers(row)) or _UNKNOWN_TURNS for row in rows]
