@@ -345,7 +345,10 @@ class AnswerParser(ScoringTransform, ABC):
         return completion_texts(td, tokenizer_of(self), who=who, mode=self.input_mode, markers=self.markers)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        blocks = [find_blocks(text) for text in self.responses(td)]
+        return self._scored(self.responses(td), td, next_td)
+
+    def _scored(self, texts: list[str], td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        blocks = [find_blocks(text) for text in texts]
         answers = [self.find_answer(found) for found in blocks]
         success_B = torch.tensor(self.judge(answers, td), device=td.device)
         answered_B = torch.tensor([answer is not None for answer in answers], device=td.device)

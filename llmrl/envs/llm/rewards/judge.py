@@ -224,11 +224,9 @@ class ChatAPI:
                         raise late
                     if len(data) > MAX_REPLY:
                         raise RolloutError(f"ChatAPI: {self.url} must answer with at most {MAX_REPLY >> 20} MiB.")
-        except DeadlineError:
-            raise
         except urllib.error.HTTPError as error:
             raise self._refused(error) from None
-        except TimeoutError:
+        except TimeoutError:  # the socket's, or `late` itself
             raise late from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = getattr(error, "reason", None)

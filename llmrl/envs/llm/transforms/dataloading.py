@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.td_ops import fill_missing
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
@@ -175,9 +176,7 @@ class DataLoadingPrimer(Transform):
             return self.pull(self.batch_size.numel() if self.container is None else self.container.batch_size.numel())
         rows = self.pull(td.batch_size.numel())
         if rows.batch_size == td.batch_size:
-            for key, value in td.items():
-                if key not in rows.keys():
-                    rows.set(key, value)
+            fill_missing(rows, td)
         return rows
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
