@@ -378,6 +378,7 @@ class PatternFormat(CallFormat):
     """
 
     name = "pattern"
+    _after = re.compile("")  # what follows the JSON in the second group does not matter
 
     def __init__(self, pattern: str | re.Pattern[str]) -> None:
         try:
@@ -393,4 +394,5 @@ class PatternFormat(CallFormat):
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
         name, body = (opening[1] or "").strip(), (opening[2] or "").strip()
-        return self._of_object({"name": name, "arguments": body}), opening.end()
+        calls = self._of_json(body, 0, self._after, "", name)[0] if body else self._of_object({"name": name})
+        return calls, opening.end()
