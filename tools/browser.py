@@ -122,7 +122,7 @@ class BrowserTool(Tool):
         page = self._pages.pop(conversation, None)
         if page is not None:
             self._stale.discard(page)
-            self._wait_for(_closed(page.context))
+            self._wait_for(_quietly(page.context.close()))
 
     def close(self) -> None:
         """Ends the browser."""
@@ -157,6 +157,7 @@ class BrowserTool(Tool):
                 await element.fill(given["text"], timeout=element_ms)
                 if given.get("submit"):
                     await element.press("Enter", timeout=element_ms)
+            # A click may have opened another page, whose text is the answer.
             await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
             return await self._state(page)
         except asyncio.CancelledError:  # the call's deadline: the page did not even answer Playwright
@@ -254,13 +255,14 @@ class BrowserTool(Tool):
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
         page = self._pages.get(conversation)
         if page is None:
+            # A context has cookies and storage of its own. Requests of service workers would pass by the route below.
             context = await browser.new_context(accept_downloads=False, service_workers="block")
             if self.allowed_hosts is not None:
                 await context.route("**/*", self._guard)
         elif page in self._stale:
             context = page.context
             self._stale.discard(page)
-            await _closed(page)  # first: the next one may be given the same process
+            await _quietly(page.close())  # first: the next one may be given the same process
         else:
             return page
         page = self._pages[conversation] = await _new_page(context)
@@ -272,7 +274,7 @@ class BrowserTool(Tool):
         if self._pages.get(conversation) is page:
             del self._pages[conversation]
         self._stale.discard(page)
-        self._in_background(_closed(page.context))
+        self._in_background(_quietly(page.context.close()))
 
     def _forget(self) -> None:
         """Ends the browser and its driver in the background; the next call starts others."""
@@ -357,25 +359,21 @@ def _error_text(error: BaseException) -> str:
 
 async def _new_page(context: Any) -> Any:
     page = await context.new_page()
-    page.on("popup", lambda popup: asyncio.ensure_future(_closed(popup)))
-    page.on("dialog", lambda dialog: asyncio.ensure_future(_dismissed(dialog)))
+    # A conversation has one page: whatever else a site opens is closed.
+    page.on("popup", lambda popup: asyncio.ensure_future(_quietly(popup.close())))
+    page.on("dialog", lambda dialog: asyncio.ensure_future(_quietly(dialog.dismiss())))
     return page
 
 
-async def _closed(thing: Any) -> None:
+async def _quietly(work: Coroutine[Any, Any, Any], timeout_s: float = _PAGE_S) -> None:
+    """Waits for something that may fail or hang because the page, the browser or the driver has ended."""
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(thing.close(), _PAGE_S)
+        await asyncio.wait_for(work, timeout_s)
 
 
 async def _ended(browser: asyncio.Future[Any] | None, driver: Any) -> None:
     with contextlib.suppress(Exception):
         if browser is not None:
-            await _closed(await asyncio.wait_for(asyncio.shield(browser), _PAGE_S / 2))
-    with contextlib.suppress(Exception):
-        if driver is not None:
-            await asyncio.wait_for(driver.stop(), _PAGE_S / 2)
-
-
-async def _dismissed(dialog: Any) -> None:
-    with contextlib.suppress(Exception):
-        await dialog.dismiss()
+            await _quietly((await asyncio.wait_for(asyncio.shield(browser), _PAGE_S / 2)).close())
+    if driver is not None:
+        await _quietly(driver.stop(), _PAGE_S / 2)

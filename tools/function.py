@@ -77,10 +77,17 @@ class FunctionTool(Tool):
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
         args, kwargs = self._signature.bind(arguments)
-        function = self._instance(conversation) if self._per_conversation else self._target
+        function = self._target
+        if self._per_conversation:
+            with self._lock:
+                if conversation not in self._instances:
+                    self._instances[conversation] = self._target()
+                function = self._instances[conversation]
         if self._loop is None:
             return to_text(function(*args, **kwargs))
         try:
+            # The runner waits in its thread; the coroutines of all calls share one loop, in which clients keep
+            # connections.
             return to_text(self._loop.run(function(*args, **kwargs), deadline))
         except TimeoutError:
             if time.monotonic() < deadline:
@@ -99,12 +106,6 @@ class FunctionTool(Tool):
             _close(instance)
         if self._loop is not None:
             self._loop.close()
-
-    def _instance(self, conversation: Hashable) -> Any:
-        with self._lock:
-            if conversation not in self._instances:
-                self._instances[conversation] = self._target()
-            return self._instances[conversation]
 
 
 def tool(
@@ -142,6 +143,7 @@ def as_tool(obj: Any) -> Tool:
         return obj
     if inspect.isclass(obj) and issubclass(obj, Tool):
         raise ConfigError(f"as_tool: must be given a tool: got the class {obj.__name__}; pass {obj.__name__}(...).")
+    # Every class can be called, to make an object: whether that can be called is asked of the class itself.
     has_call = any("__call__" in base.__dict__ for base in obj.__mro__) if inspect.isclass(obj) else callable(obj)
     if not has_call:
         raise ConfigError(

@@ -12,7 +12,7 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -64,12 +64,14 @@ class MCPServers(contextlib.AbstractContextManager):
         ]
         deadline = time.monotonic() + start_timeout_s
         try:
-            self._loop.run(_start_all(self._connections), deadline)
-            for connection in self._connections:  # they start together; each is waited for by its name
+            for connection in self._connections:  # they start together
+                self._loop.run(connection.start(), deadline)
+            for connection in self._connections:
                 self._wait_for(connection, deadline, start_timeout_s)
         except BaseException:
             self.close()
             raise
+        # Only names that two servers have get a prefix: a model knows a tool best by the name its server gave it.
         names = Counter(tool.name for connection in self._connections for tool in connection.listed)
         self.tools: list[MCPTool] = [
             MCPTool._of(self, connection, tool, shared=names[tool.name] > 1)
@@ -83,8 +85,11 @@ class MCPServers(contextlib.AbstractContextManager):
     def close(self) -> None:
         """Ends the connections and the servers that were started; once is enough."""
         with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
-            self._loop.run(_stop_all(self._connections), time.monotonic() + _CLOSE_S)
+            self._loop.run(self._stop_all(), time.monotonic() + _CLOSE_S)
         self._loop.close()
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*(connection.stop() for connection in self._connections))
 
     def _wait_for(self, connection: _Connection, deadline: float, timeout_s: float) -> None:
         try:
@@ -153,7 +158,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._starts = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts the server if it does not run; :meth:`client` waits for it."""
         if self._ready is None:
             if self._starts > _MAX_RESTARTS:
@@ -164,7 +169,7 @@ class _Connection:
 
     async def client(self) -> Any:
         """The open connection. Raises the error of the server's start."""
-        self.start()
+        await self.start()
         return await asyncio.shield(self._ready)  # a call's deadline does not cancel the start
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
@@ -278,15 +283,6 @@ async def _all_tools(client: Any) -> list[Any]:
     return listed
 
 
-async def _start_all(connections: Sequence[_Connection]) -> None:
-    for connection in connections:
-        connection.start()
-
-
-async def _stop_all(connections: Sequence[_Connection]) -> None:
-    await asyncio.gather(*(connection.stop() for connection in connections))
-
-
 def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
     if isinstance(given, str):
         if given.startswith(("http://", "https://")):
@@ -309,6 +305,7 @@ def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
         raise ConfigError(f"MCPServers: server {name!r} must have either a command or a url: got {list(given)}.")
     model = kinds[named[0]]
     try:
+        # A settings file may say null for what is left out.
         return model.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as failure:
         fault, known = failure.errors(include_url=False)[0], list(model.model_fields)

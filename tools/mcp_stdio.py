@@ -142,6 +142,7 @@ def _message(line: bytes) -> Any:
     """A message of the server; an error in place of an answer that breaks the protocol; None for anything else."""
     mcp = require("mcp", extra="mcp", used_by="MCPServers")
     messages = require("mcp.shared.message", extra="mcp", used_by="MCPServers")
+    # Bytes that are not UTF-8 in some text of an answer do not make the rest of it useless.
     for text in (line, line.decode("utf-8", "replace")):
         with contextlib.suppress(ValueError):
             return messages.SessionMessage(mcp.types.jsonrpc_message_adapter.validate_json(text, by_name=False))
@@ -158,6 +159,7 @@ def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
     try:
         given = parse_json(text)
     except JSONError as error:
+        # Without its id the answer would belong to no call, and the call would wait until its deadline.
         found = _ID.search(line[:_HEAD]) or _ID.search(line[-_HEAD:])
         number = parse_json(found[1].decode("utf-8", "replace")) if found else None
         if not line.endswith(b"\n"):

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmrl.concurrency.daemon_threads import DaemonThreads
 from llmrl.concurrency.deadline import watch_lock
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import ConfigError, check_at_least, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.function import as_tool
 
@@ -60,10 +60,8 @@ class ToolRunner(contextlib.AbstractContextManager):
     ):
         if not timeout_s > 0:
             raise ConfigError(f"ToolRunner: timeout_s must be positive: got {timeout_s}.")
-        if max_result_chars < 100:
-            raise ConfigError(f"ToolRunner: max_result_chars must be at least 100: got {max_result_chars}.")
-        if max_concurrency < 1:
-            raise ConfigError(f"ToolRunner: max_concurrency must be at least 1: got {max_concurrency}.")
+        check_at_least("ToolRunner", 100, max_result_chars=max_result_chars)
+        check_at_least("ToolRunner", 1, max_concurrency=max_concurrency)
         self.tools: dict[str, Tool] = {}
         for made in map(as_tool, tools):
             if made.name in self.tools:
@@ -100,9 +98,11 @@ class ToolRunner(contextlib.AbstractContextManager):
                 batch.results[index] = self._result(call, *refusal)
             else:
                 key = ("alone", index) if call.conversation is None else ("in", call.conversation)
-                lanes.setdefault(key, deque()).append(self._job(index, call))
+                lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name], self.timeout_s))
+        # No thread runs yet, so that the batch can be filled without its lock.
         batch.waiting.extend(lanes.values())
         batch.left = sum(map(len, batch.waiting))
+        # A call that starts while this thread sleeps cannot be late sooner than after the shortest limit.
         shortest_s = min((job.limit_s for lane in batch.waiting for job in lane), default=0.0)
         try:
             while batch.left:
@@ -114,10 +114,16 @@ class ToolRunner(contextlib.AbstractContextManager):
                 for lane in (batch.waiting, *batch.running.values()):
                     lane.clear()
             watch_lock(batch, None)
-        return [self._counted(result) for result in batch.results if result is not None]
+        results = [result for result in batch.results if result is not None]
+        with self._lock:
+            self.counters["calls"] += len(results)
+            for result in results:
+                self.counters[result.status] += 1
+                self.counters["cut"] += result.cut > 0
+        return results
 
     def end(self, conversations: Iterable[Hashable]) -> None:
-        """These conversations are over: every tool frees what it keeps for them."""
+        """Frees what the tools keep for conversations that are over."""
         for conversation in conversations:
             for tool in self.tools.values():
                 self._quietly(tool, "end", conversation)
@@ -147,11 +153,6 @@ class ToolRunner(contextlib.AbstractContextManager):
             return f"{call.name}: cannot be called now: {left} earlier calls have still not ended.", "error"
         return None
 
-    def _job(self, index: int, call: ToolCall) -> _Job:
-        tool = self.tools[call.name]
-        timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-        return _Job(index, call, tool, timeout_s, timeout_s + (_GRACE_S if tool.keeps_deadline else 0.0))
-
     def _grow(self, batch: _Batch) -> None:
         """Starts one more thread if calls wait. That starts the next: short calls need not wake a thread each."""
         with self._lock:
@@ -171,6 +172,7 @@ class ToolRunner(contextlib.AbstractContextManager):
     def _work(self, batch: _Batch) -> None:
         """In a thread: runs calls of the batch until none waits, or until one of them was abandoned."""
         batch.starts = False
+        # This call may block: before it runs, another thread is started for those that wait.
         while batch.left and (job := self._take(batch)) is not None:
             self._grow(batch)
             if self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
@@ -191,6 +193,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             if not batch.waiting:
                 batch.threads -= 1
                 return None
+            # A lane is away from the queue while one of its calls runs, which keeps them in order.
             lane = batch.waiting.popleft()
             job = lane.popleft()
             batch.running[job] = lane
@@ -234,11 +237,12 @@ class ToolRunner(contextlib.AbstractContextManager):
         return max(0.0, min(min(ends, default=float("inf")) - time.monotonic(), shortest_s, threading.TIMEOUT_MAX))
 
     def _abandon_late(self, batch: _Batch) -> None:
-        """Gives the calls up whose time is over. Their threads are lost to the batch, their slots are not."""
+        """Abandons the calls whose time is over. Their threads are lost to the batch, their slots are free again."""
         with self._lock:
             now = time.monotonic()
             for job in [job for job in batch.running if job.give_up_at <= now]:
                 job.left_behind = True
+                # Python cannot stop the thread; it notices by the flag that its result is not wanted any more.
                 self._left_behind[job.tool.name] += 1
                 self.counters["left_behind"] += 1
                 batch.threads -= 1
@@ -248,13 +252,6 @@ class ToolRunner(contextlib.AbstractContextManager):
     def _result(self, call: ToolCall, text: str, status: Status, duration_s: float = 0.0) -> ToolResult:
         content, cut = cut_text(text, self.max_result_chars)
         return ToolResult(call, content, status, duration_s, cut)
-
-    def _counted(self, result: ToolResult) -> ToolResult:
-        with self._lock:
-            self.counters["calls"] += 1
-            self.counters[result.status] += 1
-            self.counters["cut"] += result.cut > 0
-        return result
 
     def _quietly(self, tool: Tool, method: str, *args: Any) -> None:
         try:
@@ -270,11 +267,14 @@ class _Job:
     index: int
     call: ToolCall
     tool: Tool
-    timeout_s: float
-    limit_s: float  # its time until it is abandoned
+    timeout_s: float  # the tool's own, if it has one
     started: float = 0.0
     give_up_at: float = float("inf")
     left_behind: bool = False
+
+    def __post_init__(self) -> None:
+        self.timeout_s = self.timeout_s if self.tool.timeout_s is None else self.tool.timeout_s
+        self.limit_s = self.timeout_s + (_GRACE_S if self.tool.keeps_deadline else 0.0)  # until it is abandoned
 
 
 @dataclass(eq=False)
@@ -306,6 +306,7 @@ def cut_text(text: str, limit: int) -> tuple[str, int]:
         room = limit - len(f"\n[... {len(text):,} characters cut ...]\n")
         head, tail = room - room // 2, room // 2
         cut = len(text) - head - tail
+        # Both ends are kept: an error stands at the end of an output, what it is about at the beginning.
         text = f"{text[:head]}\n[... {cut:,} characters cut ...]\n{text[len(text) - tail :]}"
     return text.encode("utf-8", "replace").decode("utf-8"), cut
 

@@ -68,6 +68,7 @@ class Signature:
             values = self._validated(dict(arguments))
         except ValidationError as failure:
             raise ToolError(self._explain(failure)) from None
+        # Arguments that were not written are left out, so that the function has its own defaults.
         positional = [n for n, p in self._parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
         named = {name: values[name] for name in arguments if name not in positional}
         return [values[name] for name in positional], named
@@ -76,6 +77,8 @@ class Signature:
         try:
             filled = self._model.model_validate(arguments)
         except ValidationError as failure:
+            # Only arguments that do not fit are read again: a text that is asked for stays as it is, also if it is
+            # JSON.
             faults = {str(fault["loc"][0]) for fault in failure.errors() if fault["loc"]}
             texts = [name for name in faults & self._parameters.keys() if isinstance(arguments.get(name), str)]
             if not texts:
@@ -89,6 +92,7 @@ class Signature:
 
     def _explain(self, failure: ValidationError) -> str:
         faults = []
+        # Enough for a model to correct its call; one per wrong entry of a long list would fill the context.
         for fault in failure.errors(include_url=False)[:5]:
             name = ".".join(map(str, fault["loc"]))
             if fault["type"] == "missing" and len(fault["loc"]) == 1:
@@ -179,7 +183,7 @@ class _Quiet(GenerateJsonSchema):
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without the titles that pydantic adds, and with definitions in the places where they are used."""
+    """The schema without the titles that pydantic adds, with definitions written out where they are used."""
     definitions = schema.pop("$defs", {})
     recursive: set[str] = set()
 
@@ -190,6 +194,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
             return node
         if isinstance(reference := node.get("$ref"), str):
             name = reference.rpartition("/")[2]
+            # A type within itself has no end when it is written out: it keeps its reference.
             if name in inside:
                 recursive.add(name)
                 return dict(node)

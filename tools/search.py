@@ -63,6 +63,7 @@ class SearchDocuments:
         # For each word the passages that have it, and its weight in their score before the word's rarity.
         self._weights: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            # BM25 in two factors: this one depends on the passage alone, and is computed once.
             norm = _K1 * (1 - _B + _B * length / mean)
             for word, times in count.items():
                 self._weights[word].append((index, times * (_K1 + 1) / (times + norm)))
@@ -84,6 +85,7 @@ class SearchDocuments:
         scores: defaultdict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
             found = self._weights.get(word, [])
+            # The other one depends on the word. 1 + keeps it positive for a word that most passages have.
             rarity = math.log(1 + (len(self.passages) - len(found) + 0.5) / (len(found) + 0.5))
             for index, weight in found:
                 scores[index] += rarity * weight
@@ -103,6 +105,7 @@ def _passages(path: Path, root: Path, max_chars: int) -> list[Passage]:
         return [Passage(name, number, _row_text(line, path, number)) for number, line in rows]
     passages: list[Passage] = []
     kept: list[str] = []
+    # One empty line more, which ends the last paragraph.
     for number, line in enumerate([*lines, ""], 1):
         if line.strip():
             kept.append(line)

@@ -35,10 +35,15 @@ def run(runner: ToolRunner, asked: list[ToolCall]) -> None:
 def main(conversations: int, repeats: int) -> list[Row]:
     count, rows = conversations, []
 
-    python = PythonTool(max_interpreters=max(64, count))
+    python = PythonTool(max_interpreters=max(64, count + 1), spare=count)
     with ToolRunner([python, load_tool("calculator")], timeout_s=60, max_concurrency=max(64, count)) as runner:
         started = time.perf_counter()
-        python.pool.warm_up(count, time.monotonic() + 300)
+        deadline = time.monotonic() + 300
+        python.execute("", deadline=deadline)  # the first call starts the spare ones
+        while len(python.pool._ready) < count:
+            time.sleep(0.01)
+        for session in list(python.pool._ready):
+            session.wait_ready(deadline)
         print(f"{count} interpreters started in {1e3 * (time.perf_counter() - started):.0f} ms")
 
         # The first calls of new conversations, in interpreters that stand ready, then calls that find their own.

@@ -119,6 +119,7 @@ class Sandbox:
                 folder.cleanup()
             raise
         finally:
+            # With a copy of them left open here, the end of the interpreter would not close its pipes.
             for descriptor in (*inherited, output[1]):
                 os.close(descriptor)
         return Session(process, ours, self.limits, folder)
@@ -185,6 +186,7 @@ def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rule
     command = ["/bin/sh", "-c", _OOM_FIRST, bwrap, "--die-with-parent"]
     command += [] if info is None else ["--info-fd", str(info)]
     if _is_root():
+        # Another one for each sandbox: the kernel counts processes by user.
         user = _FIRST_USER + next(_users) % _NUM_USERS
         # A process namespace here too: the end of its first process ends all others, of any user.
         command += ["--unshare-pid", "--dir", "/tmp", *view, "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc"]

@@ -22,7 +22,7 @@ __all__ = ["Limits", "Processes"]
 _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
 _INODE_KIB = 2  # of the kernel's memory, for a file without contents
 _FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
-_STOP_S, _LOOK_S = 1.0, 2e-5  # for all to stop; between two looks whether they have
+_STOP_S, _LOOK_S = 1.0, 1e-9  # for all to stop; between two looks whether they have: the kernel makes 50 us of it
 _PAGE_KIB = mmap.PAGESIZE // 1024
 
 
@@ -81,6 +81,7 @@ class Processes:
     def excess(self, limits: Limits) -> str | None:
         """The limit that all processes together exceed, in words; None if there is none."""
         disk = os.fstatvfs(self._files)
+        # The file system is in memory, and its own limit does not count the inodes of empty files.
         inodes_kib = (disk.f_files - disk.f_ffree) * _INODE_KIB
         if inodes_kib > limits.disk_mib << 10:
             return f"it made more than {(limits.disk_mib << 10) // _INODE_KIB} files"
@@ -100,7 +101,7 @@ class Processes:
         while True:
             state, threads = self._state(_WORKER)
             if state == "T" or self._ended(_WORKER):  # from here on it starts no process
-                if state == "T" and threads == 1 and self._is_alone():
+                if state == "T" and threads == 1 and self._is_alone():  # the usual case: nothing needs to be listed
                     return True
                 others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
                 if not others:
@@ -112,13 +113,11 @@ class Processes:
                         os.close(descriptor)
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)  # not a busy wait: an interpreter on the same core would not get to stop
 
     def _is_alone(self) -> bool:
-        """True if the stopped interpreter is the one process besides the first; costs less than to list them all.
-
-        Every process descends from the first. One whose parent ends goes to that or to the interpreter, so it is seen.
-        """
+        """True if the stopped interpreter is the one process besides the first, from which every process descends."""
+        # In this order: a process whose parent ends between the two becomes a child of the first.
         return not self._children(_WORKER) and self._children(_FIRST) == [_WORKER]
 
     def _children(self, pid: str) -> list[str]:
@@ -167,6 +166,7 @@ class Processes:
                                 found.add(target)
                 finally:
                     os.close(folder)
+        # Each counts as full, at the size that the sandbox cannot raise (see `system_calls`).
         return len(found) * int(Path("/proc/sys/net/core/wmem_default").read_text()) // 1024 if found else 0
 
     def _read(self, pid: str, name: str) -> str:

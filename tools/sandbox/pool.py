@@ -74,6 +74,7 @@ class InterpreterPool:
             try:
                 if slot.session is None:
                     self._fill(slot, deadline)
+                # Said once, with the first result of the new interpreter.
                 lost, slot.lost = slot.lost, None
                 result = slot.session.run(code, deadline=deadline, fresh=fresh)
                 if not slot.session.alive:
@@ -81,21 +82,6 @@ class InterpreterPool:
                 return replace(result, lost_before=lost)
             finally:
                 slot.lock.release()
-
-    def warm_up(self, count: int, deadline: float) -> None:
-        """Waits until ``count`` interpreters are ready, and keeps as many from now on."""
-        if count > self.max_interpreters:
-            raise ConfigError(f"InterpreterPool: cannot exceed max_interpreters={self.max_interpreters}: got {count}.")
-        with self._changed:
-            self.spare = max(self.spare, count)
-            self._notify_launcher()
-            self._wait(lambda: len(self._ready) >= count, deadline, f"{count} interpreters did not start")
-            started = list(self._ready)
-            self._ready = deque(entry for entry in started if isinstance(entry, Session))
-        for session in started:
-            if isinstance(session, Exception):
-                raise session
-            session.wait_ready(deadline)
 
     def end(self, conversation: Hashable) -> None:
         """Kills the interpreter of a conversation that is over."""
@@ -128,6 +114,7 @@ class InterpreterPool:
 
     @contextlib.contextmanager
     def _slot(self, conversation: Hashable) -> Iterator[_Slot]:
+        # A call without a conversation is one of its own, which ends with the call.
         key = object() if conversation is None else conversation
         with self._changed:
             if self._closed:
@@ -151,6 +138,7 @@ class InterpreterPool:
     def _fill(self, slot: _Slot, deadline: float) -> None:
         with self._changed:
             self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy with other calls")
+            # Counted before it is there, so that calls at the same time do not start more than the limit.
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             self._waiting += 1

@@ -66,6 +66,7 @@ class Session:
         self._first: int | None = None  # a descriptor of the namespace's first process, for signals
         self._processes: Processes | None = None  # None in a plain subprocess
         self._killed_at = 0.0
+        # What is at the other end may stop in the middle of a line: no read or write may wait for it.
         for descriptor in pipes:
             os.set_blocking(descriptor, False)
 
@@ -97,6 +98,7 @@ class Session:
         started = time.monotonic()
         self._drain(_Output(self._limits))  # output of threads since the last answer
         collected = _Output(self._limits)
+        # Code that finds the pipe cannot answer for a later call, whose id it does not know.
         request_id = secrets.token_hex(16)
         status: Literal["ok", "error", "timeout"]
         answered = False
@@ -187,6 +189,7 @@ class Session:
                 next_check = time.monotonic() + _CHECK_S
             if self._output in events:
                 if (data := _read(self._output)) == b"":
+                    # Every process has closed it: from now on it would wake the poll at once, for ever.
                     poller.unregister(self._output)
                 collected.add(data or b"")
                 if collected.is_full:
@@ -212,6 +215,7 @@ class Session:
     def _end_of_interpreter(self) -> str:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # Its pipe closes a moment before it ends.
             code = self.process.wait(timeout=1.0)
         number = -code if code is not None and code < 0 else (code or 0) - 128  # bubblewrap's form
         if number in (signal.SIGXCPU, signal.SIGKILL):

@@ -54,6 +54,7 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
             finally:
                 if getpid() != own_pid:
                     _exit(0)  # a child that the code forked, and that ran to the end of the code
+            # A trace function that the code set would see, and slow down, what follows.
             sys.settrace(None)
         if contained:
             end_children()
@@ -102,6 +103,7 @@ def run(code: str, name: str, namespace: dict, limits: dict[str, int]) -> str | 
     linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(keepends=True), name)  # the lines in tracebacks
     try:
         tree = ast.parse(code, name)
+        # As in an interactive interpreter, the value of a last expression is printed: mode "single" does that.
         last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), namespace)
         if last is not None:
@@ -125,6 +127,7 @@ def describe(error: BaseException, limits: dict[str, int]) -> str:
     """The traceback as an interpreter would print it, from the first line of the code on."""
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<code "):
+        # Frames of this file are left out.
         trace = trace.tb_next
     try:
         text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
@@ -169,6 +172,7 @@ def set_limits(limits: dict[str, int]) -> None:
             kind = getattr(resource, which)
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            # The hard limit as well: code could raise a soft one again.
             resource.setrlimit(kind, (value, value))
         except (AttributeError, OSError, ValueError):
             if limits["strict"]:
@@ -182,7 +186,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def end_children() -> None:
-    """Processes that the code started end with the call."""
+    """Ends the processes that the code started."""
     try:
         os.kill(-1, signal.SIGKILL)  # all of this namespace but the first process and this one
         while True:

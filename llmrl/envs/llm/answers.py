@@ -68,6 +68,7 @@ def find_blocks(text: str) -> Blocks:
     outside = _THINK.sub("", text)
     if "</think>" in outside:
         before, _, outside = outside.rpartition("</think>")
+        # The prompt opened this thought, so that it came before all others.
         thoughts.insert(0, before)
     return Blocks(thoughts, _ANSWER.findall(outside), outside)
 
@@ -160,6 +161,7 @@ def normalize_answer(text: str) -> str:
     >>> [normalize_answer(t) for t in ("1/2", "\\\\frac{1}{3}", "1 1/2 cups", "2/6", "- 5")]
     ['0.5', '1/3', '1.5', '1/3', '-5']
     """
+    # A power, or two numbers, is not one number: then the whole text is compared.
     plain = _plain(text)
     numbers = list(islice(_NUMBER.finditer(plain), 2))
     if len(numbers) == 1 and "^" not in plain and (value := _canonical(numbers[0])) is not None:
@@ -186,16 +188,19 @@ def _plain(text: str) -> str:
     """The text without LaTeX, currency and the like; digits are ASCII digits, signs ASCII signs."""
     if (boxed := last_boxed(text)) is not None:
         text = boxed
+    # 1. What follows the last equals sign, without separators between thousands, with ASCII signs and digits.
     text = _JOINED.sub("", _EQUALS.split(text)[-1].translate(_SIGNS))
     text = " ".join(text.split())
     if not text.isascii():
         text = "".join(map(_ascii_digit, text))
+    # 2. LaTeX: text out of its wrappers, fractions as quotients, delimiters and units away.
     for _ in range(3):  # nested ones
         text = _SPACES.sub(" ", _WRAPPED.sub(r" \1 ", text))
     text = _FRAC.sub(_as_quotient, text)
     text = _NOTHING.sub("", text)
     text = _UNIT_POWER.sub(lambda match: match[0].removesuffix(match[1]), text)
     text = text.replace("*", " ").replace("\\", " ")
+    # 3. Currency: "-$5" is a negative number, "$5 $6" are two numbers. A minus may stand apart from its number.
     text = re.sub(r"(?<=[-+])\s*[$€£¥₹]\s*", "", text.strip())
     text = _CURRENCY.sub(" ", text).strip()
     return re.sub(r"^-\s+(?=[\d.])", "-", text)
@@ -244,6 +249,7 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
+    # It ends as a decimal if the denominator has no other primes than those of ten.
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -339,7 +345,10 @@ class AnswerParser(ScoringTransform, ABC):
         return completion_texts(td, tokenizer_of(self), who=who, mode=self.input_mode, markers=self.markers)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        blocks = [find_blocks(text) for text in self.responses(td)]
+        return self._scored(self.responses(td), td, next_td)
+
+    def _scored(self, texts: list[str], td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        blocks = [find_blocks(text) for text in texts]
         answers = [self.find_answer(found) for found in blocks]
         success_B = torch.tensor(self.judge(answers, td), device=td.device)
         answered_B = torch.tensor([answer is not None for answer in answers], device=td.device)
@@ -349,6 +358,7 @@ class AnswerParser(ScoringTransform, ABC):
         next_td.set(answer_key, form_B.view(-1, 1, 1))
         next_td.set(think_key, (self.format_reward * thought_B.float()).view(-1, 1, 1))
         next_td.set(right_key, right_B.view(-1, 1, 1))
+        # Not the sum of the two: a right answer has the form anyway.
         add_reward(next_td, torch.where(success_B, right_B, form_B), reward_key)
         next_td.set(success_key, success_B.view(-1, 1, 1))
         if self.set_done_if_answer:

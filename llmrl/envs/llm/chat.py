@@ -18,9 +18,9 @@ from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
 from llmrl.data.ragged.tensordicts import column_values, new_tensordict
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
+from llmrl.envs.llm.completions import required_column
 from llmrl.envs.llm.options import MODES, keywords_of, split_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
-from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
@@ -116,13 +116,8 @@ class ChatEnv(EnvBase):
         return Composite({self.input_mode: view}, shape=shape)
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        queries = None if td is None else column_values(td, self.data_key)
-        if queries is None:
-            keys = "none" if td is None else present_keys(td)
-            raise MissingKeyError(
-                f"ChatEnv.reset: what the user says must be in {self.data_key!r}; keys present: {keys}; pass "
-                f"TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer."
-            )
+        remedy = f"pass TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer"
+        queries = required_column(td, self.data_key, "ChatEnv.reset", "what the user says", remedy)
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
@@ -144,6 +139,7 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
+        # The ids that were sampled go on as they are; nothing is rendered or tokenised here.
         return new_tensordict(next_prompt(td), td.batch_size, self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
@@ -256,6 +252,8 @@ class DatasetChatEnv(TransformedEnv):
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
             rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
         else:
+            # Once for all rows, and not per batch: the order of an epoch, and with it a resumption, is that of its
+            # rows.
             rows = list(collate_fn(list(rows)))
         if data_key not in (None, "query"):
             rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]

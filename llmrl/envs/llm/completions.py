@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.llm.chat import History
@@ -21,7 +21,7 @@ from llmrl.envs.td_ops import present_keys, shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows
-from llmrl.modules.llm.policies.rows import unpadded_rows
+from llmrl.modules.llm.policies.rows import field_rows, kept_parts
 from llmrl.modules.llm.rendering import Renderer
 
 __all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
@@ -79,18 +79,16 @@ def completion_texts(
 
     Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
     """
+    views = MODES if mode is None else (mode,)
+    history = td.get("history", None) if "history" in views else None
     # The content of a history comes without the white space that the template writes.
     lead = "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
-    history, text, tokens = (td.get(view, None) if mode in (None, view) else None for view in MODES)
     texts: Iterable[str]
     if history is not None and (response := history.get("response", None)) is not None:
         texts = map(_content, response.to_chats())
-    elif text is not None and (written := column_values(inner(text), "response")) is not None:
+    elif (written := _written(td, views, "response", tokenizer)) is not None:
         texts = (response.removeprefix(lead) for response in written)
-    elif tokens is not None and tokenizer is not None and (rows := _ids(td, tokens, "response")) is not None:
-        # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
-        texts = (response.removeprefix(lead) for response in decode_rows(tokenizer, rows))
-    elif (chats := _whole_chats(td, history, text, tokens, tokenizer)) is not None:
+    elif (chats := _whole_chats(td, views, history, tokenizer)) is not None:
         texts = map(_content, chats)
     else:
         hint = " and a tokenizer" if tokenizer is None and "tokens" in td.keys() else ""
@@ -102,12 +100,33 @@ def completion_texts(
     return [trim_markers(text, ends) for text in texts]
 
 
-def required_column(td: TensorDictBase | None, key: str, who: str, noun: str) -> list[Any]:
+def unpadded_ids(td: TensorDictBase, field: str) -> list[Tensor] | None:
+    """The ids of ("tokens", field), one row each, without padding; None if there are none."""
+    if (tokens := td.get("tokens", None)) is None:
+        return None
+    masks, rows = inner(td.get("masks", None)), field_rows(inner(tokens), field)
+    kept = None if masks is None else field_rows(masks, "all_attention_mask")
+    if rows is None or kept is None or getattr(tokens, "padded", True) is False:
+        return rows
+    # The mask is that of the whole turn, which begins with the prompt and ends with the response.
+    starts = [0 if field == "prompt" else len(mask) - len(row) for row, mask in zip(rows, kept, strict=True)]
+    columns = zip(rows, kept, starts, strict=True)
+    return kept_parts(rows, [mask[start : start + len(row)].bool() for row, mask, start in columns])
+
+
+def strings_of(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    """The values of a column, or of a field of a container, one per row; None if it is missing."""
+    *path, name = (key,) if isinstance(key, str) else key
+    holder = inner(td.get(tuple(path), None)) if path else td
+    return None if holder is None else column_values(holder, name)
+
+
+def required_column(td: TensorDictBase | None, key: str, who: str, noun: str, remedy: str = "") -> list[Any]:
     """The values of an entry, one per row. Raises MissingKeyError if it is missing."""
     values = None if td is None else column_values(td, key)
     if values is None:
         keys = "none" if td is None else present_keys(td)
-        raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}.")
+        raise MissingKeyError(f"{who}: {noun} must be in {key!r}; keys present: {keys}{remedy and '; ' + remedy}.")
     return values
 
 
@@ -156,36 +175,27 @@ def _around_answers(tokenizer: Any) -> tuple[str, str]:
     return "", ""
 
 
+def _written(td: TensorDictBase, views: Sequence[str], field: str, tokenizer: Any | None) -> list[str] | None:
+    """The text of a field, else its ids decoded; None if the batch has neither."""
+    texts = strings_of(td, ("text", field)) if "text" in views else None
+    if texts is None and "tokens" in views and tokenizer is not None and (rows := unpadded_ids(td, field)) is not None:
+        # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
+        texts = decode_rows(tokenizer, [row.tolist() for row in rows])
+    return texts
+
+
 def _whole_chats(
-    td: TensorDictBase, history: Any, text: Any, tokens: Any, tokenizer: Any | None
+    td: TensorDictBase, views: Sequence[str], history: Any, tokenizer: Any | None
 ) -> list[list[dict[str, Any]]] | None:
     """The messages of each conversation, of a batch that has conversations only as a whole; None if one of them
     does not end in an answer."""
     if history is not None and (full := history.get("full", None)) is not None:
         chats = full.to_chats()
-    elif tokenizer is None:
+    elif tokenizer is None or (texts := _written(td, views, "full", tokenizer)) is None:
         return None
     else:
-        texts = None if text is None else column_values(inner(text), "full")
-        if texts is None and tokens is not None and (rows := _ids(td, tokens, "full")) is not None:
-            texts = decode_rows(tokenizer, rows)
-        if texts is None:
-            return None
         chats = History.from_text(texts, tokenizer=tokenizer).to_chats()
     return None if any(not chat or chat[-1]["role"] in ("system", "user", "tool") for chat in chats) else chats
-
-
-def _ids(td: TensorDictBase, tokens: Any, field: str) -> list[list[int]] | None:
-    holder, masks = inner(tokens), inner(td.get("masks", None))
-    ids = holder.get(field, None, as_list=True)
-    if ids is None:
-        return None
-    attention = None if masks is None else masks.get("all_attention_mask", None, as_list=True)
-    if isinstance(ids, Tensor) and isinstance(attention, Tensor):  # padded: the right part of the whole
-        attention = attention[..., attention.shape[-1] - ids.shape[-1] :]
-    elif attention is not None:
-        attention = [mask[len(mask) - len(row) :] for row, mask in zip(ids, attention, strict=True)]
-    return [row.tolist() for row in unpadded_rows(holder, field, attention)]
 
 
 def _content(messages: list[dict[str, Any]] | dict[str, Any]) -> str:

@@ -163,6 +163,7 @@ class LLMEnv(EnvBase):
                 longer_BR = torch.ones_like(answer_BR, dtype=torch.bool)
                 out.set(self.attention_key, torch.cat([td.get(self.attention_key), longer_BR], -1))
             if self.eos_token_id is not None:
+                # Only the action counts: prompts may hold this token, between their turns or as padding.
                 out.set("terminated", (answer_BR == self.eos_token_id).any(-1, keepdim=True))
         if self.zero_reward_key is not None:
             out.set(self.zero_reward_key, torch.zeros(*td.batch_size, 1, 1, device=self.device))
@@ -256,6 +257,7 @@ class LLMHashingEnv(EnvBase):
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         td = new_tensordict({}, self.batch_size) if td is None else td
         ids_BN = required(td, self.observation_key, "LLMHashingEnv.reset", "see make_tensordict for the prompt")
+        # Token by token, as the steps do it: a prefix has one hash, wherever its prompt ended.
         hash_B1 = torch.zeros((*td.batch_size, 1), dtype=torch.int64, device=ids_BN.device)
         for token_B1 in ids_BN.split(1, dim=-1):
             hash_B1 = self._hash(hash_B1, token_B1)

@@ -10,7 +10,7 @@ from llmrl.envs import check_env_specs
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv, GSM8KEnv, make_gsm8k_env
 from llmrl.envs.llm.transforms import EndOfData, PolicyVersion, RewardFunction
 from llmrl.errors import ConfigError, DataError, MissingKeyError
-from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Tokens
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from tests.support.conversations import fake_policy
 from tests.support.refusals import refusals
 
@@ -56,13 +56,6 @@ def test_step_carries_every_view_and_the_bookkeeping_of_the_stream(say):
     assert torch.equal(after["masks"].rows("prompt_assistant_mask")[0], mask)
 
 
-def test_a_policy_that_writes_no_full_view_is_named(say):
-    env = ChatEnv(batch_size=[1])
-    td = env.reset(query("2 + 2?"))
-    with pytest.raises(MissingKeyError, match=r"\('history', 'full'\).*has prompt"):
-        env.step(td)
-
-
 def test_a_query_may_be_messages_or_a_history_and_keeps_its_own_system_prompt():
     env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
@@ -76,6 +69,7 @@ test_what_cannot_work_is_refused = refusals(
     (ValueError, "Did you mean 'text'", lambda: ChatEnv(input_mode="txt")),
     (ValueError, "needs a tokenizer", lambda: ChatEnv(input_mode="tokens")),
     (MissingKeyError, "'query'; keys present: none", lambda: ChatEnv().reset()),
+    (MissingKeyError, r"\('history', 'full'\).*has prompt", lambda: ChatEnv().step(ChatEnv().reset(query("a")))),
     (DataError, "row 2 .*prompt column", lambda: DatasetChatEnv(dataset=[{"question": "a"}, {"quesion": "b"}])),
     (DataError, "at least one row", lambda: DatasetChatEnv(dataset=[])),
 )
@@ -204,16 +198,3 @@ def test_the_arguments_of_a_data_loader_are_taken_and_ray_is_refused_by_its_valu
             with pytest.raises(ConfigError, match=f"{kind.__name__}: .*{next(iter(wrong))}"):
                 kind(dataset=rows, **wrong)
     assert make_gsm8k_env(rows, 1, 2, 8, 0).reset().get("answer").tolist() == ["#### 4"]
-
-
-def test_padded_turns_are_carried_without_their_padding():
-    env = ChatEnv(batch_size=[2], data_key="query")
-    td = env.reset(query("a", "b"))
-    full, real = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[False, True, True], [True, True, True]])
-    history = td["history"].prompt
-    td.set("history", ChatHistory.from_rows({"prompt": history, "full": history}))
-    td.set("tokens", Tokens.from_padded({"full": full}))
-    td.set("masks", Masks.from_padded({"all_assistant_mask": full > 1, "all_attention_mask": real}))
-    after = env.step(td)["next"]
-    assert [row.tolist() for row in after["tokens"].rows("prompt")] == [[1, 2], [3, 4, 5]]
-    assert [row.tolist() for row in after["masks"].rows("prompt_assistant_mask")] == [[False, True], [True] * 3]

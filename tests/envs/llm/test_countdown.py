@@ -1,7 +1,6 @@
 """Countdown: expressions are read by a bounded parser, and generated problems can be solved."""
 
 import itertools
-import json
 from fractions import Fraction
 
 import pytest
@@ -27,14 +26,6 @@ def test_fractions_on_the_way_do_not_matter():
     assert countdown_correct("3 * (7 / 3)", [3, 3, 7], 7)
     assert countdown_correct("8 \\div 3 \\times 3", [3, 3, 8], 8)
     assert not countdown_correct("7 / 3", [3, 7], 2)
-
-
-def test_a_local_file_in_the_public_columns_is_read(tmp_path):
-    path = tmp_path / "countdown.jsonl"
-    path.write_text("\n".join(json.dumps({"target": n + 5, "nums": [n, 5]}) for n in range(3)), encoding="utf-8")
-    td = CountdownEnv(dataset=path, num_envs=3, shuffle=False).reset()
-    assert td.get("target").tolist() == [5, 6, 7]
-    assert "6 out of the numbers 1, 5" in td["history"].prompt.to_chats()[1][1]["content"]
 
 
 def test_columns_that_are_missing_are_named(answered):

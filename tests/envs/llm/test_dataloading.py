@@ -87,12 +87,22 @@ test_data_and_settings_that_cannot_be_used_are_refused = refusals(
 )
 
 
-@pytest.mark.parametrize("data", [ROWS, DataLoader(ROWS, batch_size=4)], ids=["rows", "dataloader"])
-def test_epochs_end(data):
+def worker_processes():
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+LOADERS = [DataLoader(ROWS, batch_size=4), DataLoader(ROWS, batch_size=4, num_workers=2)]
+
+
+@pytest.mark.parametrize("data", [ROWS, *LOADERS], ids=["rows", "dataloader", "workers"])
+def test_epochs_end_and_leave_no_process(data):
+    before = worker_processes()
     primer = DataLoadingPrimer(data, epochs=2)
-    assert [len(primer.pull(8)) for _ in range(3)] == [8, 8, 4]
+    for numbers in (range(8), range(8, 16), range(16, 20)):
+        assert queries(primer, 8) == [f"q{n % 10}" for n in numbers]
     with pytest.raises(EndOfData):
         primer.pull(8)
+    assert worker_processes() <= before
 
 
 def test_ranks_end_together():
@@ -159,10 +169,6 @@ def test_policy_version_is_stamped_as_integer_or_uuid():
     assert other.version == 1
 
 
-def worker_processes():
-    return {process.pid for process in multiprocessing.active_children()}
-
-
 def test_closing_the_env_ends_the_workers_and_a_later_pull_goes_on_where_it_was():
     before = worker_processes()
     env = ChatEnv.from_dataloader(DataLoader(ROWS, batch_size=2, num_workers=2))
@@ -216,14 +222,3 @@ def test_the_batch_size_does_not_change_order_groups_or_seeds():
     seeds = {seed for _, seed, _ in expected}
     assert len(seeds) == 12
     assert min(seeds) >= 0
-
-
-def test_a_loader_with_workers_ends_and_leaves_no_process():
-    before = worker_processes()
-    loader = DataLoader(ROWS, batch_size=4, num_workers=2)
-    primer = DataLoadingPrimer(loader, epochs=2)
-    for numbers in (range(8), range(8, 16), range(16, 20)):
-        assert queries(primer, 8) == [f"q{n % 10}" for n in numbers]
-    with pytest.raises(EndOfData):
-        primer.pull(8)
-    assert worker_processes() <= before

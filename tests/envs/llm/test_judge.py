@@ -143,19 +143,15 @@ def test_a_batch_is_judged_concurrently_and_in_order(server, answered):
     transform.close()
 
 
-def test_an_overloaded_server_is_asked_again(server):
-    server.reply = lambda request, number: (500, b"busy") if number < 3 else "SCORE: 5"
-    reward = judge(server)
-    assert reward("a", query="q") == 0.5
-    assert reward.api.counters == {"requests": 3, "retries": 2}
-
-
-def test_a_server_that_says_when_to_come_back_is_waited_for(server, monkeypatch):
-    server.reply = lambda request, number: (429, b"", {"Retry-After": "1"}) if number == 1 else "SCORE: 5"
+def test_an_overloaded_server_is_asked_again_when_it_says_or_after_a_pause_that_grows(server, monkeypatch):
+    replies = [(500, b"busy"), (429, b"", {"Retry-After": "1"}), "SCORE: 5"]
+    server.reply = lambda request, number: replies[number - 1]
     reward, waited = judge(server), []
     monkeypatch.setattr(reward.api._closed, "wait", lambda seconds: waited.append(seconds) or False)
     assert reward("a", query="q") == 0.5
-    assert waited == [1.0]
+    assert 0.005 <= waited[0] <= 0.015  # backoff_s is 0.01
+    assert waited[1:] == [1.0]
+    assert reward.api.counters == {"requests": 3, "retries": 2}
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from llmrl.data.ragged.tensordicts import column
-from llmrl.envs.llm import ChatEnv
-from llmrl.envs.llm.transforms import LengthPenalty, MaskTruncated, OverlongShaping, RewardFunction
+from llmrl.envs.llm.transforms import LengthPenalty, MaskTruncated, OverlongShaping
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import Masks, Tokens
@@ -50,14 +48,6 @@ def test_with_rewards_per_token_the_last_one_pays():
 def test_a_failed_reward_stays_failed():
     next_td = TensorDict(reward=torch.full((3, 1, 1), torch.nan), batch_size=[3])
     assert LengthPenalty(budget=1)._step(turn(), next_td)["reward"].isnan().all()
-
-
-def test_in_an_env_after_the_reward(say):
-    env = ChatEnv(batch_size=[2]).append_transform(RewardFunction(lambda completion: 1.0, name="one"))
-    env = env.append_transform(LengthPenalty(budget=2, coef=0.5))
-    td = say(env.reset(TensorDict(query=column(["q", "q"]), batch_size=[2])), ["a", "b"])
-    td.set("tokens", Tokens.from_rows({"response": [torch.arange(2), torch.arange(4)]}))
-    assert env.step(td)["next", "reward"].flatten().tolist() == [1.0, 0.0]
 
 
 def test_what_is_missing_is_named():

@@ -14,6 +14,7 @@ from llmrl.envs.llm import MLGymWrapper, make_mlgym
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError
 from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 from tests.support.conversations import fake_policy
+from tests.support.refusals import refusals
 
 TOKENIZER = tiny_tokenizer()
 
@@ -144,15 +145,6 @@ def test_the_specs_are_kept_and_closing_closes_the_gyms():
     assert all(shell.closed for shell in shells)
 
 
-def test_gyms_that_cannot_be_used_are_refused():
-    with pytest.raises(ConfigError, match="at least one gym with reset and step"):
-        MLGymWrapper([])
-    mute = Shell()
-    del mute.task_args
-    with pytest.raises(ConfigError, match="must say what its task is"):
-        MLGymWrapper(mute).reset()
-
-
 @pytest.fixture
 def mlgym(monkeypatch):
     """A package of that name with what `make_mlgym` uses of the real one."""
@@ -197,9 +189,19 @@ def test_the_tasks_of_the_package_are_made_by_name(mlgym):
     assert make_mlgym(task="titanic").batch_size == (1,)
 
 
-def test_one_task_or_several_and_an_installed_package_are_needed():
-    for wrong in ({}, {"task": "a", "tasks": ["b"]}, {"tasks": []}, {"tasks": "titanic"}):
-        with pytest.raises(ConfigError, match="give one task, or a list of tasks"):
-            make_mlgym(**wrong)
-    with pytest.raises(MissingDependencyError, match=r"github\.com/facebookresearch/MLGym"):
-        make_mlgym(task="titanic")
+def mute():
+    shell = Shell()
+    del shell.task_args
+    return MLGymWrapper(shell)
+
+
+ONE = "give one task, or a list of tasks"
+test_gyms_and_tasks_that_cannot_be_used_are_refused = refusals(
+    (ConfigError, "at least one gym with reset and step", lambda: MLGymWrapper([])),
+    (ConfigError, "must say what its task is", lambda: mute().reset()),
+    (ConfigError, ONE, make_mlgym),
+    (ConfigError, ONE, lambda: make_mlgym(task="a", tasks=["b"])),
+    (ConfigError, ONE, lambda: make_mlgym(tasks=[])),
+    (ConfigError, ONE, lambda: make_mlgym(tasks="titanic")),
+    (MissingDependencyError, r"github\.com/facebookresearch/MLGym", lambda: make_mlgym(task="titanic")),
+)

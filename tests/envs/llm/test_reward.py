@@ -79,11 +79,20 @@ def test_a_number_too_large_for_the_statistics_of_a_group_is_a_failed_reward(say
     assert "row 1 of 2: a reward must lie within 1e+17" in transform.first_error
 
 
-def test_a_batched_function_that_raises_costs_its_batch(say):
-    values, transform, _ = scores(lambda completions: [1 / 0], ["a", "b"], say, batched=True)
+def test_a_batched_function_that_raises_costs_its_batch_unless_it_may_be_tried_again(say):
+    tries = []
+
+    def flaky(completions):
+        tries.append(len(completions))
+        return [1.0] * len(completions) if len(tries) == 3 else 1 / 0
+
+    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True)
     assert all(map(math.isnan, values))
     assert transform.counters["errors"] == 2
     assert "ZeroDivisionError" in transform.first_error
+    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
+    assert (values, tries) == ([1.0, 1.0], [2, 2, 2])
+    assert (transform.counters["retries"], transform.first_error) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -155,23 +164,29 @@ def test_no_more_coroutines_run_at_a_time_than_asked_for(say):
     assert most == 3
 
 
-def test_a_coroutine_that_is_late_is_cancelled_and_costs_its_row_alone(say):
-    cancelled = threading.Event()
+@pytest.mark.parametrize("kind", ["coroutines", "threads"])
+def test_one_row_of_several_that_is_late_is_the_only_one_that_fails(kind, say):
+    release, cancelled = threading.Event(), threading.Event()
 
-    async def one_hangs(completion):
-        if completion == "hang":
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                cancelled.set()
-                raise
+    async def waits(completion):
+        try:
+            await asyncio.sleep(60 if completion == "hang" else 0)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
         return 1.0
 
-    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, deadline_s=1.0)
-    assert cancelled.is_set()
+    def blocks(completion):
+        return float(completion != "hang" or release.wait(20))
+
+    fn, concurrency = (waits, None) if kind == "coroutines" else (blocks, 2)
+    values, transform, _ = scores(fn, ["ok", "hang", "ok", "ok"], say, concurrency=concurrency, deadline_s=1.0)
+    assert cancelled.is_set() == (kind == "coroutines")
     assert [math.isnan(value) for value in values] == [False, True, False, False]
     assert transform.counters == {"rows": 4, "errors": 0, "timeouts": 1, "none": 0, "retries": 0}
     assert "row 2 of 4 was not done 1.0 s" in transform.first_error
+    assert transform._score(["ok", "ok"], {}) == [1.0, 1.0]
+    release.set()
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
@@ -251,15 +266,6 @@ def test_no_deadline_runs_in_the_calling_thread(say):
     assert names == [threading.current_thread()]
 
 
-def test_a_column_that_the_dataset_lacks_is_named_when_the_reward_is_attached():
-    def wants(completion, solutoin):
-        return 0.0
-
-    env = DatasetChatEnv(dataset=[{"prompt": "a", "note": "n", "solution_text": "x"}])
-    with pytest.raises(ConfigError, match=r"'solutoin' must be a column.*Did you mean 'solution_text'"):
-        env.append_transform(RewardFunction(wants))
-
-
 @pytest.fixture
 def module(monkeypatch, tmp_path):
     source = "def exact(completion, answer):\n    return completion == answer\nnumber = 3\n"
@@ -309,7 +315,14 @@ def test_judge_and_code_are_made_from_their_settings():
     code.close()
 
 
+def attached(wants):
+    env = DatasetChatEnv(dataset=[{"prompt": "a", "note": "n", "solution_text": "x"}])
+    return env.append_transform(RewardFunction(wants))
+
+
+UNKNOWN_COLUMN = r"'solutoin' must be a column.*Did you mean 'solution_text'"
 test_what_cannot_be_run_is_named = refusals(
+    (ConfigError, UNKNOWN_COLUMN, lambda: attached(lambda completion, solutoin: 0.0)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, retries=-1)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, concurrency=0)),
     (ConfigError, "RewardFunction", lambda: RewardFunction(len, deadline_s=0)),
@@ -330,29 +343,3 @@ test_what_cannot_be_run_is_named = refusals(
     (ConfigError, "url must begin with http", lambda: make_rewards([{"judge": {"url": "x", "model": "m"}}])),
 )
 pytest.mark.usefixtures("module")(test_what_cannot_be_run_is_named)
-
-
-def test_a_failing_batch_is_tried_again_as_a_whole(say):
-    tries = []
-
-    def flaky(completions):
-        tries.append(len(completions))
-        return [1.0] * len(completions) if len(tries) == 2 else 1 / 0
-
-    values, transform, _ = scores(flaky, ["a", "b"], say, batched=True, retries=1)
-    assert values == [1.0, 1.0]
-    assert (tries, transform.counters["retries"], transform.first_error) == ([2, 2], 1, None)
-
-
-def test_one_hanging_thread_of_several_costs_its_row_alone(say):
-    release = threading.Event()
-
-    def one_hangs(completion):
-        if completion == "hang":
-            release.wait(20)
-        return 1.0
-
-    values, transform, _ = scores(one_hangs, ["ok", "hang", "ok", "ok"], say, concurrency=2, deadline_s=1.0)
-    assert [math.isnan(value) for value in values] == [False, True, False, False]
-    assert (transform.counters["timeouts"], transform._score(["ok", "ok"], {})) == (1, [1.0, 1.0])
-    release.set()

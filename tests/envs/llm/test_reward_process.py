@@ -182,7 +182,7 @@ def test_a_caller_waits_for_a_busy_process_no_longer_than_its_deadline(reward):
 def test_the_process_ends_with_its_owner_also_where_it_keeps_the_lock(tmp_path):
     code = "import ctypes, os\ndef grade(completion):\n    print(os.getpid(), flush=True)\n"
     (tmp_path / "stuck.py").write_text(f"{code}    ctypes.PyDLL(None).sleep(1000)\n")
-    settings = json.dumps(["stuck:grade", 1, False, False])
+    settings = json.dumps(["stuck:grade", 1, False])
     script = f"""
 from pathlib import Path
 from llmrl.concurrency.worker_process import WorkerPool

@@ -133,16 +133,6 @@ def test_model_output_that_is_not_a_call_does_not_raise_out_of_the_step():
     assert all(isinstance(message["content"], str) for row in range(len(texts)) for message in told(td, row))
 
 
-def test_a_tool_without_keyword_arguments_runs_though_tools_may_have_state():
-    """Regression: an always empty state was once passed to every tool, which broke those that take no more."""
-
-    def now() -> str:
-        """The time."""
-        return "noon"
-
-    assert told(started(render("now", {}), tools=[now]))[0]["content"] == "noon"
-
-
 def test_the_timeout_of_a_call_is_kept():
     """Regression: the timeout was once an argument that nothing read."""
     release = threading.Event()
@@ -174,6 +164,7 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_run_and_the_model_is_told():
 
 @pytest.mark.parametrize("counter_first", [True, False])
 def test_a_call_in_the_last_turn_is_not_run_and_counted(counter_first):
+    """Regression: an environment without a reward parser, whose model always calls, once ran for ever."""
     diary = Diary()
     transforms = [StepCounter(max_steps=2), ToolTransform([diary])]
     env = ChatEnv(batch_size=[1])
@@ -252,6 +243,8 @@ def test_calls_that_stand_apart_from_the_text_are_run_too():
 
 
 def test_characters_that_the_renderer_needs_for_itself_do_not_reach_it():
+    """Also a regression: an always empty state was once passed to every tool, which broke those without arguments."""
+
     def odd() -> str:
         """Odd text."""
         return "a\U000f0000b\ud800c<|im_end|>"
@@ -350,13 +343,6 @@ def test_a_collector_of_turns_replaces_only_conversations_that_ended():
         [True, False, False, True, True, False],
         [False, True, False, False, False, True],
     ]
-
-
-def test_done_is_reached_whatever_the_model_does():
-    """Regression: an environment without a reward parser once ran for ever."""
-    batch = dataset_env(2, calls=(9,), max_steps=3).rollout(50, ScriptedPolicy([CALL]))
-    assert batch.shape[1] == 3
-    assert batch[:, -1]["next", "truncated"].all()
 
 
 def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():

@@ -58,11 +58,6 @@ def test_a_reply_may_read_the_columns_of_the_row():
     assert steps[0]["next", "history"].prompt.to_chats()[1][-1] == {"role": "user", "content": "no, 2"}
 
 
-def test_a_column_that_the_data_do_not_have_is_refused_with_a_near_name():
-    with pytest.raises(ConfigError, match=r"'anser' must be a column.*Did you mean 'answer'"):
-        talk(UserTurn(lambda messages, anser: None), ["x"])
-
-
 @pytest.mark.parametrize("value", [3, ["more"], RuntimeError("gone")])
 def test_a_failed_reply_leaves_its_conversation_without_reward_and_the_others_alone(value):
     def reply(messages, answer):
@@ -91,13 +86,14 @@ def test_a_reply_that_never_comes_fails_at_the_deadline():
     assert user.first_error == "the user did not answer within 0.2 s"
 
 
-def test_a_conversation_of_ids_is_refused():
-    env = ChatEnv(batch_size=[1], input_mode="tokens", tokenizer=tiny_tokenizer())
-    with pytest.raises(ConfigError, match=r"input_mode='history'.*got 'tokens'"):
-        env.append_transform(UserTurn(lambda messages: None))
+def in_tokens_mode():
+    return ChatEnv(input_mode="tokens", tokenizer=tiny_tokenizer()).append_transform(UserTurn(lambda messages: None))
 
 
+NEAR_NAME = r"'anser' must be a column.*Did you mean 'answer'"
 test_settings_and_functions_that_cannot_be_used_are_refused = refusals(
+    (ConfigError, r"input_mode='history'.*got 'tokens'", in_tokens_mode),
+    (ConfigError, NEAR_NAME, lambda: talk(UserTurn(lambda messages, anser: None), ["x"])),
     (ConfigError, "retries must be at least 0", lambda: UserTurn(lambda messages: None, retries=-1)),
     (ConfigError, "concurrency must be at least 1", lambda: UserTurn(lambda messages: None, concurrency=0)),
     (ConfigError, "first parameter .*messages", lambda: UserTurn(lambda *, messages: None)),

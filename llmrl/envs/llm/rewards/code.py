@@ -107,10 +107,12 @@ class CodeReward:
             return ok and output.rstrip().endswith(mark)
         stdin, expected = case
         ok, output = self._run(_STDIN.format(stdin=repr(stdin), code=repr(code)))
+        # Compared here, outside of the interpreter: the code never sees what is expected.
         return ok and _lines(output) == _lines(expected)
 
     def _run(self, program: str) -> tuple[bool, str]:
         """True if the program ran to its end, and its output. The time to get an interpreter does not count."""
+        # Each case has an interpreter of its own, so that nothing of one case helps the next.
         conversation = object()
         try:
             self._tool.execute("", conversation=conversation, deadline=time.monotonic() + START_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import inspect
+import itertools
 import json
 import math
 import os
@@ -145,6 +146,7 @@ class JudgeReward:
 
     def score(self, said: str) -> float | None:
         """The reward in the judge's text. Raises RolloutError if it has none, or one out of bounds."""
+        # A thinking judge weighs several scores before it gives one.
         value = self._parse(find_blocks(said).outside)
         if value is None:
             return None
@@ -193,20 +195,18 @@ class ChatAPI:
     def ask(self, messages: Sequence[Mapping[str, str]], **body: Any) -> str:
         """The text of the answer; ``body`` is the rest of the request: model, temperature and so on."""
         request = json.dumps({"messages": list(messages), **body}).encode()
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count():
             with self._lock:
                 self.counters["requests"] += 1
                 self.counters["retries"] += attempt > 0
             try:
                 return self._once(request)
-            except (DeadlineError, RolloutError) as error:
-                failure = error
-            # Spread, so that the rows of a batch do not ask again at the same moment.
-            spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
-            wait_s = getattr(failure, "after_s", None) or spread_s
-            if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
-                raise failure
-        raise AssertionError("unreachable: the last attempt returns or raises")
+            except (DeadlineError, RolloutError) as failure:
+                # Spread, so that the rows of a batch do not ask again at the same moment.
+                spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+                wait_s = getattr(failure, "after_s", None) or spread_s
+                if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
+                    raise
 
     def close(self) -> None:
         """Ends waiting between tries: what is being asked fails at its next failure."""
@@ -224,11 +224,9 @@ class ChatAPI:
                         raise late
                     if len(data) > MAX_REPLY:
                         raise RolloutError(f"ChatAPI: {self.url} must answer with at most {MAX_REPLY >> 20} MiB.")
-        except DeadlineError:
-            raise
         except urllib.error.HTTPError as error:
             raise self._refused(error) from None
-        except TimeoutError:
+        except TimeoutError:  # the socket's, or `late` itself
             raise late from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = getattr(error, "reason", None)

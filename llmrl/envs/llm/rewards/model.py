@@ -79,7 +79,7 @@ class RewardModelScorer:
 
     @classmethod
     def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
-        """From a hub name or a folder, also one with adapters alone (peft), beside the ``config.json`` of their model.
+        """Loads a hub name or a folder, also one with adapters alone (peft), beside the ``config.json`` of their model.
         ``options`` are the other arguments of `RewardModelScorer`.
 
         Raises  DataError if it cannot be loaded, or its files lack a weight, such as those of the output
@@ -100,6 +100,7 @@ class RewardModelScorer:
         if not completions:
             return []
         rows = self.ids([self.conversation(q, c) for q, c in zip(query, completions, strict=True)])
+        # Batches of rows of similar length have little padding.
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         scores: list[float | None] = [None] * len(rows)
         if self.max_tokens is not None:

@@ -46,6 +46,7 @@ def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> b
     expression = expression.partition("=")[0].strip()
     if len(expression) > MAX_CHARS or "**" in expression or "//" in expression or not _EXPRESSION.fullmatch(expression):
         return False
+    # Counters keep what is positive: numbers that are used more often than they are there.
     if Counter(map(int, re.findall(r"\d+", expression))) - Counter(numbers):
         return False
     try:
@@ -78,6 +79,7 @@ def countdown_problems(
     draw = random.Random(f"countdown {split} {least} {most} {largest}")
     rows: list[dict[str, Any]] = []
     while len(rows) < (SPLITS[split] if count is None else count):
+        # Draws until there are enough: many sets belong to another split, and some of the attempts reach no target.
         numbers = [draw.randint(1, largest) for _ in range(draw.randint(least, most))]
         if _split_of(numbers) == split and (target := _reach(numbers, largest, draw)) is not None:
             rows.append({"nums": numbers, "target": target})
@@ -150,6 +152,7 @@ class CountdownEnv(TaskEnv):
 
 def _split_of(numbers: list[int]) -> str:
     """The split of a set of numbers, whatever their order: nine of ten sets are for training."""
+    # By their order a problem of one split could come again in another; `hash` differs between processes.
     deal = zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 20
     return "test" if deal == 19 else "validation" if deal == 18 else "train"
 

@@ -64,9 +64,9 @@ class GSM8KRewardParser(AnswerParser):
     def _numbers(self, td: TensorDictBase) -> list[str]:
         return [reference_answer(str(text), row) for row, text in enumerate(self.references(td), 1)]
 
-    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        next_td = super()._step(td, next_td)
-        found = [{normalize_answer(number) for number in _NUMBER.findall(text)} for text in self.responses(td)]
+    def _scored(self, texts: list[str], td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        next_td = super()._scored(texts, td, next_td)
+        found = [{normalize_answer(number) for number in _NUMBER.findall(text)} for text in texts]
         contained = [number in numbers for number, numbers in zip(self._numbers(td), found, strict=True)]
         contained_B = self.format_reward * torch.tensor(contained, device=td.device).float()
         return next_td.set("reward_contained", contained_B.view(-1, 1, 1))

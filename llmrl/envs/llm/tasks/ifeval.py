@@ -82,6 +82,7 @@ def evaluate(response: str, instructions: Instructions) -> Verdict:
     strict, loose = [], []
     for name, arguments in zip(instructions.names, instructions.arguments, strict=True):
         check = CHECKS[name]
+        # What is followed strictly is followed loosely too, without a look at the variants.
         strict.append(check(response, **arguments))
         loose.append(strict[-1] or any(check(variant, **arguments) for variant in _variants(response)))
     return Verdict(strict, loose)
@@ -232,6 +233,8 @@ class IfEvalScorer(ScoringTransform):
         blocks = [find_blocks(text) for text in texts]
         scores = []
         for found, instructions in zip(blocks, self._instructions(td), strict=True):
+            # Without an answer block all of the response counts, as in the public benchmark, where nothing asks for
+            # one.
             verdict = evaluate(found.answers[-1] if found.answers else found.outside, instructions)
             scores.append(IFEvalScoreData.of(verdict.strict, verdict.loose))
         score = torch.stack(scores)

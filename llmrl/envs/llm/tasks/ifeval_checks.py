@@ -1,7 +1,6 @@
-"""The 25 instructions of IFEval (arXiv:2311.07911), each a plain function ``check(response, **arguments) -> bool``.
+"""The 25 instructions of IFEval (arXiv:2311.07911) by their public names: `CHECKS`, of functions of a response.
 
-`CHECKS` has them by their public names. They count as the public definitions do, limits included (a keyword is found
-inside of other words; a bullet is an asterisk or a dash). Every check takes time linear in the response, which may be
+They count as the public definitions do, limits included. Every check takes time linear in the response, which may be
 the endless repetition of one character.
 
 The public scorer leaves words, sentences, capital words and the language of a text to NLTK and langdetect. Here words
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,52 +22,12 @@ from llmrl.optional import require
 __all__ = ["CHECKS", "NEEDS_LANGUAGE"]
 
 
-def compare(actual: int, relation: str, threshold: int) -> bool:
+def _compared(actual: int, relation: str, threshold: int) -> bool:
     """``actual`` is "less than" or "at least" ``threshold``."""
     return actual < threshold if relation == "less than" else actual >= threshold
 
 
-def keywords_existence(response: str, keywords: Sequence[str]) -> bool:
-    """Every keyword is in the response, in any case.
-
-    >>> keywords_existence("A CAT and a dog", ["cat", "dog"])
-    True
-    """
-    return all(_occurrences(keyword, response) for keyword in keywords)
-
-
-def keywords_frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    """The keyword is there less than, or at least, ``frequency`` times."""
-    return compare(_occurrences(keyword.strip(), response), relation, frequency)
-
-
-def keywords_forbidden_words(response: str, forbidden_words: Sequence[str]) -> bool:
-    """None of the words is there as a word of its own: ``rock`` does not forbid ``rocket``."""
-    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
-
-
-def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """A letter, or another single character, is there less than, or at least, ``let_frequency`` times."""
-    return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def length_number_sentences(response: str, num_sentences: int, relation: str) -> bool:
-    """There are less than, or at least, so many sentences."""
-    return compare(count_sentences(response), relation, num_sentences)
-
-
-def length_number_words(response: str, num_words: int, relation: str) -> bool:
-    """There are less than, or at least, so many words."""
-    return compare(count_words(response), relation, num_words)
-
-
-def length_number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """There are exactly so many paragraphs, with ``***`` between them; none but the first and the last may be empty."""
-    count = _filled(re.split(r"\s?\*\*\*\s?", response))
-    return count == num_paragraphs
-
-
-def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _first_word_of_paragraph(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """There are so many paragraphs, with an empty line between them, and the n-th begins with ``first_word``."""
     parts = response.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
@@ -79,12 +38,7 @@ def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_para
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def content_number_placeholders(response: str, num_placeholders: int) -> bool:
-    """There are at least so many placeholders in square brackets, as [address]."""
-    return sum(map(_brackets, response.split("\n"))) >= num_placeholders
-
-
-def content_postscript(response: str, postscript_marker: str) -> bool:
+def _postscript(response: str, postscript_marker: str) -> bool:
     """There is a postscript with this marker; ``P.S.`` and ``P.P.S`` may have a space after each period."""
     spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     marker = postscript_marker.strip()
@@ -92,7 +46,7 @@ def content_postscript(response: str, postscript_marker: str) -> bool:
     return re.search(pattern, response.lower()) is not None
 
 
-def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
+def _bullets(response: str, num_bullets: int) -> bool:
     """There are exactly so many bullet points: lines that begin with one asterisk, or with a dash."""
     lines = [line.lstrip() for line in response.split("\n")]
     bullets, skip = 0, False
@@ -107,24 +61,14 @@ def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
     return bullets == num_bullets
 
 
-def format_constrained_response(response: str) -> bool:
-    """One of "My answer is yes.", "My answer is no." and "My answer is maybe." is there."""
-    return any(f"My answer is {option}." in response for option in ("yes", "no", "maybe"))
-
-
-def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
+def _highlights(response: str, num_highlights: int) -> bool:
     """There are at least so many highlights: *one asterisk* or **two** around text on one line."""
     singles = [part.strip("*") for part in re.findall(r"\*[^\n*]*\*", response)]
     doubles = [part[2:-2] for part in re.findall(r"\*\*[^\n*]*\*\*", response)]
     return sum(bool(part.strip()) for part in singles + doubles) >= num_highlights
 
 
-def format_multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """There are at least so many sections, each marked by the word and a number, as ``Section 1``."""
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
-
-
-def format_json(response: str) -> bool:
+def _json(response: str) -> bool:
     """The response is JSON, with or without a code fence around it."""
     text = response.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
@@ -136,7 +80,7 @@ def format_json(response: str) -> bool:
     return True
 
 
-def format_title(response: str) -> bool:
+def _title(response: str) -> bool:
     """There is a title in double angular brackets, as <<title>>."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
@@ -145,47 +89,17 @@ def format_title(response: str) -> bool:
     return False
 
 
-def combination_two_responses(response: str) -> bool:
+def _two_responses(response: str) -> bool:
     """There are two different responses, with ****** between them."""
     parts = response.split("******")
     given = [part.strip() for part in parts if part.strip()]
     return _filled(parts) == 2 and given[0] != given[1]
 
 
-def combination_repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
-    """The response begins with the request, word for word."""
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def startend_end_checker(response: str, end_phrase: str) -> bool:
-    """The response ends with this phrase; a quotation mark may follow."""
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def startend_quotation(response: str) -> bool:
+def _quotation(response: str) -> bool:
     """The whole response is in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == '"' == text[-1]
-
-
-def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    """There are less than, or at least, so many words in capital letters."""
-    return compare(count_capital_words(response), capital_relation, capital_frequency)
-
-
-def case_english_capital(response: str) -> bool:
-    """The response is in English and has no lower-case letter."""
-    return response.isupper() and is_language(response, "en")
-
-
-def case_english_lowercase(response: str) -> bool:
-    """The response is in English and has no capital letter."""
-    return response.islower() and is_language(response, "en")
-
-
-def punctuation_no_comma(response: str) -> bool:
-    """The response has no comma."""
-    return "," not in response
 
 
 def _occurrences(keyword: str, response: str) -> int:
@@ -272,7 +186,6 @@ def count_capital_words(text: str) -> int:
     return sum(token.isupper() for token in text.split())
 
 
-@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
 def is_language(response: str, language: str) -> bool:
     """The response is in the language with this ISO 639-1 code; one without any letters is in every language.
 
@@ -284,7 +197,7 @@ def is_language(response: str, language: str) -> bool:
     return _detected(response if has_address else _NO_LETTER.sub(" ", response)) in (None, language)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
 def _detected(text: str) -> str | None:
     langdetect = require("langdetect", extra="ifeval", used_by="IFEval's language instructions")
     detector = _factory().create()
@@ -319,31 +232,58 @@ def _ends(word: str, following: str) -> bool:
     return not (stem.isdigit() and following[:1].islower())  # an ordinal: on the 5. of May
 
 
+# The short ones are written here. A keyword counts inside of other words too, in any case; a forbidden word only as a
+# word of its own; a paragraph in the middle must not be empty.
 CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": keywords_existence,
-    "keywords:frequency": keywords_frequency,
-    "keywords:forbidden_words": keywords_forbidden_words,
-    "keywords:letter_frequency": keywords_letter_frequency,
+    "keywords:existence": lambda response, keywords: all(_occurrences(keyword, response) for keyword in keywords),
+    "keywords:frequency": lambda response, keyword, frequency, relation: _compared(
+        _occurrences(keyword.strip(), response), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _compared(
+        response.lower().count(letter.lower()), let_relation, let_frequency
+    ),
     "language:response_language": is_language,
-    "length_constraints:number_sentences": length_number_sentences,
-    "length_constraints:number_paragraphs": length_number_paragraphs,
-    "length_constraints:number_words": length_number_words,
-    "length_constraints:nth_paragraph_first_word": length_nth_paragraph_first_word,
-    "detectable_content:number_placeholders": content_number_placeholders,
-    "detectable_content:postscript": content_postscript,
-    "detectable_format:number_bullet_lists": format_number_bullet_lists,
-    "detectable_format:constrained_response": format_constrained_response,
-    "detectable_format:number_highlighted_sections": format_number_highlighted_sections,
-    "detectable_format:multiple_sections": format_multiple_sections,
-    "detectable_format:json_format": format_json,
-    "detectable_format:title": format_title,
-    "combination:two_responses": combination_two_responses,
-    "combination:repeat_prompt": combination_repeat_prompt,
-    "startend:end_checker": startend_end_checker,
-    "startend:quotation": startend_quotation,
-    "change_case:capital_word_frequency": case_capital_word_frequency,
-    "change_case:english_capital": case_english_capital,
-    "change_case:english_lowercase": case_english_lowercase,
-    "punctuation:no_comma": punctuation_no_comma,
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: _compared(
+        count_sentences(response), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda response, num_paragraphs: (
+        _filled(re.split(r"\s?\*\*\*\s?", response)) == num_paragraphs
+    ),
+    "length_constraints:number_words": lambda response, num_words, relation: _compared(
+        count_words(response), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
+    "detectable_content:number_placeholders": lambda response, num_placeholders: (
+        sum(map(_brackets, response.split("\n"))) >= num_placeholders
+    ),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": lambda response: any(
+        f"My answer is {option}." in response for option in ("yes", "no", "maybe")
+    ),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
+    ),
+    "detectable_format:json_format": _json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    # a quotation mark may follow
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _compared(
+        count_capital_words(response), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda response: response.isupper() and is_language(response, "en"),
+    "change_case:english_lowercase": lambda response: response.islower() and is_language(response, "en"),
+    "punctuation:no_comma": lambda response: "," not in response,
 }
 NEEDS_LANGUAGE = {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}

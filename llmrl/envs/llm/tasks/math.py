@@ -91,8 +91,7 @@ class MATHEnv(TaskEnv):
 
 
 def _reference(text: str, row: int | None = None, of: str = "batch") -> str:
-    boxed = last_boxed(text)
-    answer = (text if boxed is None else boxed).strip()
+    answer = _unboxed(text)
     if not answer:
         where = "" if row is None else f" of row {row} of the {of}"
         raise DataError(
@@ -148,6 +147,7 @@ class MathEquality:
     def _decide(self, reference: str, answer: str) -> bool:
         if reference == answer:
             return True
+        # Most answers are plain numbers: they are compared here, without a process.
         one, other = normalize_answer(reference), normalize_answer(answer)
         if _is_number(reference, one) and _is_number(answer, other):
             return one == other
@@ -165,12 +165,15 @@ class MathEquality:
             self.counters[name] += 1
 
 
-def _inside(text: str) -> str:
+def _unboxed(text: str) -> str:
     boxed = last_boxed(text)
-    text = (text if boxed is None else boxed).strip()
-    if (whole := _DELIMITED.fullmatch(text)) is not None:
-        text = whole[whole.lastindex].strip()
-    return text
+    return (text if boxed is None else boxed).strip()
+
+
+def _inside(text: str) -> str:
+    text = _unboxed(text)
+    whole = _DELIMITED.fullmatch(text)
+    return text if whole is None else whole[whole.lastindex].strip()
 
 
 def _is_number(text: str, normal: str) -> bool:

@@ -114,6 +114,7 @@ class _GymTurns(Transform):
         count = len(self.gyms) if td is None else td.batch_size.numel()
         slots = self._take(count)
         try:
+            # A reset may start a container and a step may train a model: gyms run side by side.
             queries = list(self._pool.map(self._start, slots))
         except BaseException:
             self._release(slots)
@@ -160,6 +161,7 @@ class _GymTurns(Transform):
         texts = completion_texts(td, self.tokenizer, who="MLGymWrapper")
         turns = list(self._pool.map(self._turn, slots, texts))
         done = [turn["terminated"] or turn["truncated"] for turn in turns]
+        # A conversation that ended gets no message: no turn would read it.
         messages = [
             [] if ended else [{"role": "user", "content": turn["text"]}]
             for turn, ended in zip(turns, done, strict=True)

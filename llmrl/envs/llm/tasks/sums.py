@@ -156,6 +156,7 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
     if kind == "copy":
         digits[draw.randrange(4)] += draw.randint(1, 9)
         digits = [digit % 10 for digit in digits]
+    # What follows a mistake is worked out from it, as a model would.
     ones = digits[0] + digits[1]
     if kind == "ones":
         ones = _other(ones, range(19), draw)

@@ -69,6 +69,7 @@ class CallFormat(ABC):
         place = 0
         thought, opening = _THOUGHT.search(text), self.opening.search(text)
         while (thought or opening) and len(calls) <= _MAX_CALLS:
+            # Whichever comes first, a thought or a call: a call in a thought is not a call.
             if opening is None or (thought and thought.start() < opening.start()):
                 if thought[0] == _THINK_OPEN:
                     end = text.find(_THINK_CLOSE, thought.end())
@@ -80,6 +81,7 @@ class CallFormat(ABC):
                     thinking, place = False, thought.end()
             else:
                 found, end = self._read(text, opening, schemas or {})
+                # At least one character further, so that a format that reads nothing cannot stop here.
                 place = max(end, opening.start() + 1)
                 calls += [replace(self._named(call), span=(opening.start(), end)) for call in found]
             if thought and thought.start() < place:

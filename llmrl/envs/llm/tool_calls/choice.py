@@ -87,6 +87,7 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
 
 def format_of_template(template: str) -> CallFormat | None:
     """The format that a chat template (jinja text) teaches; None if it declares no tools that we know."""
+    # Before the next one: templates of Qwen 3 Coder have both tags.
     if "<function=" in template:
         return formats.FunctionFormat()
     if "<tool_call>" in template:

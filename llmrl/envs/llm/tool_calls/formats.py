@@ -183,6 +183,7 @@ class MistralFormat(CallFormat):
         if not several and not named:
             return self._malformed("it names no tool"), self._skip(text, opening.end())
         try:
+            # The JSON ends itself: these models write nothing behind it.
             value, end = read_json(text, (several or named).end())
         except ValueError as error:
             return self._malformed(str(error), name), self._skip(text, opening.end())
@@ -242,23 +243,26 @@ class DeepSeekFormat(CallFormat):
         return {"content": content, "tool_calls": entries}
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
-        head = self._head.match(text, opening.end())
-        if head is None:
-            return self._malformed(f"{_SEP} must follow the name"), self._skip(text, opening.end())
-        fenced = self._fenced.match(text, head.end())
-        name, place = (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
+        name, place = self._name_of(text, opening.end())
+        if name is None:
+            return self._malformed(f"{_SEP} must follow the name"), self._skip(text, place)
         if not name:
             return self._malformed("it names no tool"), self._skip(text, place)
         return self._of_json(text, place, self._after, _CALL_END, name)
 
+    def _name_of(self, text: str, place: int) -> tuple[str | None, int]:
+        """The name of the call that begins at ``place`` (None without a separator), and where its arguments begin."""
+        if (head := self._head.match(text, place)) is None:
+            return None, place
+        fenced = self._fenced.match(text, head.end())
+        return (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
+
     def _arguments(self, written: str) -> str:
         """The text after the name of a call, whether or not it could be read."""
-        head = self._head.match(written, len(_CALL))
-        if head is None:
+        name, place = self._name_of(written, len(_CALL))
+        if name is None:
             return written
-        fenced = self._fenced.match(written, head.end())
-        body = written[fenced.end() if fenced else head.end() :]
-        return body.strip().removesuffix(_CALL_END).strip().removesuffix("```").strip()
+        return written[place:].strip().removesuffix(_CALL_END).strip().removesuffix("```").strip()
 
 
 class HarmonyFormat(CallFormat):
@@ -374,6 +378,7 @@ class PatternFormat(CallFormat):
     """
 
     name = "pattern"
+    _after = re.compile("")  # what follows the JSON in the second group does not matter
 
     def __init__(self, pattern: str | re.Pattern[str]) -> None:
         try:
@@ -388,11 +393,6 @@ class PatternFormat(CallFormat):
         raise ConfigError("tool_call_pattern: a pattern reads calls, it cannot write them.")
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
-        name, body = (opening[1] or "").strip(), opening[2] or ""
-        arguments: Any = {}
-        if body.strip():
-            try:
-                arguments, _ = read_json(body, 0)
-            except ValueError as error:
-                return self._malformed(str(error), name), opening.end()
-        return self._of_object({"name": name, "arguments": arguments}), opening.end()
+        name, body = (opening[1] or "").strip(), (opening[2] or "").strip()
+        calls = self._of_json(body, 0, self._after, "", name)[0] if body else self._of_object({"name": name})
+        return calls, opening.end()

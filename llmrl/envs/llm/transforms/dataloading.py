@@ -7,7 +7,7 @@ positions r, r + w, r + 2w, ...: together the ranks read what one process would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
-from llmrl.envs.base import EnvBase
+from llmrl.envs.td_ops import fill_missing
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 
 class EndOfData(LLMRLError, EOFError):
-    """A reset asked for prompts and every epoch has been handed out. Collectors stop on it; it is not a fault."""
+    """No prompts are left: every epoch has been handed out. Collectors stop on it; it is not a fault."""
 
 
 class DataLoadingPrimer(Transform):
@@ -114,6 +114,7 @@ class DataLoadingPrimer(Transform):
         first = self._handed_out
         numbers = range(first, first + count)
         draws = self._within_limit([(n // self.repeats) * self.world_size + self.rank for n in numbers])
+        # The copies of a prompt are one row: it is read once.
         distinct = list(dict.fromkeys(draws))
         by_draw = dict(zip(distinct, self._source.rows(distinct), strict=True))
         draws = self._within_limit(draws)  # reading may have shown where an iterable's epoch ends
@@ -139,12 +140,13 @@ class DataLoadingPrimer(Transform):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the position of ``state``. Raises CheckpointError if the data or their order are other ones."""
+        """Goes to the position of ``state``. Raises CheckpointError if the data or their order differ."""
         for name, mine in (("repeats", self.repeats), ("seed", self.seed), ("epoch_size", self._source.epoch_size)):
             if state[name] != mine and None not in (state[name], mine):
                 raise CheckpointError(
                     f"DataLoadingPrimer: the data must be those of the checkpoint: {name} was {state[name]}, is {mine}."
                 )
+        # The state counts the rows of all ranks, so that another number of them can go on from it.
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
@@ -174,9 +176,7 @@ class DataLoadingPrimer(Transform):
             return self.pull(self.batch_size.numel() if self.container is None else self.container.batch_size.numel())
         rows = self.pull(td.batch_size.numel())
         if rows.batch_size == td.batch_size:
-            for key, value in td.items():
-                if key not in rows.keys():
-                    rows.set(key, value)
+            fill_missing(rows, td)
         return rows
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -238,22 +238,6 @@ class DataLoadingPrimer(Transform):
         return torch.stack(values)
 
 
-def dataset_columns(env: EnvBase) -> Iterator[tuple[str, ...]]:
-    """The columns of each dataset that starts conversations of ``env``, if they are known."""
-    for transform in env.transform.leaves():
-        if isinstance(transform, DataLoadingPrimer) and transform.columns is not None:
-            yield transform.columns
-
-
-def check_columns(names: Iterable[str], columns: Iterable[str], who: str) -> None:
-    """Raises ConfigError if a parameter of a user's function is not a column, with a near name."""
-    known = list(columns)
-    for name in names:
-        if name not in known:
-            columns = f"{', '.join(known)}.{did_you_mean(name, known)}"
-            raise ConfigError(f"{who}: its parameter {name!r} must be a column of the dataset: they are {columns}")
-
-
 class IndexedRows:
     """Rows of something with a length and an index, in an order that depends on (seed, epoch) alone.
 
@@ -274,7 +258,7 @@ class IndexedRows:
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch's permutation
 
     def rows(self, positions: Sequence[int]) -> list[Row]:
-        """The rows at increasing positions of the stream; shorter than asked only if the stream has ended."""
+        """The rows at increasing positions of the stream."""
         indices = [self._index(position) for position in positions]
         if hasattr(self.dataset, "column_names"):  # datasets.Dataset: one read for all rows, as columns
             columns = self.dataset[indices]
@@ -292,6 +276,7 @@ class IndexedRows:
         epoch, offset = divmod(position, len(self.dataset))
         if not self.shuffle:
             return offset
+        # One epoch's permutation is kept: positions come in order, and a batch seldom spans two.
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(int(row_seeds(self.seed, [epoch])[0]))
             self._order = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
@@ -318,6 +303,7 @@ class IteratedRows:
     def rows(self, positions: Sequence[int]) -> list[Row]:
         found: list[Row] = []
         for position in positions:
+            # An iterable cannot go back: it starts again, and what was passed is skipped.
             if self._iterator is None or position < self._next:
                 self._iterator, self._next = self._stream(), 0
             found.append(next(islice(self._iterator, position - self._next, None)))
@@ -346,6 +332,7 @@ class IteratedRows:
                     "iterator that can be read once only cannot be used: give something with __iter__, such as a "
                     "list or a DataLoader."
                 )
+            # Known from here on: it numbers the rows of later epochs, and tells where the last one ends.
             self.epoch_size = count
 
     def _split(self, element: Any) -> Iterable[Row]:

@@ -118,6 +118,7 @@ class KLComputation(Transform):
             attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
             own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT)
+            # Each token pays once, in the turn or record that wrote it. The first of a row has no log-prob to pay for.
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
@@ -132,6 +133,7 @@ class KLComputation(Transform):
         who = type(self).__name__
         gen = next_td.get(self.gen_log_probs_full_key, None, as_list=True)
         if gen is None:
+            # Where top-p or top-k cut the distribution, only the plain log-probs are comparable with the reference.
             plain = (self.gen_log_probs_full_key[0], "plain")
             gen = td.get(plain, None, as_list=True)
             gen = td.get(self.gen_log_probs_full_key, None, as_list=True) if gen is None else gen
@@ -172,6 +174,7 @@ class KLComputation(Transform):
         if per_token:
             return reward.view(*penalty_BT.shape, 1) - penalty_BT.unsqueeze(-1)
         places_T = torch.arange(paid_BT.shape[1], device=reward.device)
+        # The reward of the turn stands at the last token that pays.
         last_B1 = (paid_BT * places_T).amax(1, keepdim=True)
         own_BT = torch.zeros_like(penalty_BT).scatter(1, last_B1, reward.view(-1, 1))
         return (own_BT - penalty_BT).unsqueeze(-1)
@@ -222,6 +225,7 @@ class RetrieveKL(Compose):
                 f"{who}: both models must have the same pad_output: got {pads[0]} (gen_model), {pads[1]} (ref_model)."
             )
         scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
+        # Both at one temperature: otherwise the difference would be that of the temperatures too.
         scoring["temperature"] = getattr(gen, "temperature", None) if temperature is None else temperature
         if history_key is not None:
             gen, ref = (
@@ -234,7 +238,7 @@ class RetrieveKL(Compose):
         super().__init__(*scorers, KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, **penalty))
 
 
-class KLRewardTransform(Compose):
+class KLRewardTransform(RetrieveKL):
     """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
 
     Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
@@ -242,7 +246,7 @@ class KLRewardTransform(Compose):
             default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
     Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
 
-    ``options`` are the other arguments of `RetrieveLogProb` and `KLComputation`.
+    ``options`` are the other arguments of `RetrieveKL`: ``ref_model_factory``, ``temperature`` and so on.
 
     >>> from llmrl.testing import FakeEngine
     >>> KLRewardTransform(FakeEngine([torch.tensor([1])]), coef=0.1)[1].coeff
@@ -253,12 +257,10 @@ class KLRewardTransform(Compose):
         self,
         ref_model: Scorer | None = None,
         *,
-        ref_model_factory: Callable[[], Scorer] | None = None,
         coef: float | Any = 1.0,
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: FullKey = GEN,
-        use_ray_service: bool = False,
         **options: Any,
     ):
         in_keys = ["reward"] if in_keys is None else list(in_keys)
@@ -268,14 +270,16 @@ class KLRewardTransform(Compose):
                 "KLRewardTransform: in_keys must be [reward] and out_keys [the same reward, penalty, log-probs of the "
                 f"reference]: got {in_keys} and {out_keys}."
             )
-        who = type(self).__name__
-        ref = _one_model(who, "ref", ref_model, ref_model_factory, use_ray_service)
         reward_key, kl_key, ref_name = out_keys
-        key = full_key((ref_name, "full"), who)
-        scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
-        penalty |= {"coeff": coef, "kl_key": kl_key, "reward_key": reward_key}
-        scorer = RetrieveLogProb(ref, log_probs_full_key=key, **scoring)
-        super().__init__(scorer, KLComputation(log_prob_key, key, **penalty))
+        super().__init__(
+            ref_model=ref_model,
+            gen_log_probs_full_key=log_prob_key,
+            ref_log_probs_full_key=(ref_name, "full"),
+            coeff=coef,
+            kl_key=kl_key,
+            reward_key=reward_key,
+            **options,
+        )
 
 
 def _one_model(
@@ -296,6 +300,7 @@ def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor,
     columns = [("the policy's log-probs", gen), ("the reference's log-probs", ref)]
     columns += [] if mask is None else [("the assistant mask", mask)]
     lengths = [len(row) for row in gen] if any(isinstance(column, list) for _, column in columns) else None
+    # Compared before ragged rows are padded, which would give all of them one length.
     for what, column in columns[1:]:
         got, expected = (column.shape, gen.shape) if lengths is None else ([len(row) for row in column], lengths)
         if got != expected:

@@ -26,14 +26,10 @@ class _LengthReward(ScoringTransform, ABC):
         missing = "append it after the transform that writes the reward"
         reward = required(next_td, "reward", type(self).__name__, missing)
         length_B = response_lengths(td, type(self).__name__).to(reward.device)
-        extra_B = self._extra(length_B.to(reward.dtype))
-        if reward.ndim > 2 and reward.shape[1] > 1:  # one reward per token: it belongs to the last of them
-            extra = torch.zeros_like(reward)
-            extra[:, -1] = extra_B.view(-1, 1)
-            next_td.set("reward", reward + extra)
-        else:
-            next_td.set("reward", reward + extra_B.view(-1, *[1] * (reward.ndim - 1)))
-        return next_td
+        extra = reward.new_zeros(reward.shape)
+        # Of one reward per token it belongs to the last one.
+        extra.view(len(extra), -1)[:, -1] = self._extra(length_B.to(reward.dtype))
+        return next_td.set("reward", reward + extra)
 
     @abstractmethod
     def _extra(self, length_B: Tensor) -> Tensor:
@@ -112,6 +108,7 @@ class MaskTruncated(Transform):
 
     def inv(self, td: TensorDictBase) -> TensorDictBase:
         reason_B, masks = (required(td, key, "MaskTruncated") for key in ("stop_reason", "masks"))
+        # Rewards stay: without them the mean of the group would be that of the finished answers alone.
         cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
         if not bool(cut_B.any()):
             return td

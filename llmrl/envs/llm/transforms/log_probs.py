@@ -99,6 +99,7 @@ class RetrieveLogProb(Transform):
         if next_td is not None:
             return td.set("next", self._step(td, next_td))
         name, _ = self.log_probs_full_key
+        # In an env the log-probs go to "next"; here they would take the place of the policy's own.
         if self._by_default and td.get((name, "response"), None, as_list=True) is not None:
             raise ConfigError(
                 f"RetrieveLogProb: {self.log_probs_full_key!r} already holds what the policy sampled with: it would be "
@@ -126,6 +127,7 @@ class RetrieveLogProb(Transform):
                     f"{(model.keys['masks'], 'all_assistant_mask')!r} nor {(model.keys['tokens'], 'response')!r}; keys "
                     f"present: {present_keys(td)}; score with assistant_only=False, or keep what the policy wrote."
                 )
+            # The mask comes from what was recorded while sampling, never from the text.
             masks = [mask.bool() for mask in conversations.assistant]
         with ExitStack() as stack:
             if self.reference == "adapter_off":

@@ -1,4 +1,10 @@
-"""Tool transforms with tools of their own: a Python interpreter, a browser, MCP servers."""
+"""Tool transforms with tools of their own: a Python interpreter, a browser, MCP servers.
+
+In all of them ``tool_name`` is the role of the messages, ``timeout`` the seconds for one call, and ``options`` are the
+other arguments of `ToolTransform`. A browser and MCP servers are called by ``format``, as ``<tool>name``, line end,
+``{...}</tool>``, which a system prompt has to teach (:meth:`ToolTransform.instructions`); with "auto" the chat template
+does.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +32,13 @@ class PythonInterpreter(ToolTransform):
     Writes  a message per block, "Code block N executed successfully:" or "Code block N failed:" and its output
     Raises  UnsupportedError or MissingDependencyError if the sandbox is missing; ConfigError for an absent service
 
-    tool_name   the role of the messages
     persistent  names that a block defines exist in later blocks and turns of its conversation
-    timeout     seconds for one block, after which it is killed with all that it started
+    timeout     after which a block is killed with all that it started
     services    a mapping of tools that several environments share, with the interpreter under ``service_name``; with
                 ``namespace``, a mapping of such mappings
     sandbox     "bubblewrap", or "subprocess", which protects nothing: see `llmrl.tools.sandbox.Sandbox`
-    options     the other arguments of `ToolTransform`; the prompt has to say that code is run: no schema is declared
+
+    The prompt has to say that code is run: no schema is declared.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.envs.llm import ChatEnv
@@ -82,11 +88,6 @@ class BrowserTransform(ToolTransform):
 
     allowed_domains  exact host names: of pages, of what they load and of redirects, no sub-domain implied; None: all
     headless         False shows the window
-    timeout          seconds for one action
-    tool_name        the role of the messages
-    format           of the calls: by default ``<tool>browser`` line end ``{"action": "navigate", "url": ...}</tool>``,
-                     which a system prompt has to teach (:meth:`instructions`); with "auto" the chat template does
-    options          the other arguments of `ToolTransform`
     """
 
     def __init__(
@@ -112,12 +113,7 @@ class MCPToolTransform(ToolTransform):
 
     servers            name -> {"command", "args", "env", "cwd"} or {"url", "headers"}; see `MCPServers`
     tool_call_pattern  a regular expression for a call: its groups are the tool's name and its JSON arguments
-    tool_name          the role of the messages
-    timeout            seconds for one call
     start_timeout      seconds until all servers have listed their tools
-    format             of the calls if there is no pattern: by default ``<tool>name`` line end ``{...}</tool>``,
-                       which a system prompt has to teach (:meth:`instructions`); with "auto" the chat template does
-    options            the other arguments of `ToolTransform`
     """
 
     def __init__(

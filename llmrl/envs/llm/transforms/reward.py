@@ -24,7 +24,7 @@ from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
-from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
+from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, check_at_least, did_you_mean
@@ -35,7 +35,7 @@ __all__ = ["RewardFunction", "load_reward", "make_rewards"]
 Reward = Callable[..., Any]
 Spec = Mapping[str, Any] | str | Reward
 
-_KEPT = ("group_id", "policy_version", "stop_reason")  # in every batch, beside the dataset's columns
+_KEPT = ("answer", "group_id", "policy_version", "stop_reason")  # can be asked for beside the dataset's columns
 _LARGEST = 1e17  # of a reward: in float32 the squares of the differences in a group of thousands add up
 _COROUTINES = 64  # at a time, by default
 _KINDS = ("fn", "judge", "reward_model", "code")
@@ -65,8 +65,8 @@ class RewardFunction(ScoringTransform):
             function 64
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
-    Raises  ConfigError for a parameter that cannot be filled: at construction, or from `check_columns` once columns are
-            known; ShapeError if ``fn`` returns something else than a number per row
+    Raises  ConfigError for a parameter that cannot be filled, as soon as the columns are known; ShapeError if ``fn``
+            returns anything but a number per row
 
     A row is NaN if ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
     or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
@@ -103,9 +103,8 @@ class RewardFunction(ScoringTransform):
             raise ConfigError(f"RewardFunction: deadline_s must be positive, or None for no limit: got {deadline_s}.")
         if not math.isfinite(weight):
             raise ConfigError(f"RewardFunction: weight must be finite: got {weight}.")
-        asynchronous = is_coroutine_function(fn)
         if concurrency is None:
-            concurrency = getattr(fn, "concurrency", _COROUTINES if asynchronous else 1)
+            concurrency = getattr(fn, "concurrency", _COROUTINES if is_coroutine_function(fn) else 1)
         check_at_least("RewardFunction", 0, retries=retries)
         check_at_least("RewardFunction", 1, concurrency=concurrency)
         super().__init__()
@@ -125,19 +124,11 @@ class RewardFunction(ScoringTransform):
         if importable is None:
             self._runner = runner_of(fn, f"reward-{self.name}", concurrency)
         else:
-            self._runner = ProcessRunner(
-                self.name, importable, concurrency=concurrency, asynchronous=asynchronous, batched=self.batched
-            )
-
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError if ``fn`` asks for a column that the dataset does not have, with a near name."""
-        needed = [name for name in self._parameters.required if name != "answer"]
-        check_columns(needed, columns, f"RewardFunction {self.name!r}")
+            self._runner = ProcessRunner(self.name, importable, concurrency=concurrency, batched=self.batched)
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        for columns in dataset_columns(container):
-            self.check_columns([*columns, *_KEPT])
+        self._parameters.check_datasets(container, *_KEPT)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         completions = completion_texts(td, tokenizer_of(self), who=f"RewardFunction {self.name!r}")
@@ -170,16 +161,18 @@ class RewardFunction(ScoringTransform):
             close()
 
     def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
+        # Views of the conversation (text, tokens, masks) are containers and not columns of the dataset.
         objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
         present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
-        self.check_columns([*present, *_KEPT])
+        asked.check([*present, *_KEPT])
         names = asked.required + [n for n in asked.optional if n in present]
         if asked.takes_all:
             names += [n for n in objects if n not in (*names, self.answer_key)]
         columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
+            # A file may have numbers as references; functions compare texts.
             columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
         return columns
 
@@ -195,16 +188,15 @@ class RewardFunction(ScoringTransform):
         outcomes = self._runner.run(calls, timeout_s=self.deadline_s)
         self.counters["rows"] += count
         self.counters["retries"] += calls.retried
-        late = next((number for number, outcome in enumerate(outcomes, 1) if not outcome.done), None)
-        if late is not None:
-            subject = "the call" if self.batched else f"row {late} of {count}"
-            self.first_error = self.first_error or f"{subject} was not done {self.deadline_s} s after its batch began"
         values: list[float | None] = []
         for outcome in outcomes:
             rows_of_call = count if self.batched else 1
             if outcome.error is not None or not outcome.done:
-                self.first_error = self.first_error or outcome.error
+                late = "the call" if self.batched else f"row {len(values) + 1} of {count}"
+                late += f" was not done {self.deadline_s} s after its batch began"
+                self.first_error = self.first_error or outcome.error or late
                 self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
+                # Not a number, and not 0, which would say that the answers are bad.
                 values += [math.nan] * rows_of_call
                 continue
             found = outcome.value if self.batched else [outcome.value]
@@ -289,17 +281,18 @@ def _make(spec: Spec, where: str, tokenizer: Any | None, load: bool) -> RewardFu
 class Parameters:
     """The parameters of a user's function after the first: columns of the data, passed by name."""
 
+    who: str
     required: list[str]
     optional: list[str]
     takes_all: bool
 
     @classmethod
     def of(cls, fn: Callable[..., Any], who: str, first: str) -> Parameters:
-        """By the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
+        """Reads the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins have no signature
-            return cls(required=[], optional=["answer"], takes_all=False)
+            return cls(who, required=[], optional=["answer"], takes_all=False)
         parameters = list(signature.parameters.values())
         if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
             raise ConfigError(
@@ -316,7 +309,23 @@ class Parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 (required if parameter.default is parameter.empty else optional).append(parameter.name)
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        return cls(required, optional, takes_all)
+        return cls(who, required, optional, takes_all)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raises ConfigError if a parameter without a default is not a column, with a near name."""
+        known = list(columns)
+        for name in self.required:
+            if name not in known:
+                listed = f"{', '.join(known)}.{did_you_mean(name, known)}"
+                raise ConfigError(
+                    f"{self.who}: its parameter {name!r} must be a column of the dataset: they are {listed}"
+                )
+
+    def check_datasets(self, env: EnvBase, *others: str) -> None:
+        """`check` against the datasets that start conversations of ``env``, where their columns are known."""
+        for primer in env.transform.leaves():
+            if isinstance(primer, DataLoadingPrimer) and primer.columns is not None:
+                self.check([*primer.columns, *others])
 
 
 def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:

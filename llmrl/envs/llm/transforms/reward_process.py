@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmrl.concurrency.deadline import AsyncRunner, Calls, Outcome, ThreadRunner
+from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
@@ -33,10 +33,10 @@ class ProcessRunner:
     The calls are partials of that function. Where the process ends in a call, those that have no outcome yet failed.
     """
 
-    def __init__(self, name: str, function: str, *, concurrency: int, asynchronous: bool, batched: bool):
+    def __init__(self, name: str, function: str, *, concurrency: int, batched: bool):
         self.name = name
         self.concurrency = concurrency
-        settings = [function, concurrency, asynchronous, batched]
+        settings = [function, concurrency, batched]
         size = min(4, os.cpu_count() or 1)  # of environments that score at the same time
         self._pool = WorkerPool(Path(__file__), [json.dumps(settings)], size=size, who=f"RewardFunction {name!r}")
 
@@ -44,6 +44,7 @@ class ProcessRunner:
         """The outcomes, after all calls were made or ``timeout_s`` seconds; starting the process does not count."""
         if not calls.calls:
             return []
+        # Answers come one by one, so that a process that dies or hangs takes only the calls with it that have none.
         left = set(range(len(calls.calls)))
         arguments = [(call.args, call.keywords) for call in calls.calls]
         with self._pool.worker(math.inf if timeout_s is None else WAIT_S + timeout_s) as worker:
@@ -96,9 +97,9 @@ def plain_numbers(values: Any) -> list[float | str | None] | str:
 
 
 def _serve() -> None:
-    function, concurrency, asynchronous, batched = json.loads(sys.argv[1])
+    function, concurrency, batched = json.loads(sys.argv[1])
     fn = load_function(function, what="reward")
-    runner = (AsyncRunner if asynchronous else ThreadRunner)("reward", concurrency)
+    runner = runner_of(fn, "reward", concurrency)
 
     def handle(request: Any, reply: Callable[[Any], None]) -> None:
         def on_outcome(number: int, outcome: Outcome) -> None:

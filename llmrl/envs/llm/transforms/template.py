@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Composite, NonTensor
+from llmrl.envs.llm.completions import strings_of
 from llmrl.envs.llm.transforms.tool_messages import begin_anew
 from llmrl.envs.td_ops import present_keys, required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
@@ -80,7 +81,7 @@ class TemplateTransform(Transform):
 
     def _call(self, next_td: TensorDictBase) -> TensorDictBase:
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
-            texts, carried = self._rendered(next_td, in_key), _texts(next_td, out_key)
+            texts, carried = self._rendered(next_td, in_key), strings_of(next_td, out_key)
             if carried is not None and out_key[0] == "text":
                 pairs = enumerate(zip(texts, carried, strict=True))
                 rewritten = [row for row, (text, before) in pairs if not text.startswith(before)]
@@ -93,7 +94,7 @@ class TemplateTransform(Transform):
         td = shallow_copy(td)
         for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
             required(td, out_key, "TemplateTransform")
-            history = History.from_text(_texts(td, out_key), tokenizer=self.tokenizer, **self._template)
+            history = History.from_text(strings_of(td, out_key), tokenizer=self.tokenizer, **self._template)
             if isinstance(in_key, tuple):
                 td.set(in_key[0], ChatHistory.from_rows({in_key[1]: history}, td.batch_size))
             else:
@@ -120,13 +121,6 @@ class TemplateTransform(Transform):
         asks = isinstance(key, tuple) and key[-1] == "prompt"
         chats = history_chats(history, 1, asks=asks)
         return self.renderer.prompt_texts(chats) if asks else self.renderer.codec.render(chats)
-
-
-def _texts(td: TensorDictBase, key: NestedKey) -> list[str] | None:
-    if isinstance(key, str):
-        return column_values(td, key)
-    holder = td.get(key[0], None)
-    return None if holder is None else holder.rows(key[1])
 
 
 def _set_texts(td: TensorDictBase, key: NestedKey, texts: Sequence[str]) -> None:

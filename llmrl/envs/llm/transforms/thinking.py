@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.tensordicts import inner
 from llmrl.envs.llm.completions import (
     completion_texts,
     renderer_of,
     special_tokens,
     tokenizer_of,
     trim_markers,
+    unpadded_ids,
     view_of,
 )
 from llmrl.envs.llm.transforms.dataloading import row_seeds
@@ -24,7 +24,6 @@ from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
-from llmrl.modules.llm.policies.rows import unpadded_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,8 +173,9 @@ class AddThinkingPrompt(Transform):
             texts = [asked[row] + answers[row] if row in answers else text for row, text in enumerate(texts)]
             next_td.set("text", Text.from_rows({"prompt": texts}, next_td.batch_size))
             return
-        asked = _prompt_ids(td)
+        asked = unpadded_ids(td, "prompt")
         rows = list(next_td.get("tokens").rows("prompt"))
+        # The edited answer is no sample any more: it becomes part of a prompt, so its text may be tokenised.
         ids = tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
         for row, answer in zip(answers, ids, strict=True):
             rows[row] = torch.cat([asked[row], torch.tensor(answer, dtype=torch.int64).to(asked[row].device)])
@@ -191,12 +191,3 @@ class AddThinkingPrompt(Transform):
 def _open(role: str, content: str) -> dict[str, Any]:
     """A message; the assistant's own is left for the policy to go on with."""
     return {"role": role, "content": content, **({"is_complete": False} if role == "assistant" else {})}
-
-
-def _prompt_ids(td: TensorDictBase) -> Sequence[torch.Tensor]:
-    """The ids that the turn followed, without padding."""
-    tokens, masks = td.get("tokens"), td.get("masks", None)
-    attention = None
-    if tokens.padded and masks is not None:
-        attention = masks.all_attention_mask[:, : tokens.prompt.shape[1]]
-    return unpadded_rows(inner(tokens), "prompt", attention)

@@ -11,8 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.data.ragged.tensordicts import column, column_values, inner
+from llmrl.data.ragged.tensordicts import column
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
+from llmrl.envs.llm.completions import strings_of
 from llmrl.envs.td_ops import required, shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least
@@ -84,6 +85,7 @@ class Tokenizer(Transform):
             raise ConfigError("Tokenizer: padding='max_length' needs max_length.")
         check_at_least("Tokenizer", 1, max_length=max_length)
         if additional_tokens:
+            # The caller's tokenizer belongs to a model whose embeddings do not have these tokens.
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.add_tokens(list(additional_tokens), special_tokens=True)
         self.tokenizer = tokenizer
@@ -129,6 +131,7 @@ class Tokenizer(Transform):
         if fill is None and min(lengths) < width:
             raise ConfigError("Tokenizer: the tokenizer must have a padding token: set tokenizer.pad_token.")
         side = self.tokenizer.padding_side
+        # Without a padding token all rows have this width already.
         return pad_rows(rows, value=fill or 0, side=side, length=width), lengths_mask(lengths, width, side)
 
     def _inv_apply_transform(self, value: Any) -> Any:
@@ -139,7 +142,7 @@ class Tokenizer(Transform):
             raw = td.get(in_key, None) if tolerant else required(td, in_key, "Tokenizer")
             if raw is None:
                 continue
-            ids_BT, mask_BT = self._apply_transform(raw if self.use_raw_nontensor else _strings(td, in_key))
+            ids_BT, mask_BT = self._apply_transform(raw if self.use_raw_nontensor else strings_of(td, in_key))
             td.set(out_key, ids_BT.to(td.device))
             if self.return_attention_mask:
                 td.set(self._mask_key(out_key), mask_BT.to(td.device))
@@ -173,9 +176,3 @@ class Tokenizer(Transform):
 
     def _ids_spec(self, spec: Composite) -> Unbounded:
         return Unbounded(shape=(*spec.shape, -1), dtype=torch.int64, device=spec.device)
-
-
-def _strings(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    *path, name = (key,) if isinstance(key, str) else key
-    holder = td.get(tuple(path)) if path else td
-    return column_values(inner(holder), name)

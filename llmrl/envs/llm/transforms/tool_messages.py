@@ -57,6 +57,7 @@ def append_messages(
     stream = TokenStream.read(next_td)
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
+    # Of the past only its end matters here: whether the turn was closed, or was cut off before its end token.
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
     answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
     turns = [(None if stream is None else stream.num_answers(row)) or _UNKNOWN_TURNS for row in rows]
@@ -85,6 +86,7 @@ def _deltas(
     """
     new = [len(added) for added in messages]
     chats = [[_QUESTION, answer, *added] for answer, added in zip(answers, messages, strict=True)]
+    # The conversation itself is not there as messages, only its ids: a short stand-in is rendered in its place.
     found = renderer.extend(ends, chats, new)
     shapes = [renderer.shape(chat, num) for chat, num in zip(chats, turns, strict=True)]
     first_rows = {shape: row for row, shape in enumerate(shapes) if shape not in renderer.compared}
@@ -118,7 +120,7 @@ def _closed(message: Message) -> Message:
 
 
 def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
-    """Gives the last answer in the prompt of these rows other fields, in place; the ids stay what was drawn.
+    """Replaces the fields of the last answer in these rows, in place; the ids stay as they were drawn.
 
     Writes  ("history", "prompt"), if the batch has it
     """
@@ -127,6 +129,7 @@ def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> Non
         return
     chats = list(history.chats("prompt"))
     for row, fields in said.items():
+        # Other transforms may have appended messages already.
         place = max(number for number, message in enumerate(chats[row]) if message["role"] == _ANSWERS)
         chats[row] = [*chats[row][:place], {"role": _ANSWERS, **fields}, *chats[row][place + 1 :]]
     next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}, next_td.batch_size))

@@ -72,6 +72,7 @@ def tool_metrics(data: TensorDictBase) -> dict[str, float]:
     ended = done.reshape(-1)
     totals = {name: use.get(name).reshape(-1)[ended].sum().item() for name in (*COUNTS, "seconds")}
     conversations = int(ended.sum())
+    # Calls that ended otherwise never ran, and took no time.
     calls, ran = totals["calls"], totals["ok"] + totals["error"] + totals["timeout"]
     called = (use.get("calls").reshape(-1)[ended] > 0).sum().item()
     return {

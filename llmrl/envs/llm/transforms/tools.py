@@ -23,7 +23,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.completions import completion_texts, renderer_of, special_tokens, trim_markers, view_of
+from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
@@ -175,6 +175,7 @@ class ToolTransform(Transform):
             for key in ("tool_use", "conversation_id")
         )
         peers, ids = self._peers(), conversations.flatten().tolist()
+        # Calls of a turn that is the last anyway are not run: no turn would read their results.
         over_B = self._over(td, next_td)
         cut_B = _cut_off(td).to(over_B.device)
         spent_B = torch.zeros_like(over_B)  # rows that have had as many turns with calls as they may
@@ -182,7 +183,7 @@ class ToolTransform(Transform):
             spent_B = (before.get("tool_turns") >= self.options.max_tool_turns).flatten()
         # Of several tool transforms the first counts turns, and each adds to the counts of those before it.
         use = before if peers[0] is self else next_td.get("tool_use")
-        answers = self._answers(td)
+        answers = completion_texts(td, self.tokenizer, who=type(self).__name__, as_drawn=True)
         turns = self._turns(td, answers, ids, cut_B.tolist(), (over_B | spent_B).tolist())
         counted = (use.get("tool_turns") > before.get("tool_turns")).flatten().tolist()
         for turn, had_calls in zip(turns, counted, strict=True):
@@ -210,7 +211,10 @@ class ToolTransform(Transform):
     ) -> list[_Turn]:
         """The calls of each row's turn; none of one that was cut off, and none run in a row that is skipped."""
         numbers = td.get(("tool_use", "turns")).flatten().tolist()
-        mine, turns = self._is_mine(self._peers()), []
+        peers, turns = self._peers(), []
+        others = {name for peer in peers if peer is not self for name in peer.runner.tools}
+        # A name that no tool has is answered once: by the first transform that reads calls of this format.
+        answers_unknown = next(peer for peer in peers if peer.format.name == self.format.name) is self
         rows = zip(answers, self._structured(td), self._opened_thoughts(td), ids, numbers, cut, skipped, strict=True)
         for text, structured, thinking, conversation, number, is_cut, is_skipped in rows:
             written = structured is None
@@ -219,7 +223,11 @@ class ToolTransform(Transform):
                 (call, call.id or self.format.call_id(conversation, number, place))
                 for place, call in enumerate([] if is_cut else parsed)
             ]
-            found = [(call, call_id) for call, call_id in calls if mine(call.name)]
+            found = [
+                (call, call_id)
+                for call, call_id in calls
+                if call.name in self.runner.tools or (answers_unknown and call.name not in others)
+            ]
             run = [] if is_skipped else found[: self.options.max_calls_per_turn]
             counts = {"calls": len(found), "not_run": len(found) - len(run)}
             turns.append(_Turn(calls, found, run, not written, counts))
@@ -235,6 +243,7 @@ class ToolTransform(Transform):
         ]
         results = self.runner.run([call for _, call in owned]) if owned else []
         for (turn, _), result in zip(owned, results, strict=True):
+            # A result that holds them would become a control token in the prompt.
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
             turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
@@ -266,16 +275,6 @@ class ToolTransform(Transform):
             return [None] * td.batch_size.numel()
         return [_structured_calls(chat[-1]) if chat else None for chat in chats]
 
-    def _answers(self, td: TensorDictBase) -> list[str]:
-        tokens = td.get("tokens", None)
-        responses = None if tokens is None else tokens.rows("response")
-        if td.get("text", None) is None and td.get("history", None) is None and responses and self.tokenizer:
-            # not skipping special tokens: in some families they are part of a call
-            ends = special_tokens(self.tokenizer)
-            texts = decode_rows(self.tokenizer, [row.tolist() for row in responses])
-            return [trim_markers(text, ends) for text in texts]
-        return completion_texts(td, self.tokenizer, who=type(self).__name__)
-
     def _opened_thoughts(self, td: TensorDictBase) -> list[bool]:
         """True for each row whose generation prompt opened a thought, in which the answer then began."""
         text, tokens = td.get("text", None), td.get("tokens", None)
@@ -294,12 +293,6 @@ class ToolTransform(Transform):
             return [self]
         return [leaf for leaf in self.container.transform.leaves() if isinstance(leaf, ToolTransform)]
 
-    def _is_mine(self, peers: list[ToolTransform]) -> Callable[[str], bool]:
-        """True for the names of this transform's tools, and for unknown names if it is the first of its format."""
-        others = {name for peer in peers if peer is not self for name in peer.runner.tools}
-        first = next(peer for peer in peers if peer.format.name == self.format.name) is self
-        return lambda name: name in self.runner.tools or (first and name not in others)
-
     def _over(self, td: TensorDictBase, next_td: TensorDictBase) -> Tensor:
         """Rows that end with this turn, whatever is in it, or had ended before: bool[B]."""
         over_B = next_td.get("done").flatten()
@@ -312,6 +305,7 @@ class ToolTransform(Transform):
         return over_B
 
     def _end_conversations(self, next_td: TensorDictBase, called_B: Tensor, cut_B: Tensor, spent_B: Tensor) -> None:
+        # What a limit has ended already keeps its reason.
         going_on_B = ~next_td.get("done").flatten()
         truncated_B, terminated_B = called_B & spent_B, torch.zeros_like(called_B)
         if self.options.end_without_call:
@@ -329,6 +323,7 @@ class ToolTransform(Transform):
             over = [number for number, is_done in zip(ids, done, strict=True) if is_done and number in self._open]
             for number in over:
                 del self._open[number]
+            # A conversation that a reset has cut short is never seen to end.
             limit = 4 * max(64, len(ids))
             while len(self._open) > limit:
                 over.append(next(iter(self._open)))

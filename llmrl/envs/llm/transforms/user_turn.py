@@ -14,7 +14,6 @@ from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import add_reward, required_column
-from llmrl.envs.llm.transforms.dataloading import check_columns, dataset_columns
 from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
@@ -69,7 +68,7 @@ class UserTurn(Transform):
         self.retries = retries
         self.concurrency = concurrency
         self.role = role
-        self.columns = Parameters.of(reply, "UserTurn", "messages").required
+        self._parameters = Parameters.of(reply, "UserTurn", "messages")
         self.counters = {"replies": 0, "ended": 0, "failed": 0, "retries": 0}
         self.first_error: str | None = None
         self._runner = runner_of(reply, "user", concurrency)
@@ -79,8 +78,7 @@ class UserTurn(Transform):
         mode = getattr(innermost(container), "input_mode", "history")
         if mode != "history":
             raise ConfigError(f"UserTurn: must be in an env with input_mode='history', for messages: got {mode!r}.")
-        for columns in dataset_columns(container):
-            check_columns(self.columns, columns, "UserTurn")
+        self._parameters.check_datasets(container)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         done = next_td.get("done")
@@ -90,9 +88,11 @@ class UserTurn(Transform):
             for row, (chat, over) in enumerate(zip(chats, done.flatten().tolist(), strict=True))
             if not over and chat and chat[-1]["role"] == "assistant"  # else a tool has answered
         ]
-        columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in self.columns}
+        needed = self._parameters.required
+        columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in needed}
         named = [{name: values[row] for name, values in columns.items()} for row in rows]
         replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
+        # All rows share one deadline: a slow user holds a batch up once.
         calls = Calls(replies, self.retries)
         outcomes = dict(zip(rows, self._runner.run(calls, timeout_s=self.deadline_s), strict=True))
         failed = {row for row, outcome in outcomes.items() if self._failed(outcome)}
