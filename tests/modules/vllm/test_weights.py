@@ -21,8 +21,7 @@ from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
-from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, TransferCache
-from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
 from tests.support.vllm import SameScores, assert_rows_close, left_in_memory, scorer, trainer_log_probs
@@ -76,8 +75,8 @@ def check(model, engine, temperature=1.0):
 
 def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
     """Through shared memory, which an engine in this process does not use by itself."""
-    transfer = SharedMemory(buffer_bytes).connect(engine.core.call_workers) if transfer is None else transfer
-    transfer.send(engine._weight_spec().weight_set(weights), time.monotonic() + 60)
+    transfer = transfer or WeightTransfer(engine.core.call_workers)
+    transfer.send(engine._weight_spec().weight_set(weights), time.monotonic() + 60, SharedMemory(buffer_bytes))
     engine.core.llm.reset_prefix_cache()
     return transfer
 
@@ -216,10 +215,12 @@ def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, e
     assert PROBE(engine.score, scorer(model)) < 1e-5
     buffer = transfer._buffer
     for _ in range(3):  # the same buffer serves
-        send(engine, stepped(model).state_dict(), transfer=transfer)
+        send(engine, stepped(model).state_dict(), buffer_bytes, transfer)
         PROBE(engine.score, scorer(model))
     assert transfer._buffer is buffer
     assert not os.path.exists(buffer.path)
+    send(engine, model.state_dict(), buffer_bytes + 64, transfer)
+    assert transfer._buffer is not buffer, "other settings"
 
 
 @pytest.mark.parametrize("max_bytes", [1, 50_000])
@@ -245,7 +246,7 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
 
 
 def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine, monkeypatch):
-    send(engine, model.state_dict())
+    transfer = send(engine, model.state_dict())
     old, victim, write = copy.deepcopy(model), "model.layers.1.mlp.down_proj.weight", SharedBuffer.write
 
     def damaging(self, name, tensor, *, offset):
@@ -257,7 +258,8 @@ def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine,
     with monkeypatch.context() as patch:
         patch.setattr(SharedBuffer, "write", damaging)
         with pytest.raises(NothingLoadedError, match=rf"{victim} must arrive as it was sent: worker 0 .*Nothing was"):
-            send(engine, stepped(model).state_dict())
+            send(engine, stepped(model).state_dict(), transfer=transfer)
+        assert transfer._buffer is None, "after an error the workers may be others"
         assert PROBE(engine.score, scorer(old)) < 1e-5  # the old weights, all of them
         with pytest.raises(WeightSyncError, match=victim) as caught:
             send(engine, model.state_dict(), 40_000)  # others went before
@@ -310,10 +312,10 @@ def test_groups_that_are_not_what_they_announced_are_named(model, engine, change
 
 def test_a_buffer_that_workers_cannot_open_changes_nothing_and_leaves_no_file(model, engine):
     def call(method, end, **arguments):
-        raise FileNotFoundError(2, "No such file or directory", arguments["init_info"]["info"]["path"])
+        raise FileNotFoundError(2, "No such file or directory", arguments["info"]["path"])
 
     with pytest.raises(NothingLoadedError, match=r"No such file or directory: '/dev/shm/llmrl-weights-.*Nothing was"):
-        send(engine, model.state_dict(), transfer=SharedMemory().connect(call))
+        send(engine, model.state_dict(), transfer=WeightTransfer(call))
     assert left_in_memory() == []
 
 
@@ -340,36 +342,6 @@ def test_too_little_shared_memory_is_used_as_it_is_and_none_is_an_error(model, e
 # --- transfers and their settings -------------------------------------------------------------------------------------
 
 
-def test_a_transfer_is_kept_until_it_fails_or_other_settings_are_asked_for():
-    opened, closed = [], []
-
-    class Settings:
-        def __init__(self, name):
-            self.name = name
-
-        def connect(self, call):
-            opened.append(self.name)
-            return self
-
-        def send(self, weights, end):
-            if weights is None:
-                raise WeightSyncError("failed")
-
-        def close(self):
-            closed.append(self.name)
-
-    first, second = Settings("first"), Settings("second")
-    transfers = TransferCache(None)
-    for settings in (first, first, second):
-        transfers.send(WeightSet({}, []), 0.0, settings)
-    assert (opened, closed) == (["first", "second"], ["first"])
-    with pytest.raises(WeightSyncError, match="failed"):
-        transfers.send(None, 0.0, second)
-    assert closed == ["first", "second"]
-    transfers.close()
-    assert closed == ["first", "second"]
-
-
 def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_sent(model, engine):
     version = engine.version
     for backend, message in (("shared_memory", "does not reach an engine in this process"), ("ncl", "mean 'nccl'")):
@@ -377,7 +349,7 @@ def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_
             engine.update_weights(model.state_dict(), version=version + 1, backend=backend)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="memory of a GPU, and there is none here"):
-            CudaIPC().connect(engine.core.call_workers)
+            CudaIPC().create_buffer(1, engine.core.call_workers, 0.0)
     with pytest.raises(ConfigError, match="num_workers must be at least 1: got 0"):
         NCCL(num_workers=0)
 
@@ -393,7 +365,7 @@ def test_bytes_sent_are_those_of_the_parameters_in_the_dtype_asked_for_in_bounde
 
     checked = engine._weight_spec().weight_set(weight_groups(model, max_bytes=50_000))
     weights = replace(checked, dtype=torch.bfloat16, kept=("norm",))  # which this engine could not keep in float32
-    SharedMemory(40_000).connect(call).send(weights, time.monotonic() + 60)
+    WeightTransfer(call).send(weights, time.monotonic() + 60, SharedMemory(40_000))
     engine.core.llm.reset_prefix_cache()
     stored = [entry for bucket in received for entry in bucket]
     expected = sum(p.numel() * (4 if "norm" in name else 2) for name, p in model.named_parameters())
@@ -471,7 +443,7 @@ def test_on_one_gpu_weights_go_through_its_memory_and_a_group_of_one_broadcasts(
             publish(stepped(model), engine)
             SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
             if settings is None:
-                assert isinstance(engine._transfers._settings, CudaIPC)
+                assert isinstance(engine._transfer._settings, CudaIPC)
     buffer = BroadcastBuffer(4096, "cuda", "127.0.0.1", vllm_module("vllm.utils.network_utils").get_open_port(), 1)
     buffer.connect(lambda info: None)
     stored = buffer.write("w", torch.arange(100.0, device="cuda"), offset=64)

@@ -82,9 +82,9 @@ _ASYNC_INTERFACE: dict[str, tuple[str, ...]] = {
     "AsyncLLMEngine.reset_prefix_cache": (),
 }
 _MODULES = (
-    *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
-    *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
-    *("vllm.distributed.weight_transfer.factory", "vllm.sampling_params"),
+    "vllm.model_executor.layers.logits_processor",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.sampling_params",
 )
 
 

@@ -23,7 +23,12 @@ from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
 from llmrl.modules.llm.engines.vllm.core import SCORING, ClosedCore, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
-from llmrl.modules.llm.engines.vllm.transfer import TransferCache, TransferSettings, nearest_transfer, transfer_settings
+from llmrl.modules.llm.engines.vllm.transfer import (
+    TransferSettings,
+    WeightTransfer,
+    nearest_transfer,
+    transfer_settings,
+)
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
@@ -96,7 +101,7 @@ class VLLMEngine(SeededEngine):
         place = {"own_process": own_process, "devices": devices}
         self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
-        self._transfers = TransferCache(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
+        self._transfer = WeightTransfer(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
         self._lock = SharedExclusiveLock("VLLMEngine")
         self._sleep = SleepCycle(lambda: self.core)
         self._spec: WeightSpec | None = None
@@ -349,8 +354,8 @@ class VLLMEngine(SeededEngine):
                     self.core.call_workers("llmrl_load_weights", end, weights=weights.pairs())
                 else:
                     if not same_workers:
-                        self._transfers.close()
-                    self._transfers.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
+                        self._transfer.close()
+                    self._transfer.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
         except (NotImplementedError, NothingLoadedError):
             self._incomplete = was_incomplete
             raise
@@ -430,7 +435,7 @@ class VLLMEngine(SeededEngine):
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
         core, self.core = self.core, ClosedCore(self.core)
-        self._transfers.close()
+        self._transfer.close()
         core.close()
 
 

@@ -161,7 +161,7 @@ class PoolCore:
 
         def ask(core: ServerCore) -> list[Any]:
             numbered = {}
-            if method == "llmrl_open_transfer":  # in a group that weights are broadcast to: one server after the other
+            if method == "llmrl_open_buffer":  # in a group that weights are broadcast to: one server after the other
                 numbered["first_rank"] = 1 + sum(self._num_workers[other] for other in cores[: cores.index(core)])
             return core.call_workers(method, end, **arguments, **numbered)
 
