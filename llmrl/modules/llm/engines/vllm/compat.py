@@ -62,9 +62,10 @@ EXTENSION = "llmrl.modules.llm.engines.vllm.worker.WorkerExtension"
 NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # said before any log level
 _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
 _INTERFACE: dict[str, tuple[str, ...]] = {
-    "LLM.generate": ("prompts", "sampling_params", "use_tqdm"),
     "LLM.collective_rpc": ("method", "kwargs"),
     "LLM.reset_prefix_cache": (),
+    "LLMEngine.add_request": ("request_id", "prompt", "params", "lora_request"),
+    "LLMEngine.step": (),
     "EngineArgs": _OPTIONS,
     "SamplingParams": (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
