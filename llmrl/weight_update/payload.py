@@ -90,8 +90,8 @@ class Slots:
         self._layout: Layout | None = None
         self._numbers = count()
 
-    def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, busy: Collection[int]) -> Payload:
-        """Copies the weights into a block that is not ``busy``."""
+    def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, transports: Collection[Any]) -> Payload:
+        """Copies the weights into a block that the worker of none of these `SharedMemTransport` may be reading."""
         if model_id in self._registered:
             ModelTarget(self._registered[model_id]).update_weights(weights, version=version)
         elif not self._auto_register:
@@ -102,6 +102,7 @@ class Slots:
         layout, size = layout_of(weights)
         if layout != self._layout:
             self._layout, self._blocks = layout, {}
+        busy = set().union(*(transport.busy for transport in transports))
         number = next((number for number in self._blocks if number not in busy), None)
         if number is None:
             number = next(self._numbers)

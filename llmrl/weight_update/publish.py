@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
+from llmrl.weight_update.target import named_tensors
 
 __all__ = ["WeightTarget", "as_weights", "check_engine", "publish"]
 
@@ -33,7 +35,7 @@ class WeightTarget(Protocol):
 
 
 def publish(
-    model: nn.Module | Weights | None,
+    model: nn.Module | TensorDictBase | Weights | None,
     engine: WeightTarget,
     version: int | None = None,
     *,
@@ -47,8 +49,8 @@ def publish(
     ``sends``: False if another rank sends to the same engine; this one only takes part in making the weights, which
     is a collective if the model is sharded.
 
-    Reads   a module (sharded, or with adapters, which are merged in copies), named tensors, or groups; None: the engine
-            shares the trainer's module, so only the version moves
+    Reads   a module (sharded, or with adapters, which are merged in copies), a TensorDict, named tensors, or groups;
+            None: the engine shares the trainer's module, so only the version moves
     Calls   ``engine.update_weights``, which checks that the set is complete. The caller stands at a step boundary, so
             no sample is drawn from half of an update
     Raises  WeightSyncError, with the engine unchanged, for a version that does not grow and for weights that lack
@@ -90,10 +92,12 @@ def publish(
     return version
 
 
-def as_weights(model: nn.Module | Weights | None) -> Weights | None:
-    """The weights of a module in groups, of a ``peft.PeftModel`` with its adapters merged; anything else as it is."""
+def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | None:
+    """The weights of a module in groups, of a ``peft.PeftModel`` with its adapters merged; a TensorDict as named
+    tensors; anything else as it is.
+    """
     if not isinstance(model, nn.Module):
-        return model
+        return named_tensors(model)
     return merged_weights(model) if hasattr(model, "get_base_model") else weight_groups(model)
 
 

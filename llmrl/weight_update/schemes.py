@@ -18,7 +18,7 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.publish import as_weights, publish
-from llmrl.weight_update.target import ModelTarget, named_tensors, resolve
+from llmrl.weight_update.target import ModelTarget, resolve
 from llmrl.weight_update.transports import (
     CallTransport,
     DirectTransport,
@@ -90,7 +90,7 @@ class WeightSyncScheme(ABC):
                     "in: give weights, or call register_model or set_context."
                 )
             weights = resolve(context, weights or model_id)
-        weights = as_weights(weights) if isinstance(weights, nn.Module) else named_tensors(weights)
+        weights = as_weights(weights)
         if isinstance(weights, WeightGroups):
             weights = {name: tensor for group in weights for name, tensor in group.items()}
         if not isinstance(weights, Mapping):
@@ -271,21 +271,19 @@ class WeightReceiver:
             return None
         model_id, payload = received
         try:
-            self.update_weights(payload.weights, version=payload.version, model_id=model_id)
-        except Exception as error:
-            self._transport.answer(f"{type(error).__name__}: {error}")
+            self.apply_weights(payload.weights, model_id=model_id)
+        except Exception:  # the sender has the answer
             return None
-        self._transport.answer()
         return payload.version
 
-    def apply_weights(self, weights: Any) -> None:
-        """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
-        without a model, WeightSyncError if they do not fit it.
+    def apply_weights(self, weights: Any, *, model_id: str | None = None) -> None:
+        """Applies weights that were read from the transport, and answers the sender. Raises ConfigError without a
+        model, WeightSyncError if they do not fit it.
         """
         pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
         try:
-            self.update_weights(named_tensors(weights), version=version)
+            self.update_weights(weights, version=version, model_id=model_id)
         except Exception as error:
             self._transport.answer(f"{type(error).__name__}: {error}")
             raise
@@ -366,10 +364,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         )
 
     def create_packer(self) -> Packer:
-        slots = Slots(self.policy_weights, self.auto_register)
-        return lambda model_id, weights, version, transports: slots.write(
-            model_id, weights, version, set().union(*(transport.busy for transport in transports))
-        )
+        return Slots(self.policy_weights, self.auto_register).write
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

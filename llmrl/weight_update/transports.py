@@ -47,15 +47,13 @@ class TransportBackend(ABC):
         self.pending: Payload | None = None  # received, and not answered yet
 
     @abstractmethod
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
+    def send(self, model_id: str, payload: Payload) -> None:
+        """Hands the payload over, and does not wait for the worker."""
 
     @abstractmethod
-    def wait(self, deadline: float) -> None:
-        """Returns when the worker has applied what was sent.
-
-        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
-                it has ended
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
+        `time.monotonic`), any other error if the worker has ended.
         """
 
     @abstractmethod
@@ -65,6 +63,39 @@ class TransportBackend(ABC):
     @abstractmethod
     def answer(self, problem: str = "") -> None:
         """The worker's side: tells the sender that ``pending`` was applied, or why it was not."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
+        payload = weights if isinstance(weights, Payload) else self.pack(model_id, named_tensors(weights))
+        self.send(model_id, payload)
+        self.sent = payload.version
+
+    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
+        return pack(weights, self.sent + 1)
+
+    def wait(self, deadline: float) -> None:
+        """Returns when the worker has applied what was sent.
+
+        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
+                it has ended
+        """
+        while self.answered < self.sent:  # an answer may be for an earlier version, of a connection registered again
+            try:
+                self.answered, problem = self.answer_by(deadline)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its "
+                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
+                    "is taken out by `sender.unregister_worker`."
+                ) from None
+            except Exception as error:
+                raise WorkerError(
+                    f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "
+                    f"closed the connection ({type(error).__name__}). Start it again and register it, or "
+                    "`sender.unregister_worker`."
+                ) from error
+            if problem:
+                raise WeightSyncError(f"{self.peer} refused version {self.answered} and keeps its weights: {problem}")
 
     def check_connection(self) -> bool:
         """True if weights can be sent or received."""
@@ -79,22 +110,6 @@ class TransportBackend(ABC):
         weights: Any = received[1].weights
         return received[0], TensorDict(weights).unflatten_keys(".") if self.strategy == "tensordict" else weights
 
-    def late(self) -> DeadlineError:
-        return DeadlineError(
-            f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its version is "
-            f"{self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone is taken out by "
-            "`sender.unregister_worker`."
-        )
-
-    def ended(self, error: BaseException) -> WorkerError:
-        return WorkerError(
-            f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or closed the "
-            f"connection ({type(error).__name__}). Start it again and register it, or `sender.unregister_worker`."
-        )
-
-    def refused(self, problem: str) -> WeightSyncError:
-        return WeightSyncError(f"{self.peer} refused version {self.sent} and keeps its weights: {problem}")
-
 
 class DirectTransport(TransportBackend):
     """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
@@ -102,7 +117,7 @@ class DirectTransport(TransportBackend):
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    send_weights = wait = receive = answer = _nothing
+    send_weights = send = wait = answer_by = receive = answer = _nothing
 
 
 class PipeTransport(TransportBackend):
@@ -125,9 +140,8 @@ class PipeTransport(TransportBackend):
     def check_connection(self) -> bool:
         return self.pipe is not None and not self.pipe.closed
 
-    def post(self, payload: Payload, header: bytes, memory: Tensor | None = None) -> None:
+    def post(self, header: bytes, memory: Tensor | None = None) -> None:
         """Writes a message, in a thread if the pipe may not take it before the worker reads."""
-        self.sent = payload.version
 
         def write() -> None:
             with contextlib.suppress(OSError):  # `wait` finds the closed pipe
@@ -142,19 +156,12 @@ class PipeTransport(TransportBackend):
         else:
             threading.Thread(target=write, name="llmrl-weights", daemon=True).start()
 
-    def wait(self, deadline: float) -> None:
-        while self.answered < self.sent:
-            try:
-                if self.pipe.closed:
-                    raise EOFError
-                if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise self.late()
-                version, problem = pickle.loads(self.pipe.recv_bytes())
-            except (EOFError, ConnectionError) as error:
-                raise self.ended(error) from error
-            self.answered = version
-            if problem:
-                raise self.refused(problem)
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        if self.pipe.closed:
+            raise EOFError
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        return pickle.loads(self.pipe.recv_bytes())
 
     def answer(self, problem: str = "") -> None:
         if self.pending is not None:
@@ -195,10 +202,9 @@ class MPTransport(PipeTransport):
     def __init__(self, pipe_connection: Any, timeout: float = 10.0, *, strategy: str = "state_dict") -> None:
         super().__init__(pipe_connection, timeout=timeout, strategy=strategy)
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
+    def send(self, model_id: str, payload: Payload) -> None:
         header = pickle.dumps((_MARK, model_id, payload.version, payload.layout, payload.memory.numel()))
-        self.post(payload, header, payload.memory)
+        self.post(header, payload.memory)
 
     def read(self, version: int, layout: Any, size: int) -> Payload:
         memory = torch.empty(size, dtype=torch.uint8)
@@ -251,17 +257,17 @@ class SharedMemTransport(PipeTransport):
             raise ConfigError(f"SharedMemTransport: weights must be a TensorDict: got {type(weights).__name__}.")
         self.registered[model_id] = weights
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights
-        if not isinstance(payload, Payload):
-            self.wait(time.monotonic() + self.timeout)
-            payload = self._own.write(model_id, named_tensors(weights), self.sent + 1, self.busy)
+    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
+        self.wait(time.monotonic() + self.timeout)  # then at most one block is the worker's
+        return self._own.write(model_id, weights, self.sent + 1, [self])
+
+    def send(self, model_id: str, payload: Payload) -> None:
         number = self._offered = payload.slot
         content = None if self._known.get(number) is payload else (payload.layout, payload.memory)
         self._known = {known: block for known, block in self._known.items() if known in payload.live}
         self._known[number] = payload
         message = (_MARK, model_id, payload.version, number, payload.live, content)
-        self.post(payload, bytes(ForkingPickler.dumps(message)))
+        self.post(bytes(ForkingPickler.dumps(message)))
 
     def wait(self, deadline: float) -> None:
         if self.answered < self.sent:
@@ -300,21 +306,11 @@ class CallTransport(TransportBackend):
     def result(self, call: Any, seconds: float) -> str:
         """The call's result: a problem or "". Raises TimeoutError; another error if the worker is gone."""
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
-        self.sent, self._call = payload.version, self.call(model_id, payload)
+    def send(self, model_id: str, payload: Payload) -> None:
+        self._call = self.call(model_id, payload)
 
-    def wait(self, deadline: float) -> None:
-        if self.answered < self.sent:
-            try:
-                problem = self.result(self._call, max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise self.late() from None
-            except Exception as error:
-                raise self.ended(error) from error
-            self.answered, self._call = self.sent, None
-            if problem:
-                raise self.refused(problem)
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        return self.sent, self.result(self._call, max(0.0, deadline - time.monotonic()))
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         try:
