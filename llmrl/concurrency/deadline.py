@@ -68,15 +68,15 @@ class Calls:
 
     def run(self) -> None:
         """Makes calls until there are none left."""
-        for attempt in self._attempts():
+        for call, attempt in self._attempts():
             with attempt:
-                attempt.value = self._convert(attempt.call())
+                attempt.value = self._convert(call())
 
     async def run_async(self) -> None:
         """`run` for calls that return awaitables."""
-        for attempt in self._attempts():
+        for call, attempt in self._attempts():
             with attempt:
-                attempt.value = self._convert(await attempt.call())
+                attempt.value = self._convert(await call())
 
     def close(self) -> list[Outcome]:
         """The final outcomes of all calls."""
@@ -96,13 +96,13 @@ class Calls:
             if self._left == 0:
                 self.finished.set()
 
-    def _attempts(self) -> Iterator[_Attempt]:
+    def _attempts(self) -> Iterator[tuple[Callable[[], Any], _Attempt]]:
         while (number := self._take()) is not None:
             for left in reversed(range(self.retries + 1)):
-                attempt = _Attempt(self.calls[number])
-                yield attempt
+                attempt = _Attempt(done=True)
+                yield self.calls[number], attempt
                 if attempt.error is None or not left or not self._retry():
-                    self.finish(number, Outcome(attempt.value, attempt.error, done=True))
+                    self.finish(number, attempt)
                     break
 
     def _take(self) -> int | None:
@@ -118,13 +118,8 @@ class Calls:
             return not self._closed
 
 
-class _Attempt:
-    """One try of a call. As a context manager it keeps the error of the user's code."""
-
-    def __init__(self, call: Callable[[], Any]):
-        self.call = call
-        self.value: Any = None
-        self.error: str | None = None
+class _Attempt(Outcome):
+    """The outcome of one try of a call, as a context manager that keeps the error of the user's code."""
 
     def __enter__(self) -> None:
         pass

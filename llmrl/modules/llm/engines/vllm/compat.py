@@ -177,8 +177,13 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
         if own_process:
             llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
         else:
-            with _without_numa_binding(), _process_groups_closed_on_failure():
-                llm = vllm.LLM(model, **settings)
+            with _without_numa_binding():
+                try:
+                    llm = vllm.LLM(model, **settings)
+                except BaseException:
+                    # vLLM leaves its process groups open, and the next engine would find them.
+                    vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
+                    raise
     if "disable_log_stats" not in options:
         _drop_prometheus(getattr(llm, "llm_engine", llm))
     return llm
@@ -362,18 +367,6 @@ def _without_numa_binding() -> Iterator[None]:
         yield
     finally:
         setattr(operations, name, bind)
-
-
-@contextmanager
-def _process_groups_closed_on_failure() -> Iterator[None]:
-    """Closes the process groups of an engine that could not be built: vLLM leaves them open, and the next engine would
-    find them. There must be none before.
-    """
-    try:
-        yield
-    except BaseException:
-        vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
-        raise
 
 
 # --- an engine's objects ----------------------------------------------------------------------------------------------

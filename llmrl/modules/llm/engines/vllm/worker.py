@@ -62,16 +62,10 @@ class WorkerExtension:
         """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are neither the
         old nor the new ones, and a complete set can be loaded again.
         """
-        model = self.model_runner.get_model()
-        attach_kernels = without_expert_kernels(model)
-        try:
-            self.reload_weights(weights_iterator=iter(weights))
-        except BaseException:
-            self.reload_weights(weights_iterator=iter(()))  # ends the reload of layers that are incomplete
-            raise
-        finally:
-            attach_kernels()
-        repack_tied(model)
+        reload = _Reload(self.model_runner.get_model(), self.vllm_config)
+        reload.load(weights)
+        reload.finish()
+        self.model_runner.reset_encoder_cache()
 
     def llmrl_open_buffer(self: Any, info: dict[str, Any], first_rank: int = 1) -> None:
         """Opens this worker's end of the trainer's buffer.
@@ -102,7 +96,7 @@ class WorkerExtension:
         self._llmrl_buffer.pass_on(start, stop)
         damaged = [entry.name for entry in entries if not self._llmrl_buffer.is_intact(entry)]
         if not damaged:
-            self._llmrl_reload.load(entries, self._llmrl_buffer)
+            self._llmrl_reload.load_stored(entries, self._llmrl_buffer)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # copies may be under way, and the trainer writes there next
         return damaged
@@ -174,11 +168,7 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
 
 
 class _Reload:
-    """One update of a vLLM model, loaded part by part out of a shared buffer.
-
-    Tensors are views of the buffer, so nothing is held twice; only what vLLM still needs is copied before the trainer
-    writes there again.
-    """
+    """One update of a vLLM model, part by part."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config, self._config = model, vllm_config, vllm_config.model_config
@@ -188,19 +178,25 @@ class _Reload:
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def load(self, stored: list[StoredTensor], buffer: Buffer) -> None:
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
             with vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
                 if self._attach_kernels is None:
                     self._attach_kernels = without_expert_kernels(self._model)
                     self._reload.initialize_layerwise_reload(self._model)
-                loaded = self._model.load_weights((entry.name, buffer.read(entry)) for entry in stored)
-                copy_pending(self._model, buffer.bytes)
+                loaded = self._model.load_weights(weights)
         except BaseException:
             self.finish()  # ends the reload of layers that are incomplete
             raise
-        self._sent |= {entry.name: entry for entry in stored}
         self._unmet = set() if loaded is None else self._unmet - loaded
+
+    def load_stored(self, stored: list[StoredTensor], buffer: Buffer) -> None:
+        """Loads views of the buffer, so that nothing is held twice; what vLLM still needs is copied before the trainer
+        writes there again.
+        """
+        self.load((entry.name, buffer.read(entry)) for entry in stored)
+        copy_pending(self._model, buffer.bytes)
+        self._sent |= {entry.name: entry for entry in stored}
 
     def finish(self) -> None:
         if self._attach_kernels is not None:
