@@ -37,10 +37,10 @@ class DaemonThreads:
 
     def start(self, call: Callable[[], object]) -> None:
         """Begins the call, which nothing waits for."""
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # after a fork: the threads are the parent's, and its lock may be held
             self._reset()
         with self._lock:
-            if self._idle:
+            if self._idle:  # counted down here and not by the thread: two calls never count on one idle thread
                 self._idle -= 1
                 self._calls.put(call)
                 return

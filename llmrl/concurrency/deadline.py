@@ -89,7 +89,7 @@ class Calls:
         if self._on_outcome is not None:
             self._on_outcome(number, outcome)
         with self._lock:
-            if self._closed:
+            if self._closed:  # late: the caller has the outcomes already
                 return
             self._outcomes[number] = outcome
             self._left -= 1
@@ -97,6 +97,7 @@ class Calls:
                 self.finished.set()
 
     def _attempts(self) -> Iterator[tuple[Callable[[], Any], _Attempt]]:
+        # Shared by `run` and `run_async`, which differ in one await: the caller fills each attempt that is yielded.
         while (number := self._take()) is not None:
             for left in reversed(range(self.retries + 1)):
                 attempt = _Attempt(done=True)
@@ -200,7 +201,7 @@ class AsyncRunner:
         workers = [asyncio.ensure_future(calls.run_async()) for _ in range(min(self.concurrency, len(calls.calls)))]
         _, late = await asyncio.wait(workers, timeout=timeout_s)
         if late:
-            calls.close()
+            calls.close()  # first: a coroutine that catches its cancellation must not begin another call
             for worker in late:
                 worker.cancel()
             await asyncio.wait(late, timeout=GRACE_S)
@@ -238,7 +239,7 @@ def watch_lock(key: object, deadline: float | None) -> None:
             _watched.pop(key, None)
             return
         _watched[key] = deadline + STUCK_S
-        end = max(_watched.values())
+        end = max(_watched.values())  # one timer for all calls: the last of them decides
         if not end <= _fires_at <= end + STUCK_S:  # it serves many calls: starting it costs more than most of them
             if not _fires_at:
                 threading.Thread(target=_keep_timer, name="llmrl-lock-watch", daemon=True).start()
@@ -253,7 +254,7 @@ def _start_timer(fires_at: float) -> None:
 
 
 def _keep_timer() -> None:
-    """Puts the timer off while this thread runs, for then nothing holds the lock, and stops it behind the last call."""
+    """Postpones the timer: that this thread runs shows that nothing holds the lock. Stops it after the last call."""
     global _fires_at
     while True:
         time.sleep(STUCK_S / 60)
@@ -268,7 +269,7 @@ def _keep_timer() -> None:
 
 def _before_fork() -> None:
     """Stops the timer: a child that is forked while it runs would wait for its thread for ever, also at its exit."""
-    _watched_lock.acquire()
+    _watched_lock.acquire()  # until after the fork: the child must not inherit it locked by another thread
     if _fires_at:
         faulthandler.cancel_dump_traceback_later()
 

@@ -46,7 +46,7 @@ class DistributedTransport(TransportBackend):
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self._rank, self.sync, self._device = rank or 0, sync, device
         self._group = dist.group.WORLD if group is None else group
-        self._tag = zlib.crc32(channel.encode()) >> 1  # the models of two ranks are received in any order
+        self._tag = zlib.crc32(channel.encode()) >> 1  # by model: those of two ranks are received in any order
         me = self._group.rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
         # Counted in the store, so that a sender or a receiver that is made later goes on where the one before stopped.
@@ -60,7 +60,7 @@ class DistributedTransport(TransportBackend):
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
             self._store.set(f"{self._out}{self._sent_count}", header)  # before: NCCL may wait until the other receives
-            self._work = self._group.send([memory], self._rank, self._tag), memory
+            self._work = self._group.send([memory], self._rank, self._tag), memory  # in use until the answer
         except RuntimeError as error:
             self._failure = error  # for `wait`: the other workers get theirs
 

@@ -57,6 +57,7 @@ class WeightGroups:
         group: dict[str, Tensor] = {}
         size = 0
         for name, weight in self.weights.items():
+            # The size is known before the weight is made, so that a group never exceeds its limit in memory.
             if group and size + weight.num_bytes > self._max_bytes:
                 yield group
                 group, size = {}, 0

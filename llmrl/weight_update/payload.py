@@ -19,7 +19,7 @@ __all__ = ["Layout", "Payload", "Slots", "pack"]
 
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: of any dtype, and of a line of the processor's cache
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Slots:
                 f"(`register_shared_weights`): registered are {sorted(self._registered)}."
             )
         layout, size = layout_of(weights)
-        if layout != self._layout:
+        if layout != self._layout:  # other shapes do not fit into the old blocks
             self._layout, self._blocks = layout, {}
         busy = set().union(*(transport.busy for transport in transports))
         number = next((number for number in self._blocks if number not in busy), None)

@@ -66,12 +66,12 @@ def publish(
     """
     name = type(check_engine(engine, "publish")).__name__
     version = engine.version + 1 if version is None else version
-    if version < engine.version + (not again):
+    if version < engine.version + (not again):  # rows carry the version: two sets under one could not be told apart
         raise WeightSyncError(f"publish: a version must grow: got {version} after {engine.version}.")
     weights = as_weights(model)
     if not sends:
         if isinstance(weights, WeightGroups):
-            weights.drain()
+            weights.drain()  # the sender's gathering waits for this rank
         engine.version = version
         return version
     if weights is not None:
@@ -85,7 +85,7 @@ def publish(
         raise WeightSyncError(
             f"publish: version {version} must reach {name}: it raised {type(error).__name__}: {error}"
         ) from error
-    if engine.version != version:
+    if engine.version != version:  # an engine that takes weights without noting the version mislabels its rows
         raise WeightSyncError(
             f"publish: {name} must be at version {version} after the update: it says {engine.version}."
         )

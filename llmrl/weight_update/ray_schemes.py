@@ -41,7 +41,7 @@ class RayTransport(CallTransport):
         return self._actor is not None
 
     def call(self, model_id: str, payload: Payload) -> Any:
-        if payload.stored is None:
+        if payload.stored is None:  # the first actor's transport stores it, the others send the reference
             payload.stored = require("ray", extra="ray", used_by="RayTransport").put(payload.memory.numpy())
         path = model_id if self._path is None else self._path
         arguments = (model_id, path, payload.version, payload.layout, payload.stored)

@@ -35,7 +35,7 @@ class RPCTransport(CallTransport):
 
     def call(self, model_id: str, payload: Payload) -> Any:
         arguments = (self._rref, model_id, payload.version, payload.layout, payload.memory)
-        return rpc.rpc_async(self._info, _deliver, args=arguments, timeout=0)
+        return rpc.rpc_async(self._info, _deliver, args=arguments, timeout=0)  # `result` has the deadline
 
     def result(self, call: Any, seconds: float) -> str:
         done = threading.Event()

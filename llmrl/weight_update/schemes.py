@@ -145,7 +145,7 @@ class WeightSender:
             transport = self.scheme.create_transport(pipe_or_context)
             transport.registered_with = pipe_or_context
             transport.peer = f"worker {worker_idx!r} (model {self.model_id!r})"
-            transport.sent = transport.answered = self.version
+            transport.sent = transport.answered = self.version  # it owes no answer for versions before its time
             self._transports[worker_idx] = transport
 
     def unregister_worker(self, worker_idx: Hashable) -> None:
@@ -167,6 +167,8 @@ class WeightSender:
                     "register_worker."
                 )
             named = self.prepare(weights)
+            # A transport has one version under way; and blocks of shared memory are free only when workers have left
+            # them. Nothing is packed before, so an error here leaves the version as it was.
             self._wait(self.scheme.timeout)
             transports = list(self._transports.values())
             payload = self._pack(self.model_id, named, self.version + 1, transports)

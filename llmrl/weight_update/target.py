@@ -52,6 +52,7 @@ class ModelTarget:
                 raise WeightSyncError(
                     f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
                 )
+        # All checks come before the first write: a model must not be left half old and half new.
         given = {id(own[name]) for name in weights}
         for name, tensor in own.items():
             if name not in weights:
@@ -79,7 +80,7 @@ class ModelTarget:
                     and isinstance(old, nn.Parameter)
                     and (old.dtype, old.device) == (new.dtype, new.device)
                 ):
-                    old.data = new
+                    old.data = new  # in the same parameter, which optimizers and wrappers refer to
                 else:
                     old.copy_(new)
         self.version = version

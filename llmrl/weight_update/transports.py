@@ -1,4 +1,4 @@
-"""Ways of weights from a sender to one worker, and of its answer back.
+"""Transports: weights from a sender to one worker, and the worker's answer back.
 
 A transport has one version under way at a time: `send_weights` hands it over and returns, `wait` waits until the worker
 has answered for it. The worker's end is the same class around the other end of the pipe.
@@ -28,8 +28,8 @@ from llmrl.weight_update.target import named_tensors
 __all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
 
 _MARK = "llmrl-weights"
-_CHUNK = 1 << 20
-_ANSWER_S = 3600.0  # a call waits in the worker so long; the sender gives up before
+_CHUNK = 1 << 20  # bytes of one message: a pipe's reader needs memory for a whole one
+_ANSWER_S = 3600.0  # longest that a call waits in the worker; the sender gives up before
 _SMALL = 1 << 14  # bytes that an empty pipe takes without a reader
 
 
@@ -263,6 +263,7 @@ class SharedMemTransport(PipeTransport):
 
     def send(self, model_id: str, payload: Payload) -> None:
         number = self._offered = payload.slot
+        # The block itself travels once, and stays mapped in the worker.
         content = None if self._known.get(number) is payload else (payload.layout, payload.memory)
         self._known = {known: block for known, block in self._known.items() if known in payload.live}
         self._known[number] = payload
@@ -273,12 +274,13 @@ class SharedMemTransport(PipeTransport):
         if self.answered < self.sent:
             try:
                 super().wait(deadline)
-            except WeightSyncError:
+            except WeightSyncError:  # it refused, and still reads the block that it held
                 self._offered = None
                 raise
             self._held, self._offered = self._offered, None
 
     def read(self, version: int, number: int, live: Collection[int], content: Any) -> Payload:
+        # Blocks that the sender has dropped are unmapped here too.
         self._known = {known: block for known, block in self._known.items() if known in live}
         if content is not None:
             self._known[number] = Payload(version, *content, number)

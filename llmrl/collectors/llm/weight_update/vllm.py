@@ -195,6 +195,7 @@ class VLLMWeightSender(WeightSender):
                 f"{len(self._transports)}; no engine was updated."
             )
         engines = {worker: transport.registered_with for worker, transport in self._transports.items()}
+        # The next version of any: an engine that joined late, or ran ahead, must not refuse it as too small.
         version = 1 + max((engine.version for engine in engines.values()), default=0)
         broadcasts = self.scheme.weight_backend is not None and torch.cuda.is_available()
         with torch.cuda.device(self.scheme.device) if broadcasts else nullcontext():

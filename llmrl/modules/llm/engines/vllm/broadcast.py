@@ -77,6 +77,6 @@ class BroadcastBuffer(Buffer):
         self._group = stateless_init_process_group(self._address, self._port, rank, self._world_size, device)
 
     def pass_on(self, start: int, end: int) -> None:
-        """The trainer's bytes are everybody's afterwards; each member calls it."""
+        """Broadcasts the trainer's bytes; every member calls it."""
         if end > start:
             self._group.broadcast(self.bytes[start:end], src=0)

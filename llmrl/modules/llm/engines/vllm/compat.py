@@ -171,6 +171,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     with environment(**variables), _quiet(), _process_state(), ExitStack() as undo:
         undo.callback(let_a_cpu_report_routes())
         if _on_cpu():
+            # Checked here because vLLM itself would fail at the first prompt, when everything is loaded.
             known = inspect.signature(vllm.EngineArgs).parameters
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
             check_head_size(described.create_model_config())
@@ -440,7 +441,7 @@ def repack_tied(model: nn.Module) -> None:
         if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
             packed.setdefault(weight.data_ptr(), []).append(module)
     for modules in packed.values():
-        if len(modules) > 1:
+        if len(modules) > 1:  # one memory, several modules: tied
             for module in modules:
                 module.quant_method.process_weights_after_loading(module)
 
@@ -487,6 +488,7 @@ def copy_pending(model: nn.Module, memory: Tensor) -> None:
             return {key: copied(part) for key, part in value.items()}
         return value
 
+    # Only waiting tensors are copied, so at most a layer is held twice.
     for module in model.modules():
         for _, arguments in layerwise.get_layerwise_info(module).loaded_weights:
             for name, value in arguments.arguments.items():

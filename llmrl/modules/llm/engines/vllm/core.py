@@ -236,7 +236,7 @@ def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[fl
     if len(log_probs if log_probs is not None else ()) != len(ids):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {log_probs!r} for {len(ids)} tokens.")
     if hasattr(log_probs, "start_indices"):  # vLLM's flat form
-        starts = log_probs.start_indices[first:]
+        starts = log_probs.start_indices[first:]  # of each token's entries, of which the token's own comes first
         if [log_probs.token_ids[start] for start in starts] != list(ids[first:]):
             raise RolloutError("VLLMEngine: log-probs must be those of the drawn tokens: got those of others.")
         values = [log_probs.logprobs[start] for start in starts]
@@ -268,7 +268,7 @@ class LogitTemperature:
     def held(self, temperature: float, phase: str, end: float) -> Iterator[None]:
         key = temperature if self._concurrent else object()
         with self.lock.holding(key, end, phase):
-            with self._setting:
+            with self._setting:  # several threads may enter with the same temperature; the first one sets it
                 # Set before a call and not reset after it: a reset could fail unnoticed.
                 if self._current != temperature:
                     self._current = None
@@ -298,6 +298,7 @@ class LoadedAdapter:
                 "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
                 "weights."
             )
+        # The new one is added before the old one is removed: if vLLM refuses it, the old one goes on serving.
         request = make(next(self._numbers))
         try:
             add(request)

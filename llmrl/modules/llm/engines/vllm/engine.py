@@ -65,7 +65,7 @@ class VLLMEngine(SeededEngine):
     docs/engines.md for threads, failures, and what a server cannot do.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
-            ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
+            ConfigError             an impossible setting, a model whose heads vLLM cannot compute on a CPU
             DataError               a folder or hub name without a model
     """
 
@@ -173,12 +173,15 @@ class VLLMEngine(SeededEngine):
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
         left = answers
+        # One pass, or with in_flight="continue" one more after each update that interrupts it. The lock is held in a
+        # pass alone, so that the update gets in between.
         while True:
             end = self._end(params.max_new_tokens)
             with self._lock.holding("requests", end, "generating"):
                 self._check_ready("generating")
                 version, interruptions = self.version, self._interruptions
                 left = [answer for answer in left if answer.can_continue(version, self.max_age)]
+                # Compared with the count under this lock: an update that begins from here on ends the drawing.
                 if left:
                     self._draw(left, params, end, lambda count=interruptions: self._interruptions != count)
             left = [answer for answer in left if answer.reason is StopReason.ABORT]
@@ -337,6 +340,7 @@ class VLLMEngine(SeededEngine):
 
     def _load(self, weights: WeightSet, version: int, end: float, settings: TransferSettings | None) -> None:
         try:
+            # Also shows that the workers answer, while nothing is paused or changed yet.
             workers = self.core.call_workers("llmrl_describe", end)
         except UnsupportedError:
             raise
@@ -353,7 +357,7 @@ class VLLMEngine(SeededEngine):
                 if self.core.info.place == "process":
                     self.core.call_workers("llmrl_load_weights", end, weights=weights.pairs())
                 else:
-                    if not same_workers:
+                    if not same_workers:  # new processes have never opened the buffer
                         self._transfer.close()
                     self._transfer.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
         except (NotImplementedError, NothingLoadedError):
@@ -364,7 +368,7 @@ class VLLMEngine(SeededEngine):
                 f"VLLMEngine: version {version} was checked but could not be loaded: {type(error).__name__}: {error}; "
                 "nothing is served until a complete set of weights is loaded."
             ) from error
-        self._incomplete, self._was_updated = False, True
+        self._incomplete, self._was_updated = False, True  # only now: an error above leaves the engine unready
         self.load_speed = weights.num_bytes / max(time.monotonic() - began, 1e-9)
         self.version = version
 
@@ -418,7 +422,7 @@ class VLLMEngine(SeededEngine):
             )
         if (model := self._model()) is None:
             raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it is gone.")
-        checked = None if weights is None else self._weight_spec().weight_set(weights)
+        checked = None if weights is None else self._weight_spec().weight_set(weights)  # before anything is lost
         self.close()
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):

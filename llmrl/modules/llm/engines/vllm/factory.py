@@ -89,7 +89,7 @@ def visible(devices: Sequence[int] | None) -> Iterator[None]:
         return
     variable = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(variable)
-    own = before.split(",") if before else None
+    own = before.split(",") if before else None  # this process may see a part of the GPUs: its number 0 is then own[0]
     os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
     try:
         yield

@@ -45,7 +45,7 @@ class Connections:
 
     def interrupt(self, why: str) -> None:
         """Ends the waits of all threads."""
-        self._interrupted = (time.monotonic(), why)
+        self._interrupted = (time.monotonic(), why)  # first: the waits end at once, and look for the reason
         for connection in list(self._open):
             with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -81,7 +81,7 @@ class Connections:
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
-                when, why = self._interrupted
+                when, why = self._interrupted  # the health monitor knows more than the broken connection
                 if when > began:
                     raise RolloutError(
                         f"VLLMEngine: gave up on {self.url}{path}: {why}; see the server's own log."

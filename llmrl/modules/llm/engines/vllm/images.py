@@ -35,6 +35,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     tensors = {name: value for name, value in media.items() if name != POSITIONS}
     features = vllm_module("transformers").BatchFeature(tensors)
     items = inputs.MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
+    # vLLM wants a start and a length for each image; here it is one list of the positions of all image tokens.
     positions = media[POSITIONS]
     begins = positions.diff(prepend=positions[:1] - 2) != 1  # a run of neighbours for each image
     starts, counts = positions[begins].tolist(), begins.cumsum(0).bincount()[1:].tolist()
@@ -46,6 +47,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     return vllm_module("vllm.inputs").mm_input(
         ids,
         items,
+        # What vLLM keeps by this key was computed with the weights of one version.
         {"image": [f"{version}-{_digest(item)}" for item in items["image"]]},
         {"image": [inputs.PlaceholderRange(offset=s, length=n) for s, n in zip(starts, counts, strict=True)]},
     )

@@ -63,7 +63,7 @@ class InProcessCore:
             try:
                 with torch.random.fork_rng(devices=[]):
                     outputs = self._outputs(requests, params)
-            except BaseException as error:
+            except BaseException as error:  # also Ctrl-C
                 self._abort_requests()
                 if not isinstance(error, Exception) or isinstance(error, LLMRLError):
                     raise
@@ -109,6 +109,7 @@ class InProcessCore:
         """No other call runs inside the block."""
         with self._temperature.lock.holding(object(), end, f"loading version {version}"):
             yield True
+            # Keys and values that the old weights computed must not be found by prompts under the new ones.
             if not self.llm.reset_prefix_cache():
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
             label = getattr(self.llm.llm_engine, "set_weight_version", None)

@@ -85,6 +85,7 @@ class PoolCore:
         """One completion per prompt. Raises RolloutError if no server is left."""
         found: dict[int, Completion] = {}
         asked_again = False
+        # Rows of a server that is lost on the way are missing, and asked again of those that are left.
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
             if not self._in_flight and not asked_again:  # they may have been too busy to answer
                 self._take_in(requests.end)
@@ -116,6 +117,7 @@ class PoolCore:
         parts: dict[ServerCore, list[int]] = {}
         with self._lock:
             self._check_any(RolloutError)
+            # Rows of each server if all had equally many: a server gets no more of one prompt than that.
             fair = -(-(sum(self._in_flight.values()) + len(rows)) // len(self._in_flight))
             for group in groups.values():
                 while group:
@@ -184,6 +186,7 @@ class PoolCore:
                 except NothingLoadedError as error:
                     self._lose(core, str(error))
             self._check_any(NothingLoadedError)
+            # A broadcast group has a place for each worker: servers that came, left or changed need a new one.
             self._updated = {core: self._num_workers[core] for core in self._in_flight}
             self._is_loading = True
             try:

@@ -106,6 +106,7 @@ class ServerCore:
                 for prompt, option in zip(requests.prompts, requests.options, strict=True):
                     futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
+                # After the answers: a server that was started again in between drew some of them with other weights.
                 self.check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
@@ -157,6 +158,7 @@ class ServerCore:
                     self._connections.ask("POST", "/pause?mode=wait", end=end)
                 except LLMRLError as error:
                     raise NothingLoadedError(f"{error} Nothing was updated.") from error
+                # Another label: the server was started again, and its workers have not opened the buffer.
                 yield self.label is None or self._label_of_server(end) == self.label
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
@@ -194,7 +196,7 @@ class ServerCore:
                 f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving. A server "
                 "on this machine, started as VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora, takes it."
             ) from error
-        before, self._model_name = self._model_name, name
+        before, self._model_name = self._model_name, name  # requests name the adapter as their model
         if before != self._base_name:
             self._post_plain("/v1/unload_lora_adapter", {"lora_name": before}, end)
 

@@ -60,6 +60,7 @@ class SleepCycle:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             self.state = "weights"
         yield
+        # Memory for keys and values comes last: in between there is room for what loading needs.
         if self.state == "weights":
             self._wake("kv_cache", end)
             self.state = "awake"

@@ -206,7 +206,7 @@ class SubprocessCore:
                 raise closed from error
             if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
                 raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
-            for process in self._processes:
+            for process in self._processes:  # the message is to say how it ended
                 wait_for_exit(process, _EXIT_S)
             raise RolloutError(
                 f"VLLMEngine: the engine's process died while {phase}: {self._process_states()} "
@@ -214,10 +214,11 @@ class SubprocessCore:
             ) from None
 
     async def _result_or_death(self, ask: Callable[[], Awaitable[T]]) -> T:
+        # vLLM does not answer for a process that has died: its death, noticed by the sentinel, ends the wait.
         task = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not task.done():  # an answer that came at the same time counts
                 raise _DiedError
             return task.result()
         finally:
@@ -262,8 +263,7 @@ class SubprocessCore:
                     os.kill(process.pid, signal.SIGCONT)  # a stopped process could not end by itself
         with contextlib.suppress(LLMRLError, TimeoutError):
             self._in_loop(lambda: compat.stop_output_handler(self.llm))
-        self.llm.engine_core.shutdown(timeout=_CLOSING_S)
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=_CLOSING_S)
         with contextlib.suppress(LLMRLError, TimeoutError):
             self._in_loop(self._release)
         self._loop.close()

@@ -215,6 +215,7 @@ class WeightTransfer:
         """Creates a buffer for these weights, unless there is one; every worker has mapped it and its path is gone."""
         sizes = {name: padded_size(shape.numel() * dtype.itemsize) for name, (dtype, shape) in weights.sent.items()}
         largest, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
+        # Weights that fit into one half need no second one; a tensor larger than a half gets the whole buffer.
         half = min(padded_size(self._settings.buffer_bytes // 2), total)
         size = max(half if half == total else 2 * half, sizes[largest])
         if self._buffer is not None and self._buffer.size >= size:
@@ -231,6 +232,7 @@ class WeightTransfer:
                     raise WeightSyncError(
                         f"VLLMEngine: {largest} needs {size / 2**20:.0f} MiB of {memory} memory: {error}; {remedy}."
                     ) from error
+                # Less will do, down to one tensor at a time.
                 half = padded_size(half // 2)
                 size = max(2 * half if half > 64 else 0, sizes[largest])
         buffer.connect(lambda info: self._call("llmrl_open_buffer", end, info=info))
@@ -252,7 +254,7 @@ class WeightTransfer:
                 yield []
                 start, offset, stored = 0, 0, []
                 continue
-            if offset + size > self._half:
+            if offset + size > self._half:  # on to the other half
                 yield stored
                 start, offset, stored = self._half - start, 0, []
             stored.append(self._buffer.write(name, tensor, offset=start + offset))
@@ -266,9 +268,9 @@ class WeightTransfer:
         try:
             answers = loading.result()
         except BaseException:
-            self._touched = True
+            self._touched = True  # no answer: the workers may have loaded some of it
             raise
-        self._touched |= not all(answers)
+        self._touched |= not all(answers)  # a worker without damaged tensors has loaded its share
         for worker, damaged in enumerate(answers):
             if damaged:
                 raise WeightSyncError(
