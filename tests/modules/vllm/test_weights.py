@@ -16,9 +16,8 @@ import torch
 
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
-from llmrl.modules.llm.engines.vllm import worker
+from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
-from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
 from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
@@ -76,7 +75,7 @@ def check(model, engine, temperature=1.0):
 def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
     """Through shared memory, which an engine in this process does not use by itself."""
     transfer = transfer or WeightTransfer(engine.core.call_workers)
-    transfer.send(engine._weight_spec().weight_set(weights), time.monotonic() + 60, SharedMemory(buffer_bytes))
+    transfer.send(engine._weight_spec.weight_set(weights), time.monotonic() + 60, SharedMemory(buffer_bytes))
     engine.core.llm.reset_prefix_cache()
     return transfer
 
@@ -237,7 +236,7 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
     if patched == "repack_tied" and not model.config.tie_word_embeddings:
         patched, buffer_bytes = "copy_pending", 40_000
     with monkeypatch.context() as patch:
-        patch.setattr(worker, patched, lambda *arguments: None)
+        patch.setattr(compat, patched, lambda *arguments: None)
         send(engine, model.state_dict(), buffer_bytes)
         with pytest.raises(AssertionError, match="scores differ"):
             PROBE(engine.score, scorer(model))
@@ -363,7 +362,7 @@ def test_bytes_sent_are_those_of_the_parameters_in_the_dtype_asked_for_in_bounde
             assert arguments["stop"] - arguments["start"] <= max(40_000, received[-1][0].num_bytes + 63)
         return engine.core.call_workers(method, end, **arguments)
 
-    checked = engine._weight_spec().weight_set(weight_groups(model, max_bytes=50_000))
+    checked = engine._weight_spec.weight_set(weight_groups(model, max_bytes=50_000))
     weights = replace(checked, dtype=torch.bfloat16, kept=("norm",))  # which this engine could not keep in float32
     WeightTransfer(call).send(weights, time.monotonic() + 60, SharedMemory(40_000))
     engine.core.llm.reset_prefix_cache()
@@ -384,7 +383,7 @@ def test_a_handle_of_gpu_memory_is_plain_fields_in_every_message(send_as):
     handle = [b"\x00\xffmemory", 1 << 28, 512, b"counter", 3, b"event\x80", True]
     info = {"info": {"gpu": "GPU-1", "handle": fields_of_handle(handle), "size": 1 << 28}}
     if send_as == "vllm":
-        messages = vllm_module("vllm.v1.serial_utils")
+        messages = compat.vllm_module("vllm.v1.serial_utils")
         received = messages.MsgpackDecoder().decode(messages.MsgpackEncoder().encode(info))
     else:
         received = json.loads(send_as(info))
@@ -444,7 +443,9 @@ def test_on_one_gpu_weights_go_through_its_memory_and_a_group_of_one_broadcasts(
             SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
             if settings is None:
                 assert isinstance(engine._transfer._settings, CudaIPC)
-    buffer = BroadcastBuffer(4096, "cuda", "127.0.0.1", vllm_module("vllm.utils.network_utils").get_open_port(), 1)
+    buffer = BroadcastBuffer(
+        4096, "cuda", "127.0.0.1", compat.vllm_module("vllm.utils.network_utils").get_open_port(), 1
+    )
     buffer.connect(lambda info: None)
     stored = buffer.write("w", torch.arange(100.0, device="cuda"), offset=64)
     buffer.pass_on(64, 512)

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,7 +104,6 @@ class VLLMEngine(SeededEngine):
         self._transfer = WeightTransfer(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
         self._lock = SharedExclusiveLock("VLLMEngine")
         self._sleep = SleepCycle(lambda: self.core)
-        self._spec: WeightSpec | None = None
         self._incomplete = False  # the weights in the engine, after an update that failed in the middle
         self._was_updated = self._has_adapter = False
         self._interruptions = 0  # of calls under way, by updates
@@ -296,7 +295,7 @@ class VLLMEngine(SeededEngine):
                     f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave "
                     "weight_backend out."
                 )
-            checked = self._weight_spec().weight_set(weights, groups)
+            checked = self._weight_spec.weight_set(weights, groups)
             end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
@@ -323,17 +322,16 @@ class VLLMEngine(SeededEngine):
     @property
     def unsaved_buffers(self) -> frozenset[str]:
         """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
-        return frozenset() if self._config is None else self._weight_spec().unsaved_buffers
+        return frozenset() if self._config is None else self._weight_spec.unsaved_buffers
 
+    @cached_property
     def _weight_spec(self) -> WeightSpec:
-        if self._spec is None:
-            if self._config is None:
-                raise WeightSyncError(
-                    f"VLLMEngine: the configuration of {self.core.info.model!r} must be readable here to check weights "
-                    "before they are loaded: it is not."
-                )
-            self._spec = WeightSpec(self._config)
-        return self._spec
+        if self._config is None:
+            raise WeightSyncError(
+                f"VLLMEngine: the configuration of {self.core.info.model!r} must be readable here to check weights "
+                "before they are loaded: it is not."
+            )
+        return WeightSpec(self._config)
 
     def _before_weight_update(self) -> None:
         """Hook before a weight update, called where requests are in flight; by default they are waited for."""
@@ -422,7 +420,7 @@ class VLLMEngine(SeededEngine):
             )
         if (model := self._model()) is None:
             raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it is gone.")
-        checked = None if weights is None else self._weight_spec().weight_set(weights)  # before anything is lost
+        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before anything is lost
         self.close()
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):

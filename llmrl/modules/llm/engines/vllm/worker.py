@@ -19,15 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
+from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
-from llmrl.modules.llm.engines.vllm.compat import (
-    copy_pending,
-    let_a_cpu_report_routes,
-    repack_tied,
-    skip_compiled_rank_count,
-    vllm_module,
-    without_expert_kernels,
-)
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
 __all__ = ["WorkerExtension"]
@@ -36,7 +29,7 @@ _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
 if parent_watchdog.OWNER in os.environ and "vllm.config.vllm" in sys.modules:
-    let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
+    compat.let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
 
 
 class WorkerExtension:
@@ -44,7 +37,7 @@ class WorkerExtension:
 
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
-        skip_compiled_rank_count()
+        compat.skip_compiled_rank_count()
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
             _report_routes(self.model_runner, self.vllm_config)
@@ -112,7 +105,7 @@ class WorkerExtension:
 
         Returns the number of output heads that were reached: 0 if this model does not use vLLM's own.
         """
-        kind = vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
+        kind = compat.vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         heads = [module for module in self.model_runner.get_model().modules() if isinstance(module, kind)]
         for head in heads:
             own = vars(head).setdefault("_llmrl_own_scale", head.scale)  # some models scale their logits by themselves
@@ -137,7 +130,7 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
     What vLLM has for it (capturing, blocks of the prefix cache, the way to the answer) is used as its newer runner uses
     it: told of each step before it, and of the positions that it has computed.
     """
-    make = vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
+    make = compat.vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
     connector = make(runner.get_model(), vllm_config, runner.kv_cache_config)
     execute_model, sample_tokens, shutdown = runner.execute_model, runner.sample_tokens, runner.shutdown
 
@@ -172,7 +165,7 @@ class _Reload:
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config, self._config = model, vllm_config, vllm_config.model_config
-        self._reload = vllm_module("vllm.model_executor.model_loader.reload")
+        self._reload = compat.vllm_module("vllm.model_executor.model_loader.reload")
         self._attach_kernels: Any = None  # between the first part and the end
         self._sent: dict[str, StoredTensor] = {}
         # What is not in here after the last part has an old value. (vLLM puts ".base_layer." into names for adapters.)
@@ -181,9 +174,9 @@ class _Reload:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            with vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+            with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
                 if self._attach_kernels is None:
-                    self._attach_kernels = without_expert_kernels(self._model)
+                    self._attach_kernels = compat.without_expert_kernels(self._model)
                     self._reload.initialize_layerwise_reload(self._model)
                 loaded = self._model.load_weights(weights)
         except BaseException:
@@ -196,18 +189,18 @@ class _Reload:
         writes there again.
         """
         self.load((entry.name, buffer.read(entry)) for entry in stored)
-        copy_pending(self._model, buffer.bytes)
+        compat.copy_pending(self._model, buffer.bytes)
         self._sent |= {entry.name: entry for entry in stored}
 
     def finish(self) -> None:
         if self._attach_kernels is not None:
             try:
-                with vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+                with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
                     self._reload.finalize_layerwise_reload(self._model, self._config)
             finally:
                 self._attach_kernels()
                 self._attach_kernels = None
-            repack_tied(self._model)
+            compat.repack_tied(self._model)
 
     def not_loaded(self) -> list[str]:
         """The parameters of vLLM's model that nothing sent has reached."""
