@@ -16,8 +16,6 @@ from llmrl.weight_update.payload import Payload
 from llmrl.weight_update.schemes import WeightSyncScheme
 from llmrl.weight_update.transports import TransportBackend
 
-__all__ = ["DistributedTransport", "DistributedWeightSyncScheme"]
-
 _POLL_S = 1e-3
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
 
-__all__ = ["LazyWeight", "WeightGroups", "weight_groups", "whole"]
-
 
 @dataclass(frozen=True)
 class LazyWeight:

@@ -22,8 +22,6 @@ from llmrl.errors import UnsupportedError
 from llmrl.optional import require
 from llmrl.weight_update.groups import LazyWeight, WeightGroups, whole
 
-__all__ = ["ADAPTER_FILE", "adapter_folder", "merged_weights", "write_adapter"]
-
 ADAPTER_FILE = "adapter_model.safetensors"
 
 

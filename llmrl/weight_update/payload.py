@@ -15,8 +15,6 @@ from torch import Tensor
 from llmrl.errors import MissingKeyError, WeightSyncError
 from llmrl.weight_update.target import ModelTarget
 
-__all__ = ["Layout", "Payload", "Slots", "pack"]
-
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
 
 _ALIGNMENT = 64  # bytes: of any dtype, and of a line of the processor's cache

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 
-__all__ = ["Scorer", "SyncProbe"]
-
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 _MOVED = 16  # tokens of the trainer that must have moved: if so many do, one of a healthy engine moves too

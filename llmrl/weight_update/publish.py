@@ -14,8 +14,6 @@ from llmrl.weight_update.groups import WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["WeightTarget", "as_weights", "check_engine", "publish"]
-
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Weights = Mapping[str, Tensor] | WeightGroups
 

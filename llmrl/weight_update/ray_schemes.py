@@ -14,15 +14,6 @@ from llmrl.weight_update.schemes import Strategy, WeightReceiver, WeightSender, 
 from llmrl.weight_update.target import resolve
 from llmrl.weight_update.transports import CallTransport
 
-__all__ = [
-    "RayActorTransport",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayTransport",
-    "RayWeightSyncScheme",
-]
-
 
 class RayTransport(CallTransport):
     """Weights for one Ray actor, any class of which will do.

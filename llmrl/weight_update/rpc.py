@@ -12,8 +12,6 @@ from llmrl.weight_update.payload import Layout, Payload
 from llmrl.weight_update.schemes import WeightSyncScheme, deliver
 from llmrl.weight_update.transports import CallTransport
 
-__all__ = ["RPCTransport", "RPCWeightSyncScheme"]
-
 
 class RPCTransport(CallTransport):
     """Weights for the object behind a remote reference, applied by the call unless it registered a receiver.

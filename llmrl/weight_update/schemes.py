@@ -28,15 +28,6 @@ from llmrl.weight_update.transports import (
     TransportBackend,
 )
 
-__all__ = [
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightSyncScheme",
-]
-
 _RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its receivers, {model id: receiver}
 Strategy = Literal["state_dict", "tensordict"]
 # (model id, weights, version, transports) -> the one payload of all workers

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
 
-__all__ = ["ModelTarget", "named_tensors", "resolve"]
-
 
 class ModelTarget:
     """A model that `publish` can write into: a module, or named tensors (a mapping, a TensorDict).

@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
-
 _MARK = "llmrl-weights"
 _CHUNK = 1 << 20  # bytes of one message: a pipe's reader needs memory for a whole one
 _ANSWER_S = 3600.0  # longest that a call waits in the worker; the sender gives up before

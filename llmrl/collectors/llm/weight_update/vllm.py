@@ -16,8 +16,6 @@ from llmrl.weight_update import WeightGroups, WeightSender, WeightSyncScheme, pu
 from llmrl.weight_update.publish import as_weights, check_engine
 from llmrl.weight_update.transports import DirectTransport
 
-__all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme", "vLLMUpdater"]
-
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 

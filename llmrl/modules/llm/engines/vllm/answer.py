@@ -13,8 +13,6 @@ from llmrl.modules.llm.engines.base import Generation, StopReason
 from llmrl.modules.llm.engines.vllm.core import Completion
 from llmrl.modules.llm.vision import Media
 
-__all__ = ["Answer", "as_generation"]
-
 _STRIDE = 0x9E3779B97F4A7C15  # a piece must not repeat the random numbers of the one before
 
 

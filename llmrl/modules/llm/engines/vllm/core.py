@@ -22,22 +22,6 @@ from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 
-__all__ = [
-    "ABORTED",
-    "SCORING",
-    "ClosedCore",
-    "Completion",
-    "Core",
-    "CoreInfo",
-    "LoadedAdapter",
-    "LogitTemperature",
-    "NothingLoadedError",
-    "Requests",
-    "completion_of_output",
-    "request_options",
-    "stop_reason",
-]
-
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
 _TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
 SCORING: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}

@@ -36,8 +36,6 @@ from llmrl.modules.llm.vision import Media, has_images
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["AsyncVLLMEngine", "VLLMEngine"]
-
 _DEFAULT_TIMEOUT_S = 600.0  # without timeout_s; plus one second for every token that a row may have
 
 

@@ -25,8 +25,6 @@ from llmrl.modules.llm.vision import save_processor
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["config_of", "eos_ids", "make_core", "visible"]
-
 
 def make_core(
     model: Any,

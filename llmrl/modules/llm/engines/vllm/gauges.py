@@ -12,8 +12,6 @@ from typing import Any
 
 from llmrl.optional import require
 
-__all__ = ["EngineStats", "ServerCounters", "gauge_metrics", "merged"]
-
 _COUNTERS = {  # of a server's /metrics; "started" tells that it is another process, whose counters began at 0
     "vllm:num_preemptions": "preempted",
     "vllm:prefix_cache_queries": "prefix_queries",

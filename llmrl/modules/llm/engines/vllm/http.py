@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 
-__all__ = ["Connections", "HealthMonitor"]
-
 _LARGEST_ANSWER = 1 << 28  # bytes; the log-probs of a prompt of a million tokens are 100 MB
 _PERIOD_S = 1.0  # of the health monitor
 

@@ -13,8 +13,6 @@ from llmrl.errors import UnsupportedError
 from llmrl.modules.llm.engines.vllm.compat import tokens_prompt, vllm_module
 from llmrl.modules.llm.vision import POSITIONS
 
-__all__ = ["prompt_of"]
-
 
 def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
     """A prompt of ids and, if there are some, images, in the form that vLLM processes no further: it reads these ids.

@@ -25,8 +25,6 @@ from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
-__all__ = ["InProcessCore"]
-
 _CLOSING_S = 30.0  # for the step that another thread is in
 
 

@@ -15,8 +15,6 @@ from llmrl.modules.llm.engines.vllm.core import Completion, NothingLoadedError, 
 from llmrl.modules.llm.engines.vllm.gauges import merged
 from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
 
-__all__ = ["PoolCore"]
-
 _UNKNOWN = "unknown"  # a label that no server has: of one that was lost before it got any weights
 _RETURNED_S = 2.0  # for the first answer of a server that was lost, asked at each update
 

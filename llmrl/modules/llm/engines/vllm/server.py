@@ -28,8 +28,6 @@ from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, N
 from llmrl.modules.llm.engines.vllm.gauges import ServerCounters
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
-__all__ = ["ServerCore", "served_model"]
-
 _MAX_CONNECTIONS = 256
 _RESUMED_S = 1.0  # for a server that failed to resume; it may have stopped answering
 _CONNECT_S = 30.0

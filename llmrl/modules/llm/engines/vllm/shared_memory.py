@@ -14,17 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Buffer",
-    "CudaBuffer",
-    "SharedBuffer",
-    "StoredTensor",
-    "checksum",
-    "fields_of_handle",
-    "handle_of_fields",
-    "padded_size",
-]
-
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 _CHUNK = 1 << 20  # bytes copied at a time: small enough to be summed before they leave the cache

@@ -11,8 +11,6 @@ import torch
 from llmrl.errors import LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.core import Core, NothingLoadedError
 
-__all__ = ["SleepCycle"]
-
 
 class SleepCycle:
     """The memory that an engine has: "awake", all of it; "asleep", none; "weights", no keys and values yet.

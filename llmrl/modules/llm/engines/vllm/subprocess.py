@@ -43,8 +43,6 @@ from llmrl.modules.llm.engines.vllm.core import (
 from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 
-__all__ = ["SubprocessCore"]
-
 _STARTED_S = 120.0  # for the first answer of an engine that says that it is up
 _LOOP_S = 10.0  # for work of the loop itself
 _CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind

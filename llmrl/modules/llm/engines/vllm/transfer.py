@@ -22,17 +22,6 @@ from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, Sha
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
 
-__all__ = [
-    "NCCL",
-    "CudaIPC",
-    "SharedMemory",
-    "TransferSettings",
-    "WeightTransfer",
-    "nearest_transfer",
-    "transfer_settings",
-]
-
-
 CallWorkers = Callable[
     ..., list[Any]
 ]  # (method, end, **arguments) -> the answer of each worker, by ``end`` or an error
