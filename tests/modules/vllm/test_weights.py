@@ -23,7 +23,7 @@ from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTen
 from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
-from tests.support.vllm import SameScores, assert_rows_close, left_in_memory, scorer, trainer_log_probs
+from tests.support.vllm import SameScores, WatchedGroups, assert_rows_close, left_in_memory, scorer, trainer_log_probs
 from tests.support.vllm import stepped as stepped_by
 
 pytestmark = pytest.mark.vllm
@@ -95,17 +95,6 @@ def test_log_probs_equal_the_trainers_before_and_after_many_updates(model, engin
         check(model, engine, temperature)
     with pytest.raises(AssertionError, match="scores differ"):  # the bound means something
         PROBE(engine.score, scorer(old))
-
-
-def test_the_head_of_a_tied_model_follows_its_embedding(model, engine):
-    """vLLM keeps a packed copy of the head on a CPU. Only the embedding is changed: all of the difference is there."""
-    publish(model, engine)
-    before = engine.score(PROMPTS)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.5)
-    publish(model.state_dict(), engine)
-    assert max((a - b).abs().max() for a, b in zip(engine.score(PROMPTS), before, strict=True)) > 0.01
-    check(model, engine)
 
 
 def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(model, engine):
@@ -184,20 +173,12 @@ def test_weights_of_another_precision_are_cast_to_the_engines(model, engine):
 def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_made(model, engine):
     """Ranks that gather with this one must not wait for ever."""
     version, made = publish(model, engine), []
-    groups = weight_groups(model, max_bytes=1)
-
-    class Groups:
-        def __init__(self):
-            self.metadata = {**groups.metadata, "unknown": (torch.float32, torch.Size([1]))}
-
-        def __iter__(self):
-            for group in groups:
-                made.extend(group)
-                yield group
-
+    groups = WatchedGroups(model, made.extend)
+    names = list(groups.metadata)
+    groups.metadata |= {"unknown": (torch.float32, torch.Size([1]))}
     with pytest.raises(WeightSyncError, match="unknown names unknown"):
-        publish(Groups(), engine)
-    assert made == list(groups.metadata)
+        publish(groups, engine)
+    assert made == names
     assert engine.version == version
     check(model, engine)
 
@@ -205,12 +186,15 @@ def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_ma
 # --- through shared memory --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer_bytes", [128, 40_000, 200_000, 1 << 26])
-def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, engine, buffer_bytes):
-    """From one tensor at a time to all of them at once. Before the update they differ."""
+@pytest.mark.parametrize(
+    ("buffer_bytes", "group_bytes"), [(128, 0), (40_000, 0), (200_000, 0), (1 << 26, 0), (40_000, 1), (40_000, 50_000)]
+)
+def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, engine, buffer_bytes, group_bytes):
+    """From one tensor at a time to all of them at once, whole or in groups. Before the update they differ."""
     with pytest.raises(AssertionError, match="scores differ"):
         PROBE(engine.score, scorer(model))
-    transfer = send(engine, model.state_dict(), buffer_bytes)
+    weights = weight_groups(model, max_bytes=group_bytes) if group_bytes else model.state_dict()
+    transfer = send(engine, weights, buffer_bytes)
     assert PROBE(engine.score, scorer(model)) < 1e-5
     buffer = transfer._buffer
     for _ in range(3):  # the same buffer serves
@@ -220,12 +204,6 @@ def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, e
     assert not os.path.exists(buffer.path)
     send(engine, model.state_dict(), buffer_bytes + 64, transfer)
     assert transfer._buffer is not buffer, "other settings"
-
-
-@pytest.mark.parametrize("max_bytes", [1, 50_000])
-def test_groups_arrive_like_all_of_it(model, engine, max_bytes):
-    send(engine, weight_groups(model, max_bytes=max_bytes), 40_000)
-    assert PROBE(engine.score, scorer(model)) < 1e-5
 
 
 @pytest.mark.parametrize(("patched", "buffer_bytes"), [("copy_pending", 128), ("repack_tied", 1 << 26)])
@@ -294,17 +272,8 @@ def test_a_weight_that_vllm_passes_over_or_changes_is_named(model, engine, monke
     ids=["missing", "dtype"],
 )
 def test_groups_that_are_not_what_they_announced_are_named(model, engine, change, message):
-    groups = weight_groups(model, max_bytes=1)
-
-    class Groups:
-        metadata = groups.metadata
-
-        def __iter__(self):
-            for group in groups:
-                yield {n: t for name, tensor in group.items() for n, t in change(name, tensor).items()}
-
     with pytest.raises(WeightSyncError, match=message):
-        send(engine, Groups())
+        send(engine, WatchedGroups(model, lambda group: change(*next(iter(group.items())))))
     send(engine, model.state_dict())
     PROBE(engine.score, scorer(model))
 
