@@ -26,7 +26,6 @@ class Payload:
 
     memory  uint8[N], all of them
     slot    the number of the shared block that ``memory`` is, or None
-    live    numbers of the blocks that the sender still uses
     stored  a reference to the memory in a store, if there is one
     """
 
@@ -34,7 +33,6 @@ class Payload:
     layout: Layout
     memory: Tensor
     slot: int | None = None
-    live: Collection[int] = ()
     stored: Any = None
 
     @cached_property
@@ -84,8 +82,7 @@ class Slots:
 
     def __init__(self, registered: Mapping[str, TensorDictBase], auto_register: bool) -> None:
         self._registered, self._auto_register = registered, auto_register
-        self._blocks: dict[int, Payload] = {}
-        self._layout: Layout | None = None
+        self._blocks: list[Payload] = []
         self._numbers = count()
 
     def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, transports: Collection[Any]) -> Payload:
@@ -98,15 +95,13 @@ class Slots:
                 f"(`register_shared_weights`): registered are {sorted(self._registered)}."
             )
         layout, size = layout_of(weights)
-        if layout != self._layout:  # other shapes do not fit into the old blocks
-            self._layout, self._blocks = layout, {}
+        self._blocks = [block for block in self._blocks if block.layout == layout]  # others do not fit any more
         busy = set().union(*(transport.busy for transport in transports))
-        number = next((number for number in self._blocks if number not in busy), None)
-        if number is None:
-            number = next(self._numbers)
+        block = next((block for block in self._blocks if block.slot not in busy), None)
+        if block is None:
             memory = torch.empty(size, dtype=torch.uint8).share_memory_()
-            self._blocks[number] = Payload(version, layout, memory, number)
-        block = self._blocks[number]
+            block = Payload(version, layout, memory, next(self._numbers))
+            self._blocks.append(block)
         block.write(weights)
-        block.version, block.live = version, {*self._blocks}
+        block.version = version
         return block

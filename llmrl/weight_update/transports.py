@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -240,7 +240,7 @@ class SharedMemTransport(PipeTransport):
         self._own = Slots(self.registered, auto_register)
         self._held: int | None = None  # the block that the worker reads
         self._offered: int | None = None  # the block that it was offered last
-        self._known: dict[int, Payload] = {}  # the blocks that both sides have
+        self._known: dict[int, Payload] = {}  # blocks that both sides have
 
     @property
     def busy(self) -> set[int]:
@@ -263,10 +263,8 @@ class SharedMemTransport(PipeTransport):
         number = self._offered = payload.slot
         # The block itself travels once, and stays mapped in the worker.
         content = None if self._known.get(number) is payload else (payload.layout, payload.memory)
-        self._known = {known: block for known, block in self._known.items() if known in payload.live}
-        self._known[number] = payload
-        message = (_MARK, model_id, payload.version, number, payload.live, content)
-        self.post(bytes(ForkingPickler.dumps(message)))
+        self._keep(number, payload)
+        self.post(bytes(ForkingPickler.dumps((_MARK, model_id, payload.version, number, content))))
 
     def wait(self, deadline: float) -> None:
         if self.answered < self.sent:
@@ -277,13 +275,16 @@ class SharedMemTransport(PipeTransport):
                 raise
             self._held, self._offered = self._offered, None
 
-    def read(self, version: int, number: int, live: Collection[int], content: Any) -> Payload:
-        # Blocks that the sender has dropped are unmapped here too.
-        self._known = {known: block for known, block in self._known.items() if known in live}
+    def read(self, version: int, number: int, content: Any) -> Payload:
         if content is not None:
-            self._known[number] = Payload(version, *content, number)
+            self._keep(number, Payload(version, *content, number))
         self._known[number].version = version
         return self._known[number]
+
+    def _keep(self, number: int, block: Payload) -> None:
+        # Blocks of another layout are never written again: their memory is to be free.
+        self._known = {known: other for known, other in self._known.items() if other.layout == block.layout}
+        self._known[number] = block
 
 
 class CallTransport(TransportBackend):
