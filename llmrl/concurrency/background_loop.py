@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: blocking code calls asynchronous code with a deadline."""
+"""An event loop in its own thread: blocking code calls asynchronous code with a deadline."""
 
 from __future__ import annotations
 

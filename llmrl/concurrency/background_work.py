@@ -1,4 +1,4 @@
-"""Work in a thread of its own, done in steps, which other threads can pause between two steps."""
+"""Work in its own thread, in steps: other threads can pause it between two steps."""
 
 from __future__ import annotations
 

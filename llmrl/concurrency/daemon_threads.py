@@ -15,7 +15,7 @@ _IDLE_S = 60.0  # after which an idle thread ends
 class DaemonThreads:
     """Calls functions in threads. A function that never returns keeps its thread, and no other call waits for it.
 
-    A forked process has threads of its own.
+    A forked process makes its own threads.
 
     >>> answers, threads = queue.SimpleQueue(), DaemonThreads("example")
     >>> threads.start(lambda: answers.put("done"))

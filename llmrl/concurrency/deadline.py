@@ -232,7 +232,7 @@ def watch_lock(key: object, deadline: float | None) -> None:
     watch.
 
     Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
-    `faulthandler`, of which a process has one. It writes the stack of each thread.
+    `faulthandler`, one per process. It writes the stack of each thread.
     """
     with _watched_lock:
         if deadline is None:
@@ -268,7 +268,7 @@ def _keep_timer() -> None:
 
 
 def _before_fork() -> None:
-    """Stops the timer: a child that is forked while it runs would wait for its thread for ever, also at its exit."""
+    """Stops the timer: a child that is forked while it runs would wait forever for its thread, also at its exit."""
     _watched_lock.acquire()  # until after the fork: the child must not inherit it locked by another thread
     if _fires_at:
         faulthandler.cancel_dump_traceback_later()

@@ -47,7 +47,7 @@ class SharedExclusiveLock:
         """
         ticket = [key]
         with self._changed:
-            self._waiting.append(ticket)  # before the hook: whoever comes during the hook queues behind
+            self._waiting.append(ticket)  # before the hook is called: later arrivals queue behind it
             must_wait = not self._is_granted(ticket)
         try:
             if must_wait and when_waiting is not None:
@@ -64,7 +64,7 @@ class SharedExclusiveLock:
                 self._key = key
                 self.num_holders += 1
         finally:
-            with self._changed:  # also after the deadline: those behind must not wait for a ticket that was given up
+            with self._changed:  # also after the deadline: no ticket waits behind one that has left
                 self._waiting = [other for other in self._waiting if other is not ticket]
                 self._changed.notify_all()
         try:
@@ -83,4 +83,4 @@ class SharedExclusiveLock:
                 return True
             if other != ticket:
                 return False
-        raise AssertionError("a ticket waits until it is granted or given up")
+        raise AssertionError("a ticket is in the queue until it is granted or its deadline has passed")

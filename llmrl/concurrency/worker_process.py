@@ -1,6 +1,6 @@
 """Functions in a warm process that is killed at its deadline: `WorkerPool` for the owner, `serve` for the process.
 
-For what may hang inside C code, swallow interrupts or take memory without end: users' rewards, algebra on answers. The
+For code that may hang inside C, swallow interrupts or take unbounded memory: users' rewards, algebra on answers. The
 process runs a script, so that nothing is forked after threads or CUDA and the main module is not run again. Requests
 are pickled, replies are JSON lines: nothing that the function made is executed in the owner.
 """

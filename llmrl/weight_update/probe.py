@@ -19,7 +19,7 @@ from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-_MOVED = 16  # tokens of the trainer that must have moved: if so many do, one of a healthy engine moves too
+_MOVED = 16  # tokens of the trainer that must have moved: then at least one of a healthy engine has moved too
 _BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
 _FLOOR = 1e-3  # nats: rounding of float32, too small to measure drift by
 _PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run

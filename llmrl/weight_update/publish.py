@@ -74,7 +74,7 @@ def publish(
         return version
     if weights is not None:
         _check_metadata(weights, metadata or {})
-        weights = _as_taken(weights, engine)
+        weights = as_taken(weights, engine)
     try:
         engine.update_weights(weights, version=version)
     except WeightSyncError:
@@ -99,7 +99,7 @@ def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | 
     return merged_weights(model) if hasattr(model, "get_base_model") else weight_groups(model)
 
 
-def _as_taken(weights: Weights, engine: WeightTarget) -> Weights:
+def as_taken(weights: Weights, engine: WeightTarget) -> Weights:
     """The weights without the buffers that the engine makes by itself, and whole if it does not take groups."""
     if isinstance(weights, Mapping):
         unsaved = getattr(engine, "unsaved_buffers", frozenset())

@@ -16,7 +16,7 @@ from llmrl.weight_update.transports import CallTransport
 
 
 class RayTransport(CallTransport):
-    """Weights for one Ray actor, any class of which will do.
+    """Weights for one Ray actor, of any class.
 
     An actor that runs one method at a time takes them between two methods. One that works in a thread registers a
     receiver, which polls there.

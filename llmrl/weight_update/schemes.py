@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
-from llmrl.weight_update.publish import as_weights, publish
+from llmrl.weight_update.publish import as_taken, as_weights, publish
 from llmrl.weight_update.target import ModelTarget, resolve
 from llmrl.weight_update.transports import (
     CallTransport,
@@ -186,8 +186,7 @@ class WeightSender:
         )
         if isinstance(model, nn.Module) and weights is not None and weights is not model:
             target = ModelTarget(model)
-            unsaved = target.unsaved_buffers
-            named = {name: tensor for name, tensor in named.items() if name not in unsaved}
+            named = as_taken(named, target)
             target.check(named)
         return named
 
@@ -256,7 +255,7 @@ class WeightReceiver:
 
     def receive(self, timeout: float = 0.0) -> int | None:
         """Applies weights that have come, and answers the sender; returns their version, or None if nothing came or
-        they were refused, of which the sender learns.
+        they were refused, which the sender is told.
 
         Raises  WorkerError if the sender has ended
         """

@@ -49,7 +49,7 @@ def test_an_engine_takes_one_adapter_after_the_other(base):
             assert drawn.version == engine.version == version
             assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn))
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-        refused = pytest.raises(WeightSyncError, match=r"adapter 4 could not be loaded: .*goes on serving")
+        refused = pytest.raises(WeightSyncError, match=r"adapter 4 could not be loaded: .*stays in use")
         with adapter_folder(stepped(adapted(r=64), 9, size=0.1)) as folder, refused:  # vLLM takes a rank of 16
             engine.update_adapter(folder, version=4)
         PROBE(engine.score, scorer(model))

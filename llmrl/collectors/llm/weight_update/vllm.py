@@ -88,7 +88,7 @@ class vLLMUpdater(EngineUpdater):
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
-    """Settings of the way from a trainer into vLLM engines; makes the sender, and a receiver for each engine.
+    """Settings of the transfer from a trainer to vLLM engines; makes the sender, and a receiver for each engine.
 
     master_address, master_port  of the trainer's GPU, for a broadcast by NCCL, to one engine; without an address as
                                  each engine is set to take them, through shared memory by default
@@ -132,7 +132,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return VLLMWeightSender(self)
 
     def create_transport(self, pipe_or_context: Any) -> DirectTransport:
-        """Nothing to connect: the sender calls the receiver, or an engine, which it checks here."""
+        """Checks the receiver, or an engine: the sender calls it, so there is nothing to connect."""
         check_engine(pipe_or_context, "VLLMWeightSender")
         return DirectTransport()
 
@@ -142,7 +142,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
 
 class VLLMWeightReceiver:
-    """Gives what it is sent to one engine."""
+    """Publishes what it is sent to one engine."""
+
+    takes_groups = True  # `publish` puts them together for an engine that does not
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any):
         self.engine = check_engine(vllm_engine, "VLLMWeightReceiver")
@@ -157,10 +159,7 @@ class VLLMWeightReceiver:
         """Does nothing: connections are opened by the first update, which describes what it sends."""
 
     def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None:
-        """Publishes them to the engine."""
         publish(weights, self.engine, version)
-
-    takes_groups = True  # `publish` puts them together for an engine that does not
 
 
 class VLLMWeightSender(WeightSender):

@@ -27,7 +27,7 @@ class Answer:
     log_probs: list[Tensor] = field(default_factory=list)  # of each piece
     plain: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of each id
-    routes: Tensor | None = None  # of the first so many ids of prompt and answer
+    routes: Tensor | None = None  # of prompt and answer, from the first id on, as far as reported
     reason: StopReason = StopReason.ABORT
 
     @property

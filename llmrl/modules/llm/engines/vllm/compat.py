@@ -350,8 +350,8 @@ def _without_numa_binding() -> Iterator[None]:
 
 
 def request_factory() -> Callable[..., Any]:
-    """``vllm.SamplingParams`` for answers that come once, whole. An ``AsyncLLMEngine`` would otherwise put together all
-    that a row has so far after every step, in the trainer's process.
+    """``vllm.SamplingParams`` for answers that come once, whole. Otherwise an ``AsyncLLMEngine`` assembles each row's
+    ids so far after every step, in the trainer's process.
     """
     kinds = vllm_module("vllm.sampling_params").RequestOutputKind
     return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)

@@ -57,7 +57,7 @@ class CoreInfo:
     reads_text  it has a tokenizer, so stop strings work
     place       "process": this one; "subprocess"; "server"
     owned       it was built here, and ends with `Core.close`
-    can_sleep   it can give up its memory and have it back
+    can_sleep   it can release its memory and get it back
     """
 
     model: str
@@ -220,7 +220,7 @@ def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[fl
     if len(log_probs if log_probs is not None else ()) != len(ids):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {log_probs!r} for {len(ids)} tokens.")
     if hasattr(log_probs, "start_indices"):  # vLLM's flat form
-        starts = log_probs.start_indices[first:]  # of each token's entries, of which the token's own comes first
+        starts = log_probs.start_indices[first:]  # where each token's entries begin; its own is the first
         if [log_probs.token_ids[start] for start in starts] != list(ids[first:]):
             raise RolloutError("VLLMEngine: log-probs must be those of the drawn tokens: got those of others.")
         values = [log_probs.logprobs[start] for start in starts]
@@ -282,13 +282,13 @@ class LoadedAdapter:
                 "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
                 "weights."
             )
-        # The new one is added before the old one is removed: if vLLM refuses it, the old one goes on serving.
+        # The new one is added before the old one is removed: if vLLM refuses it, the old one stays in use.
         request = make(next(self._numbers))
         try:
             add(request)
         except Exception as error:
             raise WeightSyncError(
-                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving."
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the previous one stays in use."
             ) from error
         before, self.request = self.request, request
         if before is not None:

@@ -272,8 +272,8 @@ class VLLMEngine(SeededEngine):
         """Loads a complete set of weights, empties the prefix cache, then moves the version.
 
         Names are those of the Hugging Face model's ``state_dict()``; of tied weights one name is enough. All of them
-        are checked before the first one is loaded, and until then the old version goes on serving. Should it fail in
-        the middle, nothing is served until a complete set was loaded. Calls that are under way end first.
+        are checked before the first one is loaded, and until then the old version stays in use. If it fails in the
+        middle, nothing is served until a complete set is loaded. Calls that are under way end first.
 
         weights  all of them, or groups that are made one after the other (`weight_groups`, `merged_weights`); every
                  group is made even after a failure, because making it may be a collective
@@ -305,7 +305,7 @@ class VLLMEngine(SeededEngine):
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
         needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
 
-        Raises  WeightSyncError if vLLM refuses it: the one before goes on serving; if it sleeps without weights
+        Raises  WeightSyncError if vLLM refuses it: the previous one stays in use; if it sleeps without weights
                 UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
@@ -448,7 +448,7 @@ class AsyncVLLMEngine(VLLMEngine):
     in_flight  what new weights do with the rows that are being drawn: "finish", they are waited for; "abort", they end
                with what they have, as ``StopReason.ABORT``; "continue", they go on with the new weights from where
                they are, keys and values recomputed, and `Generation.versions` says which version drew each id
-    max_age    with "continue": a row ends as ABORT when its first id becomes more than so many versions old
+    max_age    with "continue": a row ends as ABORT once its first id is more than this many versions old
     settings   of `VLLMEngine`
 
     ::

@@ -113,7 +113,7 @@ class Connections:
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, payload: str | None = None, *, end: float
     ) -> tuple[int, bytes]:
-        """The status and the answer, of which at most one byte more than ``max_bytes`` is read.
+        """The status and the answer; reads at most one byte more than ``max_bytes``.
 
         Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
         """

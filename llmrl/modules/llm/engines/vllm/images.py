@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM: the ids and tensors that were made here, of which it processes nothing any further."""
+"""Prompts with images for vLLM: ids and tensors that were made here, which it processes no further."""
 
 from __future__ import annotations
 

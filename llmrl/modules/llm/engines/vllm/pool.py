@@ -26,8 +26,8 @@ class PoolCore:
     the weights. It is taken in again by the next update, which gives it the weights, or, if no other is left, at
     once if it still has them, once in a call.
 
-    Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,
-    and ask the servers that have them.
+    Several ranks may use the same servers. One of them sends the weights; the others get its ``labels`` afterwards, and
+    ask the servers that have them.
     """
 
     def __init__(self, urls: Sequence[str], **waits: float) -> None:

@@ -191,7 +191,7 @@ class ServerCore:
             self._post_plain("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, end)
         except LLMRLError as error:
             raise WeightSyncError(
-                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving. A server "
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the previous one stays in use. A server "
                 "on this machine, started as VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora, takes it."
             ) from error
         before, self._model_name = self._model_name, name  # requests name the adapter as their model

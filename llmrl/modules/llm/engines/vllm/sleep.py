@@ -43,7 +43,7 @@ class SleepCycle:
 
     def wake(self, end: float) -> None:
         if self.state != "asleep" or not self._kept:
-            found = "it is awake" if self.state == "awake" else "they were given up"
+            found = "it is awake" if self.state == "awake" else "they were discarded"
             raise WeightSyncError(f"VLLMEngine: wake needs an engine that sleeps with its weights kept: {found}.")
         self._wake(None, end)
         self.state = "awake"
