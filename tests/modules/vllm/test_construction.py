@@ -34,6 +34,7 @@ def some_vllm(**changes):
     options = "max_tokens temperature top_p top_k min_p repetition_penalty seed stop stop_token_ids ignore_eos "
     options += "logprobs prompt_logprobs flat_logprobs detokenize skip_special_tokens output_kind"
     parts = {"LLM": LLM, "LLMEngine": LLMEngine, "EngineArgs": taking(arguments), "SamplingParams": taking(options)}
+    parts["inputs"] = SimpleNamespace(tokens_input=taking("prompt_token_ids"))
     return SimpleNamespace(**parts | changes)
 
 

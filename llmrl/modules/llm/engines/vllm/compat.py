@@ -43,6 +43,7 @@ _INTERFACE: dict[str, tuple[str, ...]] = {
     "LLMEngine.add_request": ("request_id", "prompt", "params", "lora_request"),
     "LLMEngine.step": (),
     "EngineArgs": _OPTIONS,
+    "inputs.tokens_input": ("prompt_token_ids",),
     "SamplingParams": (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
         *("stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize"),
@@ -355,12 +356,6 @@ def request_factory() -> Callable[..., Any]:
     """
     kinds = vllm_module("vllm.sampling_params").RequestOutputKind
     return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)
-
-
-def tokens_prompt(ids: list[int]) -> Any:
-    """A prompt of ids in the form that vLLM processes no further, if it has one."""
-    make = getattr(vllm_module("vllm.inputs"), "tokens_input", None)
-    return {"prompt_token_ids": ids} if make is None else make(ids)
 
 
 def lora_request(folder: Path, version: int, number: int) -> Any:

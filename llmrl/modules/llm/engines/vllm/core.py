@@ -21,6 +21,7 @@ from torch import Tensor
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
+from llmrl.modules.llm.engines.vllm import compat
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
 _TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
@@ -107,8 +108,8 @@ class Core(Protocol):
 
     ``complete``      one `Completion` per prompt, in their order
     ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
-    ``updating``      no request runs inside the block; at its end the prefix cache is empty and the weights have the
-                      label ``version``. Yields False if the workers are others than at the last update
+    ``updating``      no request runs inside the block; at its end the prefix cache is empty. Yields False if the
+                      workers are others than at the last update
     ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
                       before stays
     ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs
@@ -273,17 +274,15 @@ class LoadedAdapter:
         self._numbers = itertools.count(1)
         self.request: Any = None
 
-    def replace(
-        self, make: Callable[[int], Any], add: Callable[[Any], Any], remove: Callable[[int], Any], version: int
-    ) -> None:
-        """Adds the adapter that ``make`` returns for a new number, then removes the one before."""
+    def replace(self, folder: Path, version: int, add: Callable[[Any], Any], remove: Callable[[int], Any]) -> None:
+        """Adds the adapter in ``folder``, then removes the one before, by the functions of an engine."""
         if not self._enabled:
             raise UnsupportedError(
                 "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
                 "weights."
             )
         # The new one is added before the old one is removed: if vLLM refuses it, the old one stays in use.
-        request = make(next(self._numbers))
+        request = compat.lora_request(folder, version, next(self._numbers))
         try:
             add(request)
         except Exception as error:

@@ -22,17 +22,13 @@ _PERIOD_S = 1.0  # of the health monitor
 
 
 class Connections:
-    """One kept-alive connection per thread that asks.
+    """One kept-alive connection per thread that asks."""
 
-    max_bytes  the largest answer that is read
-    """
-
-    def __init__(self, url: str, *, max_bytes: int = _LARGEST_ANSWER) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"VLLMEngine: a server is given as http://host:port: got {url!r}.")
         self.url = url
-        self._max_bytes = max_bytes
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._make = partial(make, parts.hostname, parts.port)
@@ -92,10 +88,10 @@ class Connections:
         if status >= 400:
             kind = ConfigError if status < 500 else RolloutError
             raise kind(f"VLLMEngine: {self.url}{path} refused with {status}: {text[:500].decode(errors='replace')}")
-        if len(text) > self._max_bytes:
+        if len(text) > _LARGEST_ANSWER:
             self._drop()  # the rest is still to come
             raise RolloutError(
-                f"VLLMEngine: {self.url}{path} must answer in at most {self._max_bytes} bytes: it sends more."
+                f"VLLMEngine: {self.url}{path} must answer in at most {_LARGEST_ANSWER} bytes: it sends more."
             )
         try:
             return read(text) if text.strip() else {}
@@ -113,7 +109,7 @@ class Connections:
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, payload: str | None = None, *, end: float
     ) -> tuple[int, bytes]:
-        """The status and the answer; reads at most one byte more than ``max_bytes``.
+        """The status and the answer; reads at most one byte more than the largest answer.
 
         Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
         """
@@ -126,7 +122,7 @@ class Connections:
             raise ConnectionAbortedError
         connection.response_class = partial(_Response, end)
         response = connection.getresponse()
-        return response.status, response.read(self._max_bytes + 1)
+        return response.status, response.read(_LARGEST_ANSWER + 1)
 
     def _drop(self) -> None:
         connection, self._mine.connection = getattr(self._mine, "connection", None), None

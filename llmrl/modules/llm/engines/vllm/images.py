@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmrl.errors import UnsupportedError
-from llmrl.modules.llm.engines.vllm.compat import tokens_prompt, vllm_module
+from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.vision import POSITIONS
 
 
@@ -20,7 +20,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     Raises  UnsupportedError  for a model that reads no images, or whose tokens of one image are not next to each other
     """
     if media is None or not len(media[POSITIONS]):
-        return tokens_prompt(ids)
+        return vllm_module("vllm.inputs").tokens_input(ids)
     processor = getattr(llm.renderer, "mm_processor", None)
     if processor is None:
         raise UnsupportedError("VLLMEngine: images need a model that reads them: this one does not.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +109,11 @@ class InProcessCore:
             # Keys and values that the old weights computed must not be found by prompts under the new ones.
             if not self.llm.reset_prefix_cache():
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
-            label = getattr(self.llm.llm_engine, "set_weight_version", None)
-            if label is not None:
-                label(str(version))
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         engine = self.llm.llm_engine
         with self._temperature.lock.holding(object(), end, f"loading adapter {version}"):
-            make = partial(compat.lora_request, folder, version)
-            self._adapter.replace(make, engine.add_lora, engine.remove_lora, version)
+            self._adapter.replace(folder, version, engine.add_lora, engine.remove_lora)
 
     def sleep(self, end: float, *, keep_weights: bool) -> None:
         self.llm.sleep(level=1 if keep_weights else 2)

@@ -151,9 +151,6 @@ class SubprocessCore:
             yield True
             if not self._wait(self.llm.reset_prefix_cache, "emptying the prefix cache", end):
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
-            label = getattr(self.llm, "update_weight_version", None)
-            if label is not None:
-                self._wait(lambda: label(str(version)), f"labelling version {version}", end)
 
     @contextlib.contextmanager
     def _paused(self, end: float) -> Iterator[None]:
@@ -171,10 +168,10 @@ class SubprocessCore:
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         with self._paused(end):
             self._adapter.replace(
-                partial(compat.lora_request, folder, version),
+                folder,
+                version,
                 lambda request: self._wait(lambda: self.llm.add_lora(request), "loading an adapter", end),
                 lambda number: self._wait(lambda: self.llm.remove_lora(number), "removing an adapter", end),
-                version,
             )
 
     def sleep(self, end: float, *, keep_weights: bool) -> None:
