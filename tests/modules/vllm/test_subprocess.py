@@ -346,17 +346,6 @@ def test_a_process_that_stops_answering_is_left_at_the_deadline_and_taken_up_aga
     assert PROBE(engine.score, scorer(model)) < 1e-5  # at temperature 1: the one that was asked for meanwhile is gone
 
 
-def test_an_update_ends_when_the_process_dies_before_it(engine, model):
-    version = engine.version
-    os.kill(process(engine).pid, signal.SIGSTOP)  # so that it is surely under way
-    call = BackgroundCall(lambda: publish(model, engine))
-    wait_until(lambda: engine._lock.num_holders == 1)
-    os.kill(process(engine).pid, signal.SIGKILL)
-    with pytest.raises(WeightSyncError, match="was killed by SIGKILL"):
-        call.result()
-    assert engine.version == version
-
-
 def test_updates_arrive_whole_and_a_process_that_dies_in_one_is_named(engine, model):
     changed = copy.deepcopy(model)
     for seed in range(4):
