@@ -45,16 +45,6 @@ class TransportBackend(ABC):
         self.pending: Payload | None = None  # received, and not answered yet
 
     @abstractmethod
-    def send(self, model_id: str, payload: Payload) -> None:
-        """Hands the payload over, and does not wait for the worker."""
-
-    @abstractmethod
-    def answer_by(self, deadline: float) -> tuple[int, str]:
-        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
-        `time.monotonic`), any other error if the worker has ended.
-        """
-
-    @abstractmethod
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         """The worker's side: model id and weights, or None if nothing came in ``timeout`` seconds."""
 
@@ -70,6 +60,16 @@ class TransportBackend(ABC):
 
     def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
         return pack(weights, self.sent + 1)
+
+    def send(self, model_id: str, payload: Payload) -> None:
+        """Hands the payload over, and does not wait for the worker. For a subclass that keeps `send_weights`."""
+        raise NotImplementedError
+
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
+        `time.monotonic`), any other error if the worker has ended. For a subclass that keeps `wait`.
+        """
+        raise NotImplementedError
 
     def wait(self, deadline: float) -> None:
         """Returns when the worker has applied what was sent.
@@ -115,7 +115,7 @@ class DirectTransport(TransportBackend):
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    send_weights = send = wait = answer_by = receive = answer = _nothing
+    send_weights = wait = receive = answer = _nothing
 
 
 class PipeTransport(TransportBackend):
