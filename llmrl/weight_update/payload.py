@@ -17,7 +17,7 @@ from llmrl.weight_update.target import ModelTarget
 
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
 
-_ALIGNMENT = 64  # bytes: of any dtype, and of a line of the processor's cache
+_ALIGNMENT = 64  # bytes: enough for any dtype, and one line of the processor's cache
 
 
 @dataclass

@@ -100,7 +100,7 @@ class SyncProbe:
         count, problem = len(engine_N), ""
         baseline = median(self._healthy) if len(self._healthy) >= _NEEDED else float("inf")
         # New weights change some score, if only in its last bit. Where none changed the engine has the old weights,
-        # unless the update was so small that the trainer's own scores hardly moved either.
+        # or the update was so small that the trainer's own scores hardly moved either.
         if not torch.equal(engine_N, self._engine):
             self._engine, self._trainer = engine_N, trainer_N
         elif count and moved >= min(_MOVED, count):

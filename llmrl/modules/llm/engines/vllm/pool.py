@@ -83,7 +83,7 @@ class PoolCore:
         """One completion per prompt. Raises RolloutError if no server is left."""
         found: dict[int, Completion] = {}
         asked_again = False
-        # Rows of a server that is lost on the way are missing, and asked again of those that are left.
+        # The rows of a server that was lost meanwhile are missing, and are asked of the others.
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
             if not self._in_flight and not asked_again:  # they may have been too busy to answer
                 self._take_in(requests.end)
@@ -115,7 +115,7 @@ class PoolCore:
         parts: dict[ServerCore, list[int]] = {}
         with self._lock:
             self._check_any(RolloutError)
-            # Rows of each server if all had equally many: a server gets no more of one prompt than that.
+            # An equal share of all rows in flight: a server gets at most that, unless it has more already.
             fair = -(-(sum(self._in_flight.values()) + len(rows)) // len(self._in_flight))
             for group in groups.values():
                 while group:

@@ -22,9 +22,7 @@ from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, Sha
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
 
-CallWorkers = Callable[
-    ..., list[Any]
-]  # (method, end, **arguments) -> the answer of each worker, by ``end`` or an error
+CallWorkers = Callable[..., list[Any]]  # (method, end, **arguments): each worker's answer, by ``end``
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

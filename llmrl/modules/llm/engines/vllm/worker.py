@@ -166,7 +166,7 @@ class _Reload:
         self._reload = compat.vllm_module("vllm.model_executor.model_loader.reload")
         self._attach_kernels: Any = None  # between the first part and the end
         self._sent: dict[str, StoredTensor] = {}
-        # What is not in here after the last part has an old value. (vLLM puts ".base_layer." into names for adapters.)
+        # What is still in here after the last part has its old value. vLLM puts ".base_layer." into names for adapters.
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
