@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: blocking code calls asynchronous code with a deadline."""
+"""An event loop in its own thread: blocking code calls asynchronous code with a deadline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BackgroundLoop(contextlib.AbstractContextManager):
         try:
             loop = self._started()
         except BaseException:
-            coroutine.close()
+            coroutine.close()  # else Python warns that it was never awaited
             raise
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
@@ -62,7 +62,7 @@ class BackgroundLoop(contextlib.AbstractContextManager):
             return
         with contextlib.suppress(RuntimeError):  # it has been closed before
             loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread():  # a coroutine of the loop may close it
             thread.join(timeout=2.0)
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -80,6 +80,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        # Cancelled tasks get a second to end: a caller of `run` then gets an error, and does not wait for its deadline.
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
         if tasks:

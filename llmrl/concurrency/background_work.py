@@ -1,4 +1,4 @@
-"""Work in a thread of its own, done in steps, which other threads can pause between two steps."""
+"""Work in its own thread, in steps: other threads can pause it between two steps."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class BackgroundWork:
         return self._thread is not None and threading.current_thread() is not self._thread
 
     def allow_pauses(self) -> None:
-        """From here on steps hold the lock, even if `start` is not called: several threads use the owner."""
+        """Makes steps hold the lock from here on, also without `start`: for an owner that several threads use."""
         self._lock = self._lock or SharedExclusiveLock(self._who)
 
     def start(self, work: Iterable[object]) -> None:
-        """Goes through ``work`` in a thread. What it raises is a warning there, and raised by `check` and `pause`."""
+        """Iterates over ``work`` in a thread. Its error is a warning there, and is raised by `check` and `pause`."""
         if self.is_started:
             raise ConfigError(f"{self._who}.start: was started already.")
         self.allow_pauses()
@@ -97,6 +97,8 @@ class BackgroundWork:
             yield
             return
         with self._pausing:
+            # Only the first of several pauses takes the lock: another one, also of the same thread, would wait behind
+            # steps that wait for the first.
             if not self._num_pauses:
                 end = time.monotonic() + self._limit_s
                 self._held.enter_context(self._lock.holding(object(), end, "the pause"))
@@ -111,7 +113,7 @@ class BackgroundWork:
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends the work after the step under way. Raises DeadlineError if that takes longer than ``timeout``."""
-        self.stopped.set()
+        self.stopped.set()  # before the wait, or the thread would begin another step
         thread, self._thread = self._thread, None
         limit_s = self._limit_s if timeout is None else timeout
         if thread is not None:

@@ -15,7 +15,7 @@ _IDLE_S = 60.0  # after which an idle thread ends
 class DaemonThreads:
     """Calls functions in threads. A function that never returns keeps its thread, and no other call waits for it.
 
-    A forked process has threads of its own.
+    A forked process makes its own threads.
 
     >>> answers, threads = queue.SimpleQueue(), DaemonThreads("example")
     >>> threads.start(lambda: answers.put("done"))
@@ -37,10 +37,10 @@ class DaemonThreads:
 
     def start(self, call: Callable[[], object]) -> None:
         """Begins the call, which nothing waits for."""
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # after a fork: the threads are the parent's, and its lock may be held
             self._reset()
         with self._lock:
-            if self._idle:
+            if self._idle:  # counted down here and not by the thread: two calls never count on one idle thread
                 self._idle -= 1
                 self._calls.put(call)
                 return

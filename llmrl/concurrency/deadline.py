@@ -68,15 +68,15 @@ class Calls:
 
     def run(self) -> None:
         """Makes calls until there are none left."""
-        for attempt in self._attempts():
+        for call, attempt in self._attempts():
             with attempt:
-                attempt.value = self._convert(attempt.call())
+                attempt.value = self._convert(call())
 
     async def run_async(self) -> None:
         """`run` for calls that return awaitables."""
-        for attempt in self._attempts():
+        for call, attempt in self._attempts():
             with attempt:
-                attempt.value = self._convert(await attempt.call())
+                attempt.value = self._convert(await call())
 
     def close(self) -> list[Outcome]:
         """The final outcomes of all calls."""
@@ -89,20 +89,21 @@ class Calls:
         if self._on_outcome is not None:
             self._on_outcome(number, outcome)
         with self._lock:
-            if self._closed:
+            if self._closed:  # late: the caller has the outcomes already
                 return
             self._outcomes[number] = outcome
             self._left -= 1
             if self._left == 0:
                 self.finished.set()
 
-    def _attempts(self) -> Iterator[_Attempt]:
+    def _attempts(self) -> Iterator[tuple[Callable[[], Any], _Attempt]]:
+        # Shared by `run` and `run_async`, which differ in one await: the caller fills each attempt that is yielded.
         while (number := self._take()) is not None:
             for left in reversed(range(self.retries + 1)):
-                attempt = _Attempt(self.calls[number])
-                yield attempt
+                attempt = _Attempt(done=True)
+                yield self.calls[number], attempt
                 if attempt.error is None or not left or not self._retry():
-                    self.finish(number, Outcome(attempt.value, attempt.error, done=True))
+                    self.finish(number, attempt)
                     break
 
     def _take(self) -> int | None:
@@ -118,13 +119,8 @@ class Calls:
             return not self._closed
 
 
-class _Attempt:
-    """One try of a call. As a context manager it keeps the error of the user's code."""
-
-    def __init__(self, call: Callable[[], Any]):
-        self.call = call
-        self.value: Any = None
-        self.error: str | None = None
+class _Attempt(Outcome):
+    """The outcome of one try of a call, as a context manager that keeps the error of the user's code."""
 
     def __enter__(self) -> None:
         pass
@@ -205,7 +201,7 @@ class AsyncRunner:
         workers = [asyncio.ensure_future(calls.run_async()) for _ in range(min(self.concurrency, len(calls.calls)))]
         _, late = await asyncio.wait(workers, timeout=timeout_s)
         if late:
-            calls.close()
+            calls.close()  # first: a coroutine that catches its cancellation must not begin another call
             for worker in late:
                 worker.cancel()
             await asyncio.wait(late, timeout=GRACE_S)
@@ -236,14 +232,14 @@ def watch_lock(key: object, deadline: float | None) -> None:
     watch.
 
     Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
-    `faulthandler`, of which a process has one. It writes the stack of each thread.
+    `faulthandler`, one per process. It writes the stack of each thread.
     """
     with _watched_lock:
         if deadline is None:
             _watched.pop(key, None)
             return
         _watched[key] = deadline + STUCK_S
-        end = max(_watched.values())
+        end = max(_watched.values())  # one timer for all calls: the last of them decides
         if not end <= _fires_at <= end + STUCK_S:  # it serves many calls: starting it costs more than most of them
             if not _fires_at:
                 threading.Thread(target=_keep_timer, name="llmrl-lock-watch", daemon=True).start()
@@ -258,7 +254,7 @@ def _start_timer(fires_at: float) -> None:
 
 
 def _keep_timer() -> None:
-    """Puts the timer off while this thread runs, for then nothing holds the lock, and stops it behind the last call."""
+    """Postpones the timer: that this thread runs shows that nothing holds the lock. Stops it after the last call."""
     global _fires_at
     while True:
         time.sleep(STUCK_S / 60)
@@ -272,8 +268,8 @@ def _keep_timer() -> None:
 
 
 def _before_fork() -> None:
-    """Stops the timer: a child that is forked while it runs would wait for its thread for ever, also at its exit."""
-    _watched_lock.acquire()
+    """Stops the timer: a child that is forked while it runs would wait forever for its thread, also at its exit."""
+    _watched_lock.acquire()  # until after the fork: the child must not inherit it locked by another thread
     if _fires_at:
         faulthandler.cancel_dump_traceback_later()
 

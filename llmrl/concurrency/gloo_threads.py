@@ -29,7 +29,7 @@ def wait_for_gloo_threads(timeout_s: float = 10.0) -> None:
         # The GIL is free while this thread sleeps. Another that waits for it wakes up after each switch interval, also
         # where the GIL has gone to a third, and is then seen to have run.
         asleep = now == before and all(state.startswith("S") for state, *_ in now.values())
-        before, times_equal = now, times_equal + 1 if asleep else 0
+        before, times_equal = now, times_equal + 1 if asleep else 0  # three times: one sleep may be a pause in its work
         time.sleep(max(0.01, 2 * sys.getswitchinterval()))
 
 

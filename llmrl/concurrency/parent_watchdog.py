@@ -21,10 +21,10 @@ def follow(owner: int | None = None) -> None:
     if owner in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
         return
     try:
-        process = os.pidfd_open(owner)
+        process = os.pidfd_open(owner)  # and not its number, which another process may get
     except ProcessLookupError:
         os._exit(1)
-    except OSError:
+    except OSError:  # a sandbox that forbids the call
         return
     exit_after(process, select.POLLIN)
 

@@ -44,10 +44,8 @@ class LogTail:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """Processes that are started inside the block have the pipes as their standard output and error, as has this
-        one meanwhile.
-        """
-        _flush()
+        """Inside the block this process, and those that it starts, write their output and errors into the pipes."""
+        _flush()  # what was printed before goes where it would have gone
         for stream, pipe in self._writing.items():
             os.dup2(pipe, stream)  # programs inherit the result of dup2, and not that of os.pipe
         try:
@@ -56,7 +54,7 @@ class LogTail:
             _flush()
             for stream, pipe in self._writing.items():
                 os.dup2(self._original[stream], stream)
-                os.close(pipe)
+                os.close(pipe)  # so that the pipe ends when the last child has closed its copy
             self._writing = {}
 
     def drain(self) -> None:
@@ -83,6 +81,7 @@ class LogTail:
                     data = self._noise.sub(b"", data)
                 with contextlib.suppress(OSError):  # the original stream may have lost its reader
                     os.write(self._original[stream], data)
+                # A read may end in the middle of a line, and a line may never end: both are kept, cut short.
                 *finished, rest = (self._unfinished[stream] + data.decode(errors="replace")).split("\n")
                 self._kept.extend(line[:_MAX_LINE] for line in finished)
                 self._unfinished[stream] = rest[:_MAX_LINE]
@@ -129,6 +128,7 @@ def shared_memory_of(pid: int) -> set[Path]:
     """The files of Python's shared memory and locks that a process of this machine, or one that it started, has mapped
     and this process has not.
     """
+    # Without what this process has mapped too, such as its own locks.
     mapped = _mapped_inodes(pid) - _mapped_inodes(os.getpid(), children=False)
     found = set()
     for path in _SHARED_MEMORY.glob("*"):

@@ -64,7 +64,7 @@ class ServerProcess:
         return False
 
     def last_lines(self, heading: str) -> str:
-        """Of its output, below ``heading``."""
+        """The end of its output, below ``heading``."""
         written = os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size, 0)
         return "\n".join([heading, *(f"  {line}" for line in written.decode(errors="replace").splitlines()[-_SHOWN:])])
 
@@ -80,7 +80,7 @@ class ServerProcess:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        self.signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)  # also if it ended by itself: its children may live on
 
 
 def _end_with_parent() -> None:

@@ -47,13 +47,13 @@ class SharedExclusiveLock:
         """
         ticket = [key]
         with self._changed:
-            self._waiting.append(ticket)
+            self._waiting.append(ticket)  # before the hook is called: later arrivals queue behind it
             must_wait = not self._is_granted(ticket)
         try:
             if must_wait and when_waiting is not None:
                 when_waiting()
             with self._changed:
-                while not self._is_granted(ticket):
+                while not self._is_granted(ticket):  # woken at every change, by any thread
                     left = end - time.monotonic()
                     if left <= 0:
                         raise DeadlineError(
@@ -64,7 +64,7 @@ class SharedExclusiveLock:
                 self._key = key
                 self.num_holders += 1
         finally:
-            with self._changed:
+            with self._changed:  # also after the deadline: no ticket waits behind one that has left
                 self._waiting = [other for other in self._waiting if other is not ticket]
                 self._changed.notify_all()
         try:
@@ -77,9 +77,10 @@ class SharedExclusiveLock:
     def _is_granted(self, ticket: list[Hashable]) -> bool:
         if self.num_holders and self._key != ticket[0]:
             return False
+        # First in, first out: it is granted if everything before it in the queue has an equal key.
         for other in self._waiting:
             if other is ticket:
                 return True
             if other != ticket:
                 return False
-        raise AssertionError("a ticket waits until it is granted or given up")
+        raise AssertionError("a ticket is in the queue until it is granted or its deadline has passed")

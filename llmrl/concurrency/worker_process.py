@@ -1,6 +1,6 @@
 """Functions in a warm process that is killed at its deadline: `WorkerPool` for the owner, `serve` for the process.
 
-For what may hang inside C code, swallow interrupts or take memory without end: users' rewards, algebra on answers. The
+For code that may hang inside C, swallow interrupts or take unbounded memory: users' rewards, algebra on answers. The
 process runs a script, so that nothing is forked after threads or CUDA and the main module is not run again. Requests
 are pickled, replies are JSON lines: nothing that the function made is executed in the owner.
 """
@@ -67,11 +67,12 @@ class WorkerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
                 self._busy_since[caller] = time.monotonic()
+            # Started outside of the lock: it takes seconds, in which other callers get and return theirs.
             worker = worker or WorkerProcess(self._command, who=self._who, quiet=self._quiet)
             try:
                 yield worker
             except BaseException:
-                worker.stop()
+                worker.stop()  # it may be in the middle of a request, whose replies the next caller would read
                 raise
             if worker.stop.alive:
                 with self._lock:
@@ -113,13 +114,14 @@ class WorkerProcess:
             os.close(self._replies)
             raise
         finally:
+            # The child has its own copies. With ours open its end would never be seen.
             os.close(read_requests)
             os.close(write_replies)
         os.set_blocking(self._requests, False)
         os.set_blocking(self._replies, False)
         self.stop = weakref.finalize(self, _end, self._process, self._requests, self._replies)
         try:
-            self._line(time.monotonic() + START_S)
+            self._line(time.monotonic() + START_S)  # "ready"
         except LLMRLError:
             self.stop()
             raise
@@ -139,9 +141,9 @@ class WorkerProcess:
             raise self._late() from None
         except OSError:
             raise self._ended() from None
-        self._line(start_by)
+        self._line(start_by)  # "read": only now does the request's own time begin
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while line := self._line(deadline):
+        while line := self._line(deadline):  # an empty line: it is done
             yield json.loads(line)
 
     def _line(self, deadline: float) -> bytes:
@@ -188,7 +190,7 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
     import fcntl  # here: the owner's side is imported on every system
 
     requests, replies = int(sys.argv[-2]), int(sys.argv[-1])
-    for descriptor in (requests, replies):
+    for descriptor in (requests, replies):  # processes that the function starts must not keep the pipes open
         os.set_inheritable(descriptor, False)
     lock = threading.Lock()
 
@@ -206,7 +208,7 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
             size = int.from_bytes(header, "big")
             request = pickle.loads(stream.read(size))
             fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
-            if select.select([requests], [], [], 0)[0]:
+            if select.select([requests], [], [], 0)[0]:  # the owner ended before the signal was asked for
                 return
             write(b"read")
             handle(request, lambda value: write(json.dumps(value).encode()))

@@ -1,4 +1,4 @@
-"""New weights for those that sample: published with a version, whole or not at all, and proven.
+"""Weights from a trainer to engines and workers: with a version, whole or not at all, and verified.
 
 `publish` gives an engine in reach of this process new weights. A scheme carries them to workers elsewhere; the way of a
 collector through it, for each model id and scheme of its ``weight_sync_schemes``:

@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 
 from llmrl.errors import ConfigError, WorkerError
-from llmrl.weight_update.payload import Payload, pack
+from llmrl.weight_update.payload import Payload
 from llmrl.weight_update.schemes import WeightSyncScheme
-from llmrl.weight_update.target import named_tensors
 from llmrl.weight_update.transports import TransportBackend
-
-__all__ = ["DistributedTransport", "DistributedWeightSyncScheme"]
 
 _POLL_S = 1e-3
 
@@ -47,7 +44,7 @@ class DistributedTransport(TransportBackend):
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self._rank, self.sync, self._device = rank or 0, sync, device
         self._group = dist.group.WORLD if group is None else group
-        self._tag = zlib.crc32(channel.encode()) >> 1  # the models of two ranks are received in any order
+        self._tag = zlib.crc32(channel.encode()) >> 1  # by model: those of two ranks are received in any order
         me = self._group.rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
         # Counted in the store, so that a sender or a receiver that is made later goes on where the one before stopped.
@@ -55,37 +52,27 @@ class DistributedTransport(TransportBackend):
         self._work: Any = None  # the message under way, with its memory
         self._failure: RuntimeError | None = None
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
-        self.sent = payload.version
+    def send(self, model_id: str, payload: Payload) -> None:
         self._sent_count = int(self._store.add(f"{self._out}sent", 1))
         memory = payload.memory.to(self._device)
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
             self._store.set(f"{self._out}{self._sent_count}", header)  # before: NCCL may wait until the other receives
-            self._work = self._group.send([memory], self._rank, self._tag), memory
+            self._work = self._group.send([memory], self._rank, self._tag), memory  # in use until the answer
         except RuntimeError as error:
             self._failure = error  # for `wait`: the other workers get theirs
 
-    def wait(self, deadline: float) -> None:
+    def answer_by(self, deadline: float) -> tuple[int, str]:
         key = f"{self._out}{self._sent_count}/answer"
-        while self.answered < self.sent:
-            if self._failure is not None:
-                raise self.ended(self._failure)
-            try:
-                answered = self._store.check([key])
-                problem = self._store.get(key).decode() if answered else ""
-            except dist.DistError as error:
-                raise self.ended(error) from error
-            if answered:
-                self.answered, self._work = self.sent, None
-                self._store.delete_key(key)
-                if problem:
-                    raise self.refused(problem)
-            elif time.monotonic() >= deadline:
-                raise self.late()
-            else:
-                time.sleep(_POLL_S)
+        while self._failure is None and not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        if self._failure is not None:
+            raise self._failure
+        problem, self._work = self._store.get(key).decode(), None
+        self._store.delete_key(key)
+        return self.sent, problem
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         key, deadline = f"{self._in}{self._received_count + 1}", time.monotonic() + timeout

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
 
-__all__ = ["LazyWeight", "WeightGroups", "weight_groups", "whole"]
-
 
 @dataclass(frozen=True)
 class LazyWeight:
@@ -57,6 +55,7 @@ class WeightGroups:
         group: dict[str, Tensor] = {}
         size = 0
         for name, weight in self.weights.items():
+            # The size is known before the weight is made, so that a group never exceeds its limit in memory.
             if group and size + weight.num_bytes > self._max_bytes:
                 yield group
                 group, size = {}, 0

@@ -22,8 +22,6 @@ from llmrl.errors import UnsupportedError
 from llmrl.optional import require
 from llmrl.weight_update.groups import LazyWeight, WeightGroups, whole
 
-__all__ = ["ADAPTER_FILE", "adapter_folder", "merged_weights", "write_adapter"]
-
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
@@ -46,6 +44,8 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
     values = inside.state_dict(keep_vars=True)
     packed = {name for name, value in values.items() if hasattr(value, "quant_state")}
     for home, value in values.items():
+        # Every entry is one of four kinds: the base of a layer with an adapter, a module that was trained as a whole,
+        # an adapter's own, or untouched by peft. The first two have other names than in the model inside.
         if home.partition(".weight.")[0] + ".weight" in packed:
             continue  # constants of a packed weight
         name = home
@@ -62,9 +62,10 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
                 value = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
             make = partial(whole, value)
         elif any(name.startswith(f"{prefix}.") for prefix in (*layers, *replaced)):
-            continue  # of an adapter
+            continue  # an adapter's own: it comes with the layer that it is merged into
         else:
             changed, make = False, partial(whole, value)
+        # A tied weight has several entries and is sent once, under its first name.
         others = homes.setdefault(id(value), [])
         others.append((name, changed))
         if len(others) > 1:
@@ -116,6 +117,7 @@ def _is_active(layer: Any) -> bool:
 @torch.no_grad()
 def _merged(layer: nn.Module, leaf: str) -> Tensor:
     """A parameter of the layer's base after merging, in a copy of the layer that has all of its parameters whole."""
+    # The memo makes deepcopy take these in place of the parameters, which may be sharded: merging needs them whole.
     plain = {id(own): nn.Parameter(whole(own).clone(), requires_grad=False) for own in layer.parameters()}
     merged: Any = copy.deepcopy(layer, memo=plain)
     merged.merge()

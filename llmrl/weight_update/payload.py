@@ -15,11 +15,9 @@ from torch import Tensor
 from llmrl.errors import MissingKeyError, WeightSyncError
 from llmrl.weight_update.target import ModelTarget
 
-__all__ = ["Layout", "Payload", "Slots", "pack"]
-
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: enough for any dtype, and one line of the processor's cache
 
 
 @dataclass
@@ -28,7 +26,6 @@ class Payload:
 
     memory  uint8[N], all of them
     slot    the number of the shared block that ``memory`` is, or None
-    live    numbers of the blocks that the sender still uses
     stored  a reference to the memory in a store, if there is one
     """
 
@@ -36,7 +33,6 @@ class Payload:
     layout: Layout
     memory: Tensor
     slot: int | None = None
-    live: Collection[int] = ()
     stored: Any = None
 
     @cached_property
@@ -86,12 +82,11 @@ class Slots:
 
     def __init__(self, registered: Mapping[str, TensorDictBase], auto_register: bool) -> None:
         self._registered, self._auto_register = registered, auto_register
-        self._blocks: dict[int, Payload] = {}
-        self._layout: Layout | None = None
+        self._blocks: list[Payload] = []
         self._numbers = count()
 
-    def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, busy: Collection[int]) -> Payload:
-        """Copies the weights into a block that is not ``busy``."""
+    def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, transports: Collection[Any]) -> Payload:
+        """Copies the weights into a block that the worker of none of these `SharedMemTransport` may be reading."""
         if model_id in self._registered:
             ModelTarget(self._registered[model_id]).update_weights(weights, version=version)
         elif not self._auto_register:
@@ -100,14 +95,13 @@ class Slots:
                 f"(`register_shared_weights`): registered are {sorted(self._registered)}."
             )
         layout, size = layout_of(weights)
-        if layout != self._layout:
-            self._layout, self._blocks = layout, {}
-        number = next((number for number in self._blocks if number not in busy), None)
-        if number is None:
-            number = next(self._numbers)
+        self._blocks = [block for block in self._blocks if block.layout == layout]  # others do not fit any more
+        busy = set().union(*(transport.busy for transport in transports))
+        block = next((block for block in self._blocks if block.slot not in busy), None)
+        if block is None:
             memory = torch.empty(size, dtype=torch.uint8).share_memory_()
-            self._blocks[number] = Payload(version, layout, memory, number)
-        block = self._blocks[number]
+            block = Payload(version, layout, memory, next(self._numbers))
+            self._blocks.append(block)
         block.write(weights)
-        block.version, block.live = version, {*self._blocks}
+        block.version = version
         return block

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 
-__all__ = ["Scorer", "SyncProbe"]
-
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-_MOVED = 16  # tokens of the trainer that must have moved: if so many do, one of a healthy engine moves too
+_MOVED = 16  # tokens of the trainer that must have moved: then at least one of a healthy engine has moved too
 _BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
 _FLOOR = 1e-3  # nats: rounding of float32, too small to measure drift by
 _PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run
@@ -30,7 +28,7 @@ _PATIENCE = 3  # versions in a row with a problem that a second push did not sol
 class SyncProbe:
     """Compares engine and trainer after each update, on rows that `use` sets.
 
-    factor        a mean |log-prob difference| of so many times the median of this run's healthy ones is drift
+    factor        a mean |log-prob difference| above that many times the median of this run's healthy ones is drift
     any_problem   of several ranks: the problem of any of them, given this rank's ("" for none); pushes are collectives
 
     A scorer returns float32[T_i] for each sequence: the log-prob of every token after those before it.
@@ -84,7 +82,7 @@ class SyncProbe:
         if not problem:
             self._unsolved = 0
             return mean, ""
-        push()
+        push()  # a single lost push costs no more than this
         mean, left = self.check(engine, trainer)
         self._unsolved = self._unsolved + 1 if left else 0
         if self._unsolved >= _PATIENCE:
@@ -101,6 +99,8 @@ class SyncProbe:
         moved = int((trainer_N != self._trainer).sum())  # since the engine's scores moved last
         count, problem = len(engine_N), ""
         baseline = median(self._healthy) if len(self._healthy) >= _NEEDED else float("inf")
+        # New weights change some score, if only in its last bit. Where none changed the engine has the old weights,
+        # or the update was so small that the trainer's own scores hardly moved either.
         if not torch.equal(engine_N, self._engine):
             self._engine, self._trainer = engine_N, trainer_N
         elif count and moved >= min(_MOVED, count):
@@ -113,7 +113,7 @@ class SyncProbe:
                 f"{count} tokens differ by {mean:.3g} nats on average, more than {self.factor:g} times the "
                 f"{baseline:.3g} that is usual in this run"
             )
-        problem = self._any_problem(problem)
+        problem = self._any_problem(problem)  # ranks decide together: a push is a collective
         if not problem:
             self._healthy.append(mean)
         return mean, problem

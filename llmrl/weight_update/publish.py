@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups, weight_groups
 from llmrl.weight_update.lora import merged_weights
-
-__all__ = ["WeightTarget", "as_weights", "check_engine", "publish"]
+from llmrl.weight_update.target import named_tensors
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Weights = Mapping[str, Tensor] | WeightGroups
@@ -33,7 +33,7 @@ class WeightTarget(Protocol):
 
 
 def publish(
-    model: nn.Module | Weights | None,
+    model: nn.Module | TensorDictBase | Weights | None,
     engine: WeightTarget,
     version: int | None = None,
     *,
@@ -47,8 +47,8 @@ def publish(
     ``sends``: False if another rank sends to the same engine; this one only takes part in making the weights, which
     is a collective if the model is sharded.
 
-    Reads   a module (sharded, or with adapters, which are merged in copies), named tensors, or groups; None: the engine
-            shares the trainer's module, so only the version moves
+    Reads   a module (sharded, or with adapters, which are merged in copies), a TensorDict, named tensors, or groups;
+            None: the engine shares the trainer's module, so only the version moves
     Calls   ``engine.update_weights``, which checks that the set is complete. The caller stands at a step boundary, so
             no sample is drawn from half of an update
     Raises  WeightSyncError, with the engine unchanged, for a version that does not grow and for weights that lack
@@ -64,17 +64,17 @@ def publish(
     """
     name = type(check_engine(engine, "publish")).__name__
     version = engine.version + 1 if version is None else version
-    if version < engine.version + (not again):
+    if version < engine.version + (not again):  # rows carry the version: two sets under one could not be told apart
         raise WeightSyncError(f"publish: a version must grow: got {version} after {engine.version}.")
     weights = as_weights(model)
     if not sends:
         if isinstance(weights, WeightGroups):
-            weights.drain()
+            weights.drain()  # the sender's gathering waits for this rank
         engine.version = version
         return version
     if weights is not None:
         _check_metadata(weights, metadata or {})
-        weights = _as_taken(weights, engine)
+        weights = as_taken(weights, engine)
     try:
         engine.update_weights(weights, version=version)
     except WeightSyncError:
@@ -83,21 +83,23 @@ def publish(
         raise WeightSyncError(
             f"publish: version {version} must reach {name}: it raised {type(error).__name__}: {error}"
         ) from error
-    if engine.version != version:
+    if engine.version != version:  # an engine that takes weights without noting the version mislabels its rows
         raise WeightSyncError(
             f"publish: {name} must be at version {version} after the update: it says {engine.version}."
         )
     return version
 
 
-def as_weights(model: nn.Module | Weights | None) -> Weights | None:
-    """The weights of a module in groups, of a ``peft.PeftModel`` with its adapters merged; anything else as it is."""
+def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | None:
+    """The weights of a module in groups, of a ``peft.PeftModel`` with its adapters merged; a TensorDict as named
+    tensors; anything else as it is.
+    """
     if not isinstance(model, nn.Module):
-        return model
+        return named_tensors(model)
     return merged_weights(model) if hasattr(model, "get_base_model") else weight_groups(model)
 
 
-def _as_taken(weights: Weights, engine: WeightTarget) -> Weights:
+def as_taken(weights: Weights, engine: WeightTarget) -> Weights:
     """The weights without the buffers that the engine makes by itself, and whole if it does not take groups."""
     if isinstance(weights, Mapping):
         unsaved = getattr(engine, "unsaved_buffers", frozenset())

@@ -14,18 +14,9 @@ from llmrl.weight_update.schemes import Strategy, WeightReceiver, WeightSender, 
 from llmrl.weight_update.target import resolve
 from llmrl.weight_update.transports import CallTransport
 
-__all__ = [
-    "RayActorTransport",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayTransport",
-    "RayWeightSyncScheme",
-]
-
 
 class RayTransport(CallTransport):
-    """Weights for one Ray actor, any class of which will do.
+    """Weights for one Ray actor, of any class.
 
     An actor that runs one method at a time takes them between two methods. One that works in a thread registers a
     receiver, which polls there.
@@ -41,7 +32,7 @@ class RayTransport(CallTransport):
         return self._actor is not None
 
     def call(self, model_id: str, payload: Payload) -> Any:
-        if payload.stored is None:
+        if payload.stored is None:  # the first actor's transport stores it, the others send the reference
             payload.stored = require("ray", extra="ray", used_by="RayTransport").put(payload.memory.numpy())
         path = model_id if self._path is None else self._path
         arguments = (model_id, path, payload.version, payload.layout, payload.stored)

@@ -12,8 +12,6 @@ from llmrl.weight_update.payload import Layout, Payload
 from llmrl.weight_update.schemes import WeightSyncScheme, deliver
 from llmrl.weight_update.transports import CallTransport
 
-__all__ = ["RPCTransport", "RPCWeightSyncScheme"]
-
 
 class RPCTransport(CallTransport):
     """Weights for the object behind a remote reference, applied by the call unless it registered a receiver.
@@ -35,7 +33,7 @@ class RPCTransport(CallTransport):
 
     def call(self, model_id: str, payload: Payload) -> Any:
         arguments = (self._rref, model_id, payload.version, payload.layout, payload.memory)
-        return rpc.rpc_async(self._info, _deliver, args=arguments, timeout=0)
+        return rpc.rpc_async(self._info, _deliver, args=arguments, timeout=0)  # `result` has the deadline
 
     def result(self, call: Any, seconds: float) -> str:
         done = threading.Event()

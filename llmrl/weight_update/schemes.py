@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.weight_update.groups import WeightGroups
 from llmrl.weight_update.payload import Payload, Slots, pack
-from llmrl.weight_update.publish import as_weights, publish
-from llmrl.weight_update.target import ModelTarget, named_tensors, resolve
+from llmrl.weight_update.publish import as_taken, as_weights, publish
+from llmrl.weight_update.target import ModelTarget, resolve
 from llmrl.weight_update.transports import (
     CallTransport,
     DirectTransport,
@@ -27,15 +27,6 @@ from llmrl.weight_update.transports import (
     SharedMemTransport,
     TransportBackend,
 )
-
-__all__ = [
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightSyncScheme",
-]
 
 _RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its receivers, {model id: receiver}
 Strategy = Literal["state_dict", "tensordict"]
@@ -90,7 +81,7 @@ class WeightSyncScheme(ABC):
                     "in: give weights, or call register_model or set_context."
                 )
             weights = resolve(context, weights or model_id)
-        weights = as_weights(weights) if isinstance(weights, nn.Module) else named_tensors(weights)
+        weights = as_weights(weights)
         if isinstance(weights, WeightGroups):
             weights = {name: tensor for group in weights for name, tensor in group.items()}
         if not isinstance(weights, Mapping):
@@ -145,7 +136,7 @@ class WeightSender:
             transport = self.scheme.create_transport(pipe_or_context)
             transport.registered_with = pipe_or_context
             transport.peer = f"worker {worker_idx!r} (model {self.model_id!r})"
-            transport.sent = transport.answered = self.version
+            transport.sent = transport.answered = self.version  # it owes no answer for versions before its time
             self._transports[worker_idx] = transport
 
     def unregister_worker(self, worker_idx: Hashable) -> None:
@@ -167,6 +158,8 @@ class WeightSender:
                     "register_worker."
                 )
             named = self.prepare(weights)
+            # A transport has one version under way; and blocks of shared memory are free only when workers have left
+            # them. Nothing is packed before, so an error here leaves the version as it was.
             self._wait(self.scheme.timeout)
             transports = list(self._transports.values())
             payload = self._pack(self.model_id, named, self.version + 1, transports)
@@ -193,8 +186,7 @@ class WeightSender:
         )
         if isinstance(model, nn.Module) and weights is not None and weights is not model:
             target = ModelTarget(model)
-            unsaved = target.unsaved_buffers
-            named = {name: tensor for name, tensor in named.items() if name not in unsaved}
+            named = as_taken(named, target)
             target.check(named)
         return named
 
@@ -263,7 +255,7 @@ class WeightReceiver:
 
     def receive(self, timeout: float = 0.0) -> int | None:
         """Applies weights that have come, and answers the sender; returns their version, or None if nothing came or
-        they were refused, of which the sender learns.
+        they were refused, which the sender is told.
 
         Raises  WorkerError if the sender has ended
         """
@@ -271,21 +263,19 @@ class WeightReceiver:
             return None
         model_id, payload = received
         try:
-            self.update_weights(payload.weights, version=payload.version, model_id=model_id)
-        except Exception as error:
-            self._transport.answer(f"{type(error).__name__}: {error}")
+            self.apply_weights(payload.weights, model_id=model_id)
+        except Exception:  # the sender has the answer
             return None
-        self._transport.answer()
         return payload.version
 
-    def apply_weights(self, weights: Any) -> None:
-        """Applies weights that were read from the transport by hand, and answers the sender. Raises ConfigError
-        without a model, WeightSyncError if they do not fit it.
+    def apply_weights(self, weights: Any, *, model_id: str | None = None) -> None:
+        """Applies weights that were read from the transport, and answers the sender. Raises ConfigError without a
+        model, WeightSyncError if they do not fit it.
         """
         pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
         try:
-            self.update_weights(named_tensors(weights), version=version)
+            self.update_weights(weights, version=version, model_id=model_id)
         except Exception as error:
             self._transport.answer(f"{type(error).__name__}: {error}")
             raise
@@ -366,10 +356,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         )
 
     def create_packer(self) -> Packer:
-        slots = Slots(self.policy_weights, self.auto_register)
-        return lambda model_id, weights, version, transports: slots.write(
-            model_id, weights, version, set().union(*(transport.busy for transport in transports))
-        )
+        return Slots(self.policy_weights, self.auto_register).write
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

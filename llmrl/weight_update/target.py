@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
 
-__all__ = ["ModelTarget", "named_tensors", "resolve"]
-
 
 class ModelTarget:
     """A model that `publish` can write into: a module, or named tensors (a mapping, a TensorDict).
@@ -52,6 +50,7 @@ class ModelTarget:
                 raise WeightSyncError(
                     f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
                 )
+        # All checks come before the first write: a model must not be left half old and half new.
         given = {id(own[name]) for name in weights}
         for name, tensor in own.items():
             if name not in weights:
@@ -79,7 +78,7 @@ class ModelTarget:
                     and isinstance(old, nn.Parameter)
                     and (old.dtype, old.device) == (new.dtype, new.device)
                 ):
-                    old.data = new
+                    old.data = new  # in the same parameter, which optimizers and wrappers refer to
                 else:
                     old.copy_(new)
         self.version = version

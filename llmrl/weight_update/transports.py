@@ -1,4 +1,4 @@
-"""Ways of weights from a sender to one worker, and of its answer back.
+"""Transports: weights from a sender to one worker, and the worker's answer back.
 
 A transport has one version under way at a time: `send_weights` hands it over and returns, `wait` waits until the worker
 has answered for it. The worker's end is the same class around the other end of the pipe.
@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,11 +25,9 @@ from llmrl.errors import ConfigError, DeadlineError, WeightSyncError, WorkerErro
 from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
-__all__ = ["CallTransport", "DirectTransport", "MPTransport", "SharedMemTransport", "TransportBackend"]
-
 _MARK = "llmrl-weights"
-_CHUNK = 1 << 20
-_ANSWER_S = 3600.0  # a call waits in the worker so long; the sender gives up before
+_CHUNK = 1 << 20  # bytes of one message: a pipe's reader needs memory for a whole one
+_ANSWER_S = 3600.0  # longest that a call waits in the worker; the sender gives up before
 _SMALL = 1 << 14  # bytes that an empty pipe takes without a reader
 
 
@@ -47,24 +45,55 @@ class TransportBackend(ABC):
         self.pending: Payload | None = None  # received, and not answered yet
 
     @abstractmethod
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
-
-    @abstractmethod
-    def wait(self, deadline: float) -> None:
-        """Returns when the worker has applied what was sent.
-
-        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
-                it has ended
-        """
-
-    @abstractmethod
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         """The worker's side: model id and weights, or None if nothing came in ``timeout`` seconds."""
 
     @abstractmethod
     def answer(self, problem: str = "") -> None:
         """The worker's side: tells the sender that ``pending`` was applied, or why it was not."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
+        payload = weights if isinstance(weights, Payload) else self.pack(model_id, named_tensors(weights))
+        self.send(model_id, payload)
+        self.sent = payload.version
+
+    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
+        return pack(weights, self.sent + 1)
+
+    def send(self, model_id: str, payload: Payload) -> None:
+        """Hands the payload over, and does not wait for the worker. For a subclass that keeps `send_weights`."""
+        raise NotImplementedError
+
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
+        `time.monotonic`), any other error if the worker has ended. For a subclass that keeps `wait`.
+        """
+        raise NotImplementedError
+
+    def wait(self, deadline: float) -> None:
+        """Returns when the worker has applied what was sent.
+
+        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
+                it has ended
+        """
+        while self.answered < self.sent:  # an answer may be for an earlier version, of a connection registered again
+            try:
+                self.answered, problem = self.answer_by(deadline)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its "
+                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
+                    "is taken out by `sender.unregister_worker`."
+                ) from None
+            except Exception as error:
+                raise WorkerError(
+                    f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "
+                    f"closed the connection ({type(error).__name__}). Start it again and register it, or "
+                    "`sender.unregister_worker`."
+                ) from error
+            if problem:
+                raise WeightSyncError(f"{self.peer} refused version {self.answered} and keeps its weights: {problem}")
 
     def check_connection(self) -> bool:
         """True if weights can be sent or received."""
@@ -78,22 +107,6 @@ class TransportBackend(ABC):
             return None
         weights: Any = received[1].weights
         return received[0], TensorDict(weights).unflatten_keys(".") if self.strategy == "tensordict" else weights
-
-    def late(self) -> DeadlineError:
-        return DeadlineError(
-            f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its version is "
-            f"{self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone is taken out by "
-            "`sender.unregister_worker`."
-        )
-
-    def ended(self, error: BaseException) -> WorkerError:
-        return WorkerError(
-            f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or closed the "
-            f"connection ({type(error).__name__}). Start it again and register it, or `sender.unregister_worker`."
-        )
-
-    def refused(self, problem: str) -> WeightSyncError:
-        return WeightSyncError(f"{self.peer} refused version {self.sent} and keeps its weights: {problem}")
 
 
 class DirectTransport(TransportBackend):
@@ -125,9 +138,8 @@ class PipeTransport(TransportBackend):
     def check_connection(self) -> bool:
         return self.pipe is not None and not self.pipe.closed
 
-    def post(self, payload: Payload, header: bytes, memory: Tensor | None = None) -> None:
+    def post(self, header: bytes, memory: Tensor | None = None) -> None:
         """Writes a message, in a thread if the pipe may not take it before the worker reads."""
-        self.sent = payload.version
 
         def write() -> None:
             with contextlib.suppress(OSError):  # `wait` finds the closed pipe
@@ -142,19 +154,12 @@ class PipeTransport(TransportBackend):
         else:
             threading.Thread(target=write, name="llmrl-weights", daemon=True).start()
 
-    def wait(self, deadline: float) -> None:
-        while self.answered < self.sent:
-            try:
-                if self.pipe.closed:
-                    raise EOFError
-                if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise self.late()
-                version, problem = pickle.loads(self.pipe.recv_bytes())
-            except (EOFError, ConnectionError) as error:
-                raise self.ended(error) from error
-            self.answered = version
-            if problem:
-                raise self.refused(problem)
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        if self.pipe.closed:
+            raise EOFError
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        return pickle.loads(self.pipe.recv_bytes())
 
     def answer(self, problem: str = "") -> None:
         if self.pending is not None:
@@ -195,10 +200,9 @@ class MPTransport(PipeTransport):
     def __init__(self, pipe_connection: Any, timeout: float = 10.0, *, strategy: str = "state_dict") -> None:
         super().__init__(pipe_connection, timeout=timeout, strategy=strategy)
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
+    def send(self, model_id: str, payload: Payload) -> None:
         header = pickle.dumps((_MARK, model_id, payload.version, payload.layout, payload.memory.numel()))
-        self.post(payload, header, payload.memory)
+        self.post(header, payload.memory)
 
     def read(self, version: int, layout: Any, size: int) -> Payload:
         memory = torch.empty(size, dtype=torch.uint8)
@@ -236,7 +240,7 @@ class SharedMemTransport(PipeTransport):
         self._own = Slots(self.registered, auto_register)
         self._held: int | None = None  # the block that the worker reads
         self._offered: int | None = None  # the block that it was offered last
-        self._known: dict[int, Payload] = {}  # the blocks that both sides have
+        self._known: dict[int, Payload] = {}  # blocks that both sides have
 
     @property
     def busy(self) -> set[int]:
@@ -251,33 +255,36 @@ class SharedMemTransport(PipeTransport):
             raise ConfigError(f"SharedMemTransport: weights must be a TensorDict: got {type(weights).__name__}.")
         self.registered[model_id] = weights
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights
-        if not isinstance(payload, Payload):
-            self.wait(time.monotonic() + self.timeout)
-            payload = self._own.write(model_id, named_tensors(weights), self.sent + 1, self.busy)
+    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
+        self.wait(time.monotonic() + self.timeout)  # then at most one block is the worker's
+        return self._own.write(model_id, weights, self.sent + 1, [self])
+
+    def send(self, model_id: str, payload: Payload) -> None:
         number = self._offered = payload.slot
+        # The block itself travels once, and stays mapped in the worker.
         content = None if self._known.get(number) is payload else (payload.layout, payload.memory)
-        self._known = {known: block for known, block in self._known.items() if known in payload.live}
-        self._known[number] = payload
-        message = (_MARK, model_id, payload.version, number, payload.live, content)
-        self.post(payload, bytes(ForkingPickler.dumps(message)))
+        self._keep(number, payload)
+        self.post(bytes(ForkingPickler.dumps((_MARK, model_id, payload.version, number, content))))
 
     def wait(self, deadline: float) -> None:
         if self.answered < self.sent:
             try:
                 super().wait(deadline)
-            except WeightSyncError:
+            except WeightSyncError:  # it refused, and still reads the block that it held
                 self._offered = None
                 raise
             self._held, self._offered = self._offered, None
 
-    def read(self, version: int, number: int, live: Collection[int], content: Any) -> Payload:
-        self._known = {known: block for known, block in self._known.items() if known in live}
+    def read(self, version: int, number: int, content: Any) -> Payload:
         if content is not None:
-            self._known[number] = Payload(version, *content, number)
+            self._keep(number, Payload(version, *content, number))
         self._known[number].version = version
         return self._known[number]
+
+    def _keep(self, number: int, block: Payload) -> None:
+        # Blocks of another layout are never written again: their memory is to be free.
+        self._known = {known: other for known, other in self._known.items() if other.layout == block.layout}
+        self._known[number] = block
 
 
 class CallTransport(TransportBackend):
@@ -300,21 +307,11 @@ class CallTransport(TransportBackend):
     def result(self, call: Any, seconds: float) -> str:
         """The call's result: a problem or "". Raises TimeoutError; another error if the worker is gone."""
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        payload = weights if isinstance(weights, Payload) else pack(named_tensors(weights), self.sent + 1)
-        self.sent, self._call = payload.version, self.call(model_id, payload)
+    def send(self, model_id: str, payload: Payload) -> None:
+        self._call = self.call(model_id, payload)
 
-    def wait(self, deadline: float) -> None:
-        if self.answered < self.sent:
-            try:
-                problem = self.result(self._call, max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise self.late() from None
-            except Exception as error:
-                raise self.ended(error) from error
-            self.answered, self._call = self.sent, None
-            if problem:
-                raise self.refused(problem)
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        return self.sent, self.result(self._call, max(0.0, deadline - time.monotonic()))
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
         try:

@@ -27,7 +27,7 @@ from timing import best, memory_mb
 from torch import Tensor
 
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor
-from llmrl.modules.llm.engines.vllm.transfer import SharedMemory
+from llmrl.modules.llm.engines.vllm.transfer import SharedMemory, WeightTransfer
 from llmrl.modules.llm.engines.weights import WeightSet
 
 
@@ -69,8 +69,8 @@ def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
     while True:
         method, arguments = pipe.recv()
         answer: Any = None
-        if method == "llmrl_open_transfer":
-            buffer = SharedBuffer.open(**arguments["init_info"]["info"])
+        if method == "llmrl_open_buffer":
+            buffer = SharedBuffer.open(**arguments["info"])
         elif method == "llmrl_receive":
             entries = [StoredTensor(*entry) for entry in arguments["stored"]]
             answer = [entry.name for entry in entries if not buffer.is_intact(entry)]
@@ -97,11 +97,11 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
         pipe.send((method, arguments))
         return pipe.recv()
 
-    transfer = SharedMemory().connect(call)
+    transfer, settings = WeightTransfer(call), SharedMemory()
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
 
     def send() -> None:
-        transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600)
+        transfer.send(WeightSet(metadata, [weights]), time.monotonic() + 600, settings)
 
     send()
     copied, sending = best(copying(weights), send, repeats=repeats)

@@ -14,6 +14,7 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.vllm.transfer import NCCL
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from tests.support.refusals import refusals
 
 
 def make_engine():
@@ -40,7 +41,9 @@ def test_the_updater_pushes_to_the_engine_of_its_collectors_policy():
     updater.push_weights(TensorDict(dict(model.state_dict())))
     updater.push_weights(model)
     assert set(engine.weights) == {"weight", "bias"}
-    assert (engine.version, collector.updates) == (3, 3)
+    updater.push_weights()  # the engine shares the trainer's module
+    assert engine.weights is None
+    assert (engine.version, collector.updates) == (4, 4)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
@@ -71,22 +74,12 @@ def test_what_is_pushed_must_contain_the_metadata():
     assert engine.version == 2
 
 
-def test_an_address_means_a_broadcast_to_that_many_workers():
+def test_an_address_means_a_broadcast_to_that_many_workers_of_the_engine():
     engine = make_engine()
     vLLMUpdater("10.0.0.1", 29500, vllm_tp_size=4, engine=engine)
     assert engine.weight_backend == NCCL(4, "10.0.0.1", 29500)
-    for arguments, message in (
-        ({"vllm_tp_size": 0}, "vllm_tp_size must be at least 1: got 0"),
-        ({"master_port": 29500}, "master_port requires master_address"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            vLLMUpdater(**arguments)
-
-
-def test_what_is_no_engine_is_a_type_error():
-    for make in (lambda: vLLMUpdater(engine=object()), lambda: VLLMWeightSyncScheme().create_receiver(object())):
-        with pytest.raises(TypeError, match=r"must implement RLvLLMEngine interface .* got object"):
-            make()
+    VLLMWeightSyncScheme("10.0.0.1", 29500, gpus_per_replica=2).create_receiver(engine)
+    assert engine.weight_backend == NCCL(2, "10.0.0.1", 29500)
 
 
 def test_a_sender_gives_every_receiver_the_same_version_or_none_any():
@@ -112,23 +105,22 @@ def test_a_sender_gives_every_receiver_the_same_version_or_none_any():
     assert sender.version == 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gpus_per_replica": 0}, "gpus_per_replica must be at least 1"),
-        ({"num_replicas": 0}, "num_replicas must be at least 1"),
-        ({"strategy": "pickle"}, "got 'pickle'"),
-        ({"master_port": 1}, "master_port requires master_address"),
-        ({"master_address": "a", "num_replicas": 2}, "reaches the workers of one engine"),
-    ],
-    ids=str,
+def scheme(**arguments):
+    return lambda: VLLMWeightSyncScheme(**arguments)
+
+
+NO_ENGINE = "must implement RLvLLMEngine interface .* got object"
+
+
+test_impossible_settings_and_what_is_not_an_engine_are_refused = refusals(
+    (ConfigError, "vllm_tp_size must be at least 1: got 0", lambda: vLLMUpdater(vllm_tp_size=0)),
+    (ConfigError, "master_port requires master_address", lambda: vLLMUpdater(master_port=29500)),
+    (TypeError, NO_ENGINE, lambda: vLLMUpdater(engine=object())),
+    (TypeError, NO_ENGINE, lambda: VLLMWeightSyncScheme().create_receiver(object())),
+    (TypeError, NO_ENGINE, lambda: VLLMWeightSyncScheme().create_sender().register_worker(0, object())),
+    (ConfigError, "gpus_per_replica must be at least 1", scheme(gpus_per_replica=0)),
+    (ConfigError, "num_replicas must be at least 1", scheme(num_replicas=0)),
+    (ConfigError, "got 'pickle'", scheme(strategy="pickle")),
+    (ConfigError, "master_port requires master_address", scheme(master_port=1)),
+    (ConfigError, "reaches the workers of one engine", scheme(master_address="a", num_replicas=2)),
 )
-def test_a_scheme_that_cannot_be_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        VLLMWeightSyncScheme(**arguments)
-
-
-def test_an_address_of_the_scheme_reaches_the_engine():
-    engine = make_engine()
-    VLLMWeightSyncScheme("10.0.0.1", 29500, gpus_per_replica=2).create_receiver(engine)
-    assert engine.weight_backend == NCCL(2, "10.0.0.1", 29500)

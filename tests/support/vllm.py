@@ -18,6 +18,7 @@ import torch
 
 from llmrl.modules.llm.engines import TransformersEngine
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
+from llmrl.weight_update import weight_groups
 from tests.support.processes import descendants, is_running, wait_until
 
 PATIENCE_S = 120.0  # after which a test that would wait for ever fails
@@ -221,6 +222,19 @@ def serving_in_one_process(folder):
     arguments = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
     arguments += ("--distributed-executor-backend", "uni")
     return serving(folder, *arguments, VLLM_SERVER_DEV_MODE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+class WatchedGroups:
+    """Groups of one weight each. ``watch`` is called with each group, and may return another in its place."""
+
+    def __init__(self, model, watch):
+        self.groups, self.watch = weight_groups(model, max_bytes=1), watch
+        self.metadata = dict(self.groups.metadata)
+
+    def __iter__(self):
+        for group in self.groups:
+            changed = self.watch(group)
+            yield group if changed is None else changed
 
 
 class SameScores:

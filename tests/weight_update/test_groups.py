@@ -37,6 +37,7 @@ def test_a_tied_weight_comes_once_under_its_first_name():
     model = make_model("gemma")
     state, sent = model.state_dict(), weight_groups(model).metadata
     assert [name for name in state if name not in sent] == ["lm_head.weight"]
+    assert list(weight_groups(nn.Identity())) == []
 
 
 def test_nothing_is_made_before_it_is_asked_for_and_each_pass_makes_it_anew():
@@ -87,7 +88,3 @@ def _rank(rank, world_size, meeting, architecture):
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma"])
 def test_a_sharded_model_is_gathered_group_by_group_while_the_other_ranks_take_part(tmp_path, architecture):
     mp.spawn(_rank, args=(2, f"file://{tmp_path}/ranks", architecture), nprocs=2)
-
-
-def test_a_module_without_parameters_has_no_groups():
-    assert list(weight_groups(nn.Identity())) == []

@@ -30,6 +30,8 @@ def merged_model(model, groups):
     """A plain model of the same kind with the weights of ``groups``."""
     plain = type(model.get_base_model())(model.get_base_model().config).eval()
     sent = {name: tensor for group in groups for name, tensor in group.items()}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in sent.items()} == groups.metadata
+    assert groups.metadata == weight_groups(plain).metadata
     missing, unexpected = plain.load_state_dict(sent, strict=False)
     tied = plain.config.tie_word_embeddings
     assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
@@ -62,15 +64,6 @@ def test_merged_weights_are_what_the_model_computes_with_and_the_model_stays_as_
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(scores(model), expected)
-
-
-def test_metadata_is_that_of_the_plain_model_and_of_what_comes():
-    model = adapted()
-    groups = merged_weights(model, max_bytes=1 << 14)
-    assert groups.metadata == weight_groups(tiny_model(tiny_tokenizer(), heads=2)).metadata
-    for group in groups:
-        for name, tensor in group.items():
-            assert (tensor.dtype, tensor.shape) == groups.metadata[name]
 
 
 def test_adapters_that_are_switched_off_or_merged_already_are_not_merged_again():

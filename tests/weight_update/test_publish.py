@@ -110,24 +110,6 @@ def test_buffers_outside_of_the_state_dict_are_left_out_and_other_names_refused(
     assert engine.version == 2
 
 
-def test_an_updater_takes_modules_mappings_and_nothing_and_tells_its_collector():
-    class Collector:
-        updates = 0
-
-        def increment_version(self):
-            self.updates += 1
-
-    receiver, collector = make_engine(), Collector()
-    updater = EngineUpdater(receiver)
-    updater.register_collector(collector)
-    module = nn.Linear(2, 1)
-    updater.push_weights(module)
-    assert set(receiver.weights) == {"weight", "bias"}
-    updater.push_weights()
-    assert receiver.weights is None
-    assert collector.updates == receiver.version == 2
-
-
 def test_vanilla_updater_copies_or_changes_nothing():
     policy, trainer = nn.Linear(2, 1), nn.Linear(2, 1)
     updater = VanillaWeightUpdater(weight_getter=lambda: trainer, policy_weights=policy)

@@ -49,7 +49,7 @@ def test_an_engine_takes_one_adapter_after_the_other(base):
             assert drawn.version == engine.version == version
             assert_rows_close(drawn.log_probs, trainer_log_probs(model, PROMPTS, drawn))
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-        refused = pytest.raises(WeightSyncError, match=r"adapter 4 could not be loaded: .*goes on serving")
+        refused = pytest.raises(WeightSyncError, match=r"adapter 4 could not be loaded: .*stays in use")
         with adapter_folder(stepped(adapted(r=64), 9, size=0.1)) as folder, refused:  # vLLM takes a rank of 16
             engine.update_adapter(folder, version=4)
         PROBE(engine.score, scorer(model))
@@ -59,17 +59,13 @@ def test_an_engine_takes_one_adapter_after_the_other(base):
         PROBE(engine.score, scorer(model))
 
 
-def test_an_engine_without_adapters_takes_merged_weights_and_the_trainer_keeps_its_own(base):
+def test_an_engine_without_adapters_takes_merged_weights(base):
     model = stepped(adapted(use_rslora=True), size=0.1).eval()
     with closing(VLLMEngine(base, **PLAIN)) as engine:
         for version in (1, 2):
             stepped(model, version, size=0.1)
-            before = {name: value.clone() for name, value in model.state_dict().items()}
             assert publish(model if version == 1 else merged_weights(model, max_bytes=1 << 15), engine) == version
             assert PROBE(engine.score, scorer(model)) < 1e-5
-            after = model.state_dict()
-            assert before.keys() == after.keys()
-            assert all(torch.equal(before[name], value) for name, value in after.items())
         with adapter_folder(model) as folder, pytest.raises(UnsupportedError, match="built with enable_lora=True"):
             engine.update_adapter(folder, version=3)
         assert engine.version == 2

@@ -15,6 +15,7 @@ from llmrl.modules.llm.engines import Engine, SamplingParams, TransformersEngine
 from llmrl.modules.llm.engines.vllm.factory import visible
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import weight_groups
+from tests.support.refusals import refusals
 from tests.support.vllm import SameScores
 
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12])]
@@ -39,20 +40,18 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"devices": [0], "num_devices": 1}, "exclude each other"),
-        ({"num_devices": 0}, "num_devices .*at least 1: got 0"),
-        ({"devices": [torch.device("cpu")]}, "a GPU with a number: got cpu"),
-        ({"devices": [1, 1], "make_ray_worker": False}, r"different GPUs, at least one: got \[1, 1\]"),
-        ({"enable_fp32_output": True, "dtype": "bfloat16"}, "needs dtype float32: got 'bfloat16'"),
-    ],
-    ids=["both", "none", "cpu", "twice", "dtype"],
+def worker(**arguments):
+    return lambda: make_vllm_worker(model_name="x", **arguments)
+
+
+test_devices_and_ranks_that_cannot_be_are_refused_before_anything_starts = refusals(
+    (ConfigError, "exclude each other", worker(devices=[0], num_devices=1)),
+    (ConfigError, "num_devices .*at least 1: got 0", worker(num_devices=0)),
+    (ConfigError, "a GPU with a number: got cpu", worker(devices=[torch.device("cpu")])),
+    (ConfigError, r"different GPUs, at least one: got \[1, 1\]", worker(devices=[1, 1], make_ray_worker=False)),
+    (ConfigError, "needs dtype float32: got 'bfloat16'", worker(enable_fp32_output=True, dtype="bfloat16")),
+    (ConfigError, r"within 0..1: got 2", lambda: stateless_init_process_group("127.0.0.1", 1, 2, 2)),
 )
-def test_devices_that_cannot_be_are_refused_before_anything_starts(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        make_vllm_worker(model_name="x", **arguments)
 
 
 def test_a_process_sees_the_chosen_devices_as_this_one_numbers_them(monkeypatch):
@@ -67,23 +66,6 @@ def test_a_process_sees_the_chosen_devices_as_this_one_numbers_them(monkeypatch)
     with visible(None):
         assert os.environ[variable] == "4,5,7"
     assert os.environ[variable] == "4,5,7"
-
-
-def test_a_rank_outside_of_the_group_is_refused():
-    with pytest.raises(ConfigError, match=r"within 0..1: got 2"):
-        stateless_init_process_group("127.0.0.1", 1, 2, 2)
-
-
-@pytest.mark.vllm
-def test_a_group_on_the_cpu_broadcasts_beside_the_default_one():
-    port = free_port()
-    with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: stateless_init_process_group("127.0.0.1", port, rank, 2, "cpu"), range(2)))
-    assert not torch.distributed.is_initialized()
-    sent, received = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    groups[0].broadcast(sent, src=0)
-    groups[1].broadcast(received, src=0)
-    assert received.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.vllm

@@ -15,6 +15,7 @@ import torch
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
+from llmrl.modules.llm.engines.vllm import http
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 from llmrl.modules.llm.engines.vllm.server import served_model
 from tests.support.vllm import wait_until
@@ -50,9 +51,9 @@ def answering(answer):
 
 
 @contextmanager
-def connected(answer, **options):
+def connected(answer):
     with answering(answer) as url:
-        connections = Connections(url, **options)
+        connections = Connections(url)
         try:
             yield connections
         finally:
@@ -89,7 +90,8 @@ def test_a_server_that_drips_bytes_ends_at_the_deadline_of_the_request(answer):
 @pytest.mark.parametrize(
     "head", [HEAD, b"HTTP/1.0 200 OK\r\n\r\n", HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")]
 )
-def test_an_answer_in_pieces_is_read_whole(head):
+def test_an_answer_in_pieces_is_read_whole(head, monkeypatch):
+    monkeypatch.setattr(http, "_LARGEST_ANSWER", 14)  # exactly its size
     pieces = [head[:5], head[5:], b'{"found"', b": 42}\n"]
 
     def answer(send):
@@ -98,20 +100,21 @@ def test_an_answer_in_pieces_is_read_whole(head):
         if head != HEAD:
             raise OSError  # closes
 
-    with connected(answer, max_bytes=14) as connections:  # exactly its size
+    with connected(answer) as connections:
         assert [ask(connections), ask(connections)] == [{"found": 42}] * 2
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 100000000000", b"Transfer-Encoding: chunked", b"A: b"])
-def test_an_answer_without_end_is_refused_once_it_is_too_large(head):
+def test_an_answer_without_end_is_refused_once_it_is_too_large(head, monkeypatch):
     """Regression: it was read until memory ended."""
+    monkeypatch.setattr(http, "_LARGEST_ANSWER", 10_000)
 
     def answer(send):
         send(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
         for _ in range(5000):
             send(b"400\r\n" + b"x" * 1024 + b"\r\n" if b"chunked" in head else b"x" * 1024)
 
-    with connected(answer, max_bytes=10_000) as connections:
+    with connected(answer) as connections:
         for _ in range(2):  # the second time over a new connection
             with pytest.raises(RolloutError, match="at most 10000 bytes: it sends more"):
                 ask(connections)
@@ -125,7 +128,7 @@ def test_an_answer_that_nests_without_end_is_refused():
 
 
 def test_a_health_check_that_drips_interrupts_what_waits(monkeypatch):
-    monkeypatch.setattr("llmrl.modules.llm.engines.vllm.http._PERIOD_S", 0.02)
+    monkeypatch.setattr(http, "_PERIOD_S", 0.02)
     interrupted = pytest.raises(RolloutError, match=r"gave up on .*/path: the server must answer /health within 0\.1 s")
     with connected(drip(b"H")) as connections, HealthMonitor(connections, 0.1).watching(), interrupted:
         ask(connections)

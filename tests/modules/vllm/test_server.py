@@ -15,9 +15,17 @@ from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSync
 from llmrl.modules.llm import ChatHistory, vLLMWrapper
 from llmrl.modules.llm.engines import SamplingParams, VLLMEngine
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.weight_update import publish, weight_groups
-from tests.support.vllm import BackgroundCall, assert_rows_close, left_in_memory, serving, stepped, wait_until
-from tests.support.vllm import trainer_log_probs as expected_log_probs
+from llmrl.weight_update import publish
+from tests.support.vllm import (
+    BackgroundCall,
+    WatchedGroups,
+    assert_rows_close,
+    left_in_memory,
+    serving,
+    stepped,
+    trainer_log_probs,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [torch.tensor(ids) for ids in ([1, 2, 3], [70, 8, 9, 10, 400, 12], [300, 301, 302])]
@@ -82,7 +90,7 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
         version = publish(stepped(model, seed, size=0.1), engine)
         generation = engine.generate(PROMPTS, SHORT)
         assert generation.version == version
-        assert_rows_close(generation.log_probs, expected_log_probs(model, PROMPTS, generation))
+        assert_rows_close(generation.log_probs, trainer_log_probs(model, PROMPTS, generation))
     engine.take_gauges()
     vllm_server.kill()
     vllm_server.start()
@@ -92,24 +100,18 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
             call()
     version = publish(model, engine)
     generation = engine.generate(PROMPTS, SHORT)
-    assert_rows_close(generation.log_probs, expected_log_probs(model, PROMPTS, generation))
+    assert_rows_close(generation.log_probs, trainer_log_probs(model, PROMPTS, generation))
 
-    class Dying:
-        """Groups in the middle of which the server is killed."""
+    made = []
 
-        metadata = weight_groups(model).metadata
-        made = 0
-
-        def __iter__(self):
-            for group in weight_groups(model, max_bytes=1):
-                Dying.made += 1
-                if Dying.made == 5:
-                    vllm_server.process.kill()
-                    vllm_server.process.wait(30)
-                yield group
+    def kill_in_the_middle(group):
+        made.extend(group)
+        if len(made) == 5:
+            vllm_server.process.kill()
+            vllm_server.process.wait(30)
 
     with pytest.raises(WeightSyncError, match=rf"VLLMEngine: {vllm_server.url}/collective_rpc must be reachable"):
-        engine.update_weights(Dying(), version=version + 1)
+        engine.update_weights(WatchedGroups(model, kill_in_the_middle), version=version + 1)
     assert (engine.version, left_in_memory()) == (version, [])
     with pytest.raises(RolloutError):
         engine.generate(PROMPTS, SHORT)

@@ -30,7 +30,7 @@ def check_sleep_and_wake(engine, model, memory=lambda: None):
         for refused in (lambda: engine.generate(PROMPTS, SHORT), lambda: engine.score(PROMPTS), engine.sleep):
             with pytest.raises(RolloutError, match=r"must be awake for \w+: it sleeps; update its weights"):
                 refused()
-        with pytest.raises(WeightSyncError, match="they were given up"):
+        with pytest.raises(WeightSyncError, match="they were discarded"):
             engine.wake()
         with pytest.raises(WeightSyncError, match="missing"):
             engine.update_weights({"model.norm.weight": torch.ones(64)}, version=version)

@@ -28,6 +28,7 @@ from tests.support.vllm import (
     PATIENCE_S,
     BackgroundCall,
     SameScores,
+    WatchedGroups,
     assert_rows_close,
     command,
     footprint,
@@ -345,17 +346,6 @@ def test_a_process_that_stops_answering_is_left_at_the_deadline_and_taken_up_aga
     assert PROBE(engine.score, scorer(model)) < 1e-5  # at temperature 1: the one that was asked for meanwhile is gone
 
 
-def test_an_update_ends_when_the_process_dies_before_it(engine, model):
-    version = engine.version
-    os.kill(process(engine).pid, signal.SIGSTOP)  # so that it is surely under way
-    call = BackgroundCall(lambda: publish(model, engine))
-    wait_until(lambda: engine._lock.num_holders == 1)
-    os.kill(process(engine).pid, signal.SIGKILL)
-    with pytest.raises(WeightSyncError, match="was killed by SIGKILL"):
-        call.result()
-    assert engine.version == version
-
-
 def test_updates_arrive_whole_and_a_process_that_dies_in_one_is_named(engine, model):
     changed = copy.deepcopy(model)
     for seed in range(4):
@@ -365,25 +355,18 @@ def test_updates_arrive_whole_and_a_process_that_dies_in_one_is_named(engine, mo
         version = publish(weights, engine)
         assert PROBE(engine.score, scorer(changed)) < 1e-5
         assert left_in_memory() == []  # the buffer has no name any more
-    victim = process(engine)
+    victim, made = process(engine), []
 
-    class Dying:
-        """Groups in the middle of which the engine's process is killed."""
+    def kill_in_the_middle(group):
+        made.extend(group)
+        if len(made) == 5:
+            os.kill(victim.pid, signal.SIGKILL)
+            connection.wait([victim.sentinel], 10)
 
-        metadata = weight_groups(changed).metadata
-        made = 0
-
-        def __iter__(self):
-            for group in weight_groups(changed, max_bytes=1):
-                Dying.made += 1
-                if Dying.made == 5:
-                    os.kill(victim.pid, signal.SIGKILL)
-                    connection.wait([victim.sentinel], 10)
-                yield group
-
+    groups = WatchedGroups(changed, kill_in_the_middle)
     with pytest.raises(LLMRLError, match=r"process .* was killed by SIGKILL"):
-        engine.update_weights(Dying(), version=version + 1)
-    assert Dying.made == len(Dying.metadata)  # other ranks would have waited for the rest
+        engine.update_weights(groups, version=version + 1)
+    assert made == list(groups.metadata)  # other ranks would have waited for the rest
     assert engine.version == version
     with pytest.raises(RolloutError):
         engine.generate(PROMPTS, SHORT)

@@ -16,16 +16,14 @@ import torch
 
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines import SamplingParams, TransformersEngine, VLLMEngine
-from llmrl.modules.llm.engines.vllm import worker
+from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
-from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import SharedBuffer, StoredTensor, fields_of_handle, handle_of_fields
-from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, TransferCache
-from llmrl.modules.llm.engines.weights import WeightSet
+from llmrl.modules.llm.engines.vllm.transfer import NCCL, CudaIPC, SharedMemory, WeightTransfer
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.weight_update import publish, weight_groups
-from tests.support.vllm import SameScores, assert_rows_close, left_in_memory, scorer, trainer_log_probs
+from tests.support.vllm import SameScores, WatchedGroups, assert_rows_close, left_in_memory, scorer, trainer_log_probs
 from tests.support.vllm import stepped as stepped_by
 
 pytestmark = pytest.mark.vllm
@@ -76,8 +74,8 @@ def check(model, engine, temperature=1.0):
 
 def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
     """Through shared memory, which an engine in this process does not use by itself."""
-    transfer = SharedMemory(buffer_bytes).connect(engine.core.call_workers) if transfer is None else transfer
-    transfer.send(engine._weight_spec().weight_set(weights), time.monotonic() + 60)
+    transfer = transfer or WeightTransfer(engine.core.call_workers)
+    transfer.send(engine._weight_spec.weight_set(weights), time.monotonic() + 60, SharedMemory(buffer_bytes))
     engine.core.llm.reset_prefix_cache()
     return transfer
 
@@ -97,17 +95,6 @@ def test_log_probs_equal_the_trainers_before_and_after_many_updates(model, engin
         check(model, engine, temperature)
     with pytest.raises(AssertionError, match="scores differ"):  # the bound means something
         PROBE(engine.score, scorer(old))
-
-
-def test_the_head_of_a_tied_model_follows_its_embedding(model, engine):
-    """vLLM keeps a packed copy of the head on a CPU. Only the embedding is changed: all of the difference is there."""
-    publish(model, engine)
-    before = engine.score(PROMPTS)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.5)
-    publish(model.state_dict(), engine)
-    assert max((a - b).abs().max() for a, b in zip(engine.score(PROMPTS), before, strict=True)) > 0.01
-    check(model, engine)
 
 
 def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(model, engine):
@@ -186,20 +173,12 @@ def test_weights_of_another_precision_are_cast_to_the_engines(model, engine):
 def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_made(model, engine):
     """Ranks that gather with this one must not wait for ever."""
     version, made = publish(model, engine), []
-    groups = weight_groups(model, max_bytes=1)
-
-    class Groups:
-        def __init__(self):
-            self.metadata = {**groups.metadata, "unknown": (torch.float32, torch.Size([1]))}
-
-        def __iter__(self):
-            for group in groups:
-                made.extend(group)
-                yield group
-
+    groups = WatchedGroups(model, made.extend)
+    names = list(groups.metadata)
+    groups.metadata |= {"unknown": (torch.float32, torch.Size([1]))}
     with pytest.raises(WeightSyncError, match="unknown names unknown"):
-        publish(Groups(), engine)
-    assert made == list(groups.metadata)
+        publish(groups, engine)
+    assert made == names
     assert engine.version == version
     check(model, engine)
 
@@ -207,25 +186,24 @@ def test_a_failure_between_groups_leaves_what_serves_and_the_other_groups_are_ma
 # --- through shared memory --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer_bytes", [128, 40_000, 200_000, 1 << 26])
-def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, engine, buffer_bytes):
-    """From one tensor at a time to all of them at once. Before the update they differ."""
+@pytest.mark.parametrize(
+    ("buffer_bytes", "group_bytes"), [(128, 0), (40_000, 0), (200_000, 0), (1 << 26, 0), (40_000, 1), (40_000, 50_000)]
+)
+def test_the_engine_scores_as_the_trainer_whatever_fits_into_the_buffer(model, engine, buffer_bytes, group_bytes):
+    """From one tensor at a time to all of them at once, whole or in groups. Before the update they differ."""
     with pytest.raises(AssertionError, match="scores differ"):
         PROBE(engine.score, scorer(model))
-    transfer = send(engine, model.state_dict(), buffer_bytes)
+    weights = weight_groups(model, max_bytes=group_bytes) if group_bytes else model.state_dict()
+    transfer = send(engine, weights, buffer_bytes)
     assert PROBE(engine.score, scorer(model)) < 1e-5
     buffer = transfer._buffer
     for _ in range(3):  # the same buffer serves
-        send(engine, stepped(model).state_dict(), transfer=transfer)
+        send(engine, stepped(model).state_dict(), buffer_bytes, transfer)
         PROBE(engine.score, scorer(model))
     assert transfer._buffer is buffer
     assert not os.path.exists(buffer.path)
-
-
-@pytest.mark.parametrize("max_bytes", [1, 50_000])
-def test_groups_arrive_like_all_of_it(model, engine, max_bytes):
-    send(engine, weight_groups(model, max_bytes=max_bytes), 40_000)
-    assert PROBE(engine.score, scorer(model)) < 1e-5
+    send(engine, model.state_dict(), buffer_bytes + 64, transfer)
+    assert transfer._buffer is not buffer, "other settings"
 
 
 @pytest.mark.parametrize(("patched", "buffer_bytes"), [("copy_pending", 128), ("repack_tied", 1 << 26)])
@@ -236,7 +214,7 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
     if patched == "repack_tied" and not model.config.tie_word_embeddings:
         patched, buffer_bytes = "copy_pending", 40_000
     with monkeypatch.context() as patch:
-        patch.setattr(worker, patched, lambda *arguments: None)
+        patch.setattr(compat, patched, lambda *arguments: None)
         send(engine, model.state_dict(), buffer_bytes)
         with pytest.raises(AssertionError, match="scores differ"):
             PROBE(engine.score, scorer(model))
@@ -245,7 +223,7 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
 
 
 def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine, monkeypatch):
-    send(engine, model.state_dict())
+    transfer = send(engine, model.state_dict())
     old, victim, write = copy.deepcopy(model), "model.layers.1.mlp.down_proj.weight", SharedBuffer.write
 
     def damaging(self, name, tensor, *, offset):
@@ -257,7 +235,8 @@ def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine,
     with monkeypatch.context() as patch:
         patch.setattr(SharedBuffer, "write", damaging)
         with pytest.raises(NothingLoadedError, match=rf"{victim} must arrive as it was sent: worker 0 .*Nothing was"):
-            send(engine, stepped(model).state_dict())
+            send(engine, stepped(model).state_dict(), transfer=transfer)
+        assert transfer._buffer is None, "after an error the workers may be others"
         assert PROBE(engine.score, scorer(old)) < 1e-5  # the old weights, all of them
         with pytest.raises(WeightSyncError, match=victim) as caught:
             send(engine, model.state_dict(), 40_000)  # others went before
@@ -293,27 +272,18 @@ def test_a_weight_that_vllm_passes_over_or_changes_is_named(model, engine, monke
     ids=["missing", "dtype"],
 )
 def test_groups_that_are_not_what_they_announced_are_named(model, engine, change, message):
-    groups = weight_groups(model, max_bytes=1)
-
-    class Groups:
-        metadata = groups.metadata
-
-        def __iter__(self):
-            for group in groups:
-                yield {n: t for name, tensor in group.items() for n, t in change(name, tensor).items()}
-
     with pytest.raises(WeightSyncError, match=message):
-        send(engine, Groups())
+        send(engine, WatchedGroups(model, lambda group: change(*next(iter(group.items())))))
     send(engine, model.state_dict())
     PROBE(engine.score, scorer(model))
 
 
 def test_a_buffer_that_workers_cannot_open_changes_nothing_and_leaves_no_file(model, engine):
     def call(method, end, **arguments):
-        raise FileNotFoundError(2, "No such file or directory", arguments["init_info"]["info"]["path"])
+        raise FileNotFoundError(2, "No such file or directory", arguments["info"]["path"])
 
     with pytest.raises(NothingLoadedError, match=r"No such file or directory: '/dev/shm/llmrl-weights-.*Nothing was"):
-        send(engine, model.state_dict(), transfer=SharedMemory().connect(call))
+        send(engine, model.state_dict(), transfer=WeightTransfer(call))
     assert left_in_memory() == []
 
 
@@ -340,36 +310,6 @@ def test_too_little_shared_memory_is_used_as_it_is_and_none_is_an_error(model, e
 # --- transfers and their settings -------------------------------------------------------------------------------------
 
 
-def test_a_transfer_is_kept_until_it_fails_or_other_settings_are_asked_for():
-    opened, closed = [], []
-
-    class Settings:
-        def __init__(self, name):
-            self.name = name
-
-        def connect(self, call):
-            opened.append(self.name)
-            return self
-
-        def send(self, weights, end):
-            if weights is None:
-                raise WeightSyncError("failed")
-
-        def close(self):
-            closed.append(self.name)
-
-    first, second = Settings("first"), Settings("second")
-    transfers = TransferCache(None)
-    for settings in (first, first, second):
-        transfers.send(WeightSet({}, []), 0.0, settings)
-    assert (opened, closed) == (["first", "second"], ["first"])
-    with pytest.raises(WeightSyncError, match="failed"):
-        transfers.send(None, 0.0, second)
-    assert closed == ["first", "second"]
-    transfers.close()
-    assert closed == ["first", "second"]
-
-
 def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_sent(model, engine):
     version = engine.version
     for backend, message in (("shared_memory", "does not reach an engine in this process"), ("ncl", "mean 'nccl'")):
@@ -377,7 +317,7 @@ def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_
             engine.update_weights(model.state_dict(), version=version + 1, backend=backend)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="memory of a GPU, and there is none here"):
-            CudaIPC().connect(engine.core.call_workers)
+            CudaIPC().create_buffer(1, engine.core.call_workers, 0.0)
     with pytest.raises(ConfigError, match="num_workers must be at least 1: got 0"):
         NCCL(num_workers=0)
 
@@ -391,9 +331,9 @@ def test_bytes_sent_are_those_of_the_parameters_in_the_dtype_asked_for_in_bounde
             assert arguments["stop"] - arguments["start"] <= max(40_000, received[-1][0].num_bytes + 63)
         return engine.core.call_workers(method, end, **arguments)
 
-    checked = engine._weight_spec().weight_set(weight_groups(model, max_bytes=50_000))
+    checked = engine._weight_spec.weight_set(weight_groups(model, max_bytes=50_000))
     weights = replace(checked, dtype=torch.bfloat16, kept=("norm",))  # which this engine could not keep in float32
-    SharedMemory(40_000).connect(call).send(weights, time.monotonic() + 60)
+    WeightTransfer(call).send(weights, time.monotonic() + 60, SharedMemory(40_000))
     engine.core.llm.reset_prefix_cache()
     stored = [entry for bucket in received for entry in bucket]
     expected = sum(p.numel() * (4 if "norm" in name else 2) for name, p in model.named_parameters())
@@ -412,7 +352,7 @@ def test_a_handle_of_gpu_memory_is_plain_fields_in_every_message(send_as):
     handle = [b"\x00\xffmemory", 1 << 28, 512, b"counter", 3, b"event\x80", True]
     info = {"info": {"gpu": "GPU-1", "handle": fields_of_handle(handle), "size": 1 << 28}}
     if send_as == "vllm":
-        messages = vllm_module("vllm.v1.serial_utils")
+        messages = compat.vllm_module("vllm.v1.serial_utils")
         received = messages.MsgpackDecoder().decode(messages.MsgpackEncoder().encode(info))
     else:
         received = json.loads(send_as(info))
@@ -471,8 +411,10 @@ def test_on_one_gpu_weights_go_through_its_memory_and_a_group_of_one_broadcasts(
             publish(stepped(model), engine)
             SameScores(PROMPTS, 0.05)(engine.score, scorer(model))
             if settings is None:
-                assert isinstance(engine._transfers._settings, CudaIPC)
-    buffer = BroadcastBuffer(4096, "cuda", "127.0.0.1", vllm_module("vllm.utils.network_utils").get_open_port(), 1)
+                assert isinstance(engine._transfer._settings, CudaIPC)
+    buffer = BroadcastBuffer(
+        4096, "cuda", "127.0.0.1", compat.vllm_module("vllm.utils.network_utils").get_open_port(), 1
+    )
     buffer.connect(lambda info: None)
     stored = buffer.write("w", torch.arange(100.0, device="cuda"), offset=64)
     buffer.pass_on(64, 512)

@@ -14,10 +14,7 @@ from llmrl.errors import ConfigError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.transfer import NCCL
 from llmrl.weight_update import WeightGroups, WeightSender, WeightSyncScheme, publish
 from llmrl.weight_update.publish import as_weights, check_engine
-from llmrl.weight_update.target import named_tensors
 from llmrl.weight_update.transports import DirectTransport
-
-__all__ = ["VLLMWeightReceiver", "VLLMWeightSender", "VLLMWeightSyncScheme", "vLLMUpdater"]
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -80,7 +77,7 @@ class vLLMUpdater(EngineUpdater):
             self.init(engine=getattr(policy, "engine", policy))
 
     def _as_weights(self, given: Weights) -> Any:
-        return as_weights(given) if isinstance(given, nn.Module) else named_tensors(given)
+        return as_weights(given)
 
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
         if self._engine is None:
@@ -91,7 +88,7 @@ class vLLMUpdater(EngineUpdater):
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
-    """Settings of the way from a trainer into vLLM engines; makes the sender, and a receiver for each engine.
+    """Settings of the transfer from a trainer to vLLM engines; makes the sender, and a receiver for each engine.
 
     master_address, master_port  of the trainer's GPU, for a broadcast by NCCL, to one engine; without an address as
                                  each engine is set to take them, through shared memory by default
@@ -134,8 +131,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     def create_sender(self) -> VLLMWeightSender:
         return VLLMWeightSender(self)
 
-    def create_transport(self, pipe_or_context: Any) -> EngineTransport:
-        return EngineTransport(pipe_or_context)
+    def create_transport(self, pipe_or_context: Any) -> DirectTransport:
+        """Checks the receiver, or an engine: the sender calls it, so there is nothing to connect."""
+        check_engine(pipe_or_context, "VLLMWeightSender")
+        return DirectTransport()
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
         """The receiver in front of ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
@@ -143,7 +142,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
 
 class VLLMWeightReceiver:
-    """Gives what it is sent to one engine."""
+    """Publishes what it is sent to one engine."""
+
+    takes_groups = True  # `publish` puts them together for an engine that does not
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any):
         self.engine = check_engine(vllm_engine, "VLLMWeightReceiver")
@@ -158,21 +159,7 @@ class VLLMWeightReceiver:
         """Does nothing: connections are opened by the first update, which describes what it sends."""
 
     def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None:
-        """Publishes them to the engine."""
         publish(weights, self.engine, version)
-
-    takes_groups = True  # `publish` puts them together for an engine that does not
-
-
-class EngineTransport(DirectTransport):
-    """An engine that this process can call."""
-
-    def __init__(self, receiver: Any) -> None:
-        super().__init__()
-        self.receiver = check_engine(receiver, "VLLMWeightSender")
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        publish(weights, self.receiver)
 
 
 class VLLMWeightSender(WeightSender):
@@ -204,12 +191,13 @@ class VLLMWeightSender(WeightSender):
                 f"VLLMWeightSender: {self.scheme.num_replicas} engines must have registered: got "
                 f"{len(self._transports)}; no engine was updated."
             )
-        version = 1 + max((transport.receiver.version for transport in self._transports.values()), default=0)
-        source = as_weights(source) if isinstance(source, nn.Module) else named_tensors(source)
+        engines = {worker: transport.registered_with for worker, transport in self._transports.items()}
+        # The next version of any: an engine that joined late, or ran ahead, must not refuse it as too small.
+        version = 1 + max((engine.version for engine in engines.values()), default=0)
         broadcasts = self.scheme.weight_backend is not None and torch.cuda.is_available()
         with torch.cuda.device(self.scheme.device) if broadcasts else nullcontext():
-            for worker in self._transports if worker_ids is None else worker_ids:
-                publish(source, self._transports[worker].receiver, version, metadata=self._metadata)
+            for worker in engines if worker_ids is None else worker_ids:
+                publish(source, engines[worker], version, metadata=self._metadata)
         self.version = version
 
 

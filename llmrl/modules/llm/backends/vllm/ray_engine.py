@@ -12,8 +12,6 @@ from llmrl.modules.llm.engines.base import Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.optional import require
 
-__all__ = ["RayEngine"]
-
 
 class _Actor(VLLMEngine):
     """The engine in its actor, whose attributes are read and set through methods."""

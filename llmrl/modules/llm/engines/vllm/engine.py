@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,15 +23,18 @@ from llmrl.modules.llm.engines.vllm.answer import Answer, as_generation
 from llmrl.modules.llm.engines.vllm.core import SCORING, ClosedCore, Core, NothingLoadedError, Requests, request_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, eos_ids, make_core
 from llmrl.modules.llm.engines.vllm.sleep import SleepCycle
-from llmrl.modules.llm.engines.vllm.transfer import TransferCache, TransferSettings, nearest_transfer, transfer_settings
+from llmrl.modules.llm.engines.vllm.transfer import (
+    TransferSettings,
+    WeightTransfer,
+    nearest_transfer,
+    transfer_settings,
+)
 from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightGroups, WeightSet, WeightSpec
 from llmrl.modules.llm.vision import Media, has_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["AsyncVLLMEngine", "VLLMEngine"]
 
 _DEFAULT_TIMEOUT_S = 600.0  # without timeout_s; plus one second for every token that a row may have
 
@@ -60,7 +63,7 @@ class VLLMEngine(SeededEngine):
     docs/engines.md for threads, failures, and what a server cannot do.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
-            ConfigError             a setting that cannot be, a model whose heads vLLM cannot compute on a CPU
+            ConfigError             an impossible setting, a model whose heads vLLM cannot compute on a CPU
             DataError               a folder or hub name without a model
     """
 
@@ -96,10 +99,9 @@ class VLLMEngine(SeededEngine):
         place = {"own_process": own_process, "devices": devices}
         self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
-        self._transfers = TransferCache(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
+        self._transfer = WeightTransfer(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
         self._lock = SharedExclusiveLock("VLLMEngine")
         self._sleep = SleepCycle(lambda: self.core)
-        self._spec: WeightSpec | None = None
         self._incomplete = False  # the weights in the engine, after an update that failed in the middle
         self._was_updated = self._has_adapter = False
         self._interruptions = 0  # of calls under way, by updates
@@ -168,12 +170,15 @@ class VLLMEngine(SeededEngine):
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
         left = answers
+        # One pass, or with in_flight="continue" one more after each update that interrupts it. The lock is held in a
+        # pass alone, so that the update gets in between.
         while True:
             end = self._end(params.max_new_tokens)
             with self._lock.holding("requests", end, "generating"):
                 self._check_ready("generating")
                 version, interruptions = self.version, self._interruptions
                 left = [answer for answer in left if answer.can_continue(version, self.max_age)]
+                # Compared with the count under this lock: an update that begins from here on ends the drawing.
                 if left:
                     self._draw(left, params, end, lambda count=interruptions: self._interruptions != count)
             left = [answer for answer in left if answer.reason is StopReason.ABORT]
@@ -267,8 +272,8 @@ class VLLMEngine(SeededEngine):
         """Loads a complete set of weights, empties the prefix cache, then moves the version.
 
         Names are those of the Hugging Face model's ``state_dict()``; of tied weights one name is enough. All of them
-        are checked before the first one is loaded, and until then the old version goes on serving. Should it fail in
-        the middle, nothing is served until a complete set was loaded. Calls that are under way end first.
+        are checked before the first one is loaded, and until then the old version stays in use. If it fails in the
+        middle, nothing is served until a complete set is loaded. Calls that are under way end first.
 
         weights  all of them, or groups that are made one after the other (`weight_groups`, `merged_weights`); every
                  group is made even after a failure, because making it may be a collective
@@ -288,7 +293,7 @@ class VLLMEngine(SeededEngine):
                     f"VLLMEngine: {type(settings).__name__} does not reach an engine in this process: leave "
                     "weight_backend out."
                 )
-            checked = self._weight_spec().weight_set(weights, groups)
+            checked = self._weight_spec.weight_set(weights, groups)
             end = min(self._end(0), time.monotonic() + self.update_s)
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
@@ -300,7 +305,7 @@ class VLLMEngine(SeededEngine):
         """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
         needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
 
-        Raises  WeightSyncError if vLLM refuses it: the one before goes on serving; if it sleeps without weights
+        Raises  WeightSyncError if vLLM refuses it: the previous one stays in use; if it sleeps without weights
                 UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
@@ -315,23 +320,23 @@ class VLLMEngine(SeededEngine):
     @property
     def unsaved_buffers(self) -> frozenset[str]:
         """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
-        return frozenset() if self._config is None else self._weight_spec().unsaved_buffers
+        return frozenset() if self._config is None else self._weight_spec.unsaved_buffers
 
+    @cached_property
     def _weight_spec(self) -> WeightSpec:
-        if self._spec is None:
-            if self._config is None:
-                raise WeightSyncError(
-                    f"VLLMEngine: the configuration of {self.core.info.model!r} must be readable here to check weights "
-                    "before they are loaded: it is not."
-                )
-            self._spec = WeightSpec(self._config)
-        return self._spec
+        if self._config is None:
+            raise WeightSyncError(
+                f"VLLMEngine: the configuration of {self.core.info.model!r} must be readable here to check weights "
+                "before they are loaded: it is not."
+            )
+        return WeightSpec(self._config)
 
     def _before_weight_update(self) -> None:
         """Hook before a weight update, called where requests are in flight; by default they are waited for."""
 
     def _load(self, weights: WeightSet, version: int, end: float, settings: TransferSettings | None) -> None:
         try:
+            # Also shows that the workers answer, while nothing is paused or changed yet.
             workers = self.core.call_workers("llmrl_describe", end)
         except UnsupportedError:
             raise
@@ -348,9 +353,9 @@ class VLLMEngine(SeededEngine):
                 if self.core.info.place == "process":
                     self.core.call_workers("llmrl_load_weights", end, weights=weights.pairs())
                 else:
-                    if not same_workers:
-                        self._transfers.close()
-                    self._transfers.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
+                    if not same_workers:  # new processes have never opened the buffer
+                        self._transfer.close()
+                    self._transfer.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
         except (NotImplementedError, NothingLoadedError):
             self._incomplete = was_incomplete
             raise
@@ -359,7 +364,7 @@ class VLLMEngine(SeededEngine):
                 f"VLLMEngine: version {version} was checked but could not be loaded: {type(error).__name__}: {error}; "
                 "nothing is served until a complete set of weights is loaded."
             ) from error
-        self._incomplete, self._was_updated = False, True
+        self._incomplete, self._was_updated = False, True  # only now: an error above leaves the engine unready
         self.load_speed = weights.num_bytes / max(time.monotonic() - began, 1e-9)
         self.version = version
 
@@ -413,7 +418,7 @@ class VLLMEngine(SeededEngine):
             )
         if (model := self._model()) is None:
             raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it is gone.")
-        checked = None if weights is None else self._weight_spec().weight_set(weights)
+        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before anything is lost
         self.close()
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):
@@ -430,7 +435,7 @@ class VLLMEngine(SeededEngine):
     def close(self) -> None:
         """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
         core, self.core = self.core, ClosedCore(self.core)
-        self._transfers.close()
+        self._transfer.close()
         core.close()
 
 
@@ -443,7 +448,7 @@ class AsyncVLLMEngine(VLLMEngine):
     in_flight  what new weights do with the rows that are being drawn: "finish", they are waited for; "abort", they end
                with what they have, as ``StopReason.ABORT``; "continue", they go on with the new weights from where
                they are, keys and values recomputed, and `Generation.versions` says which version drew each id
-    max_age    with "continue": a row ends as ABORT when its first id becomes more than so many versions old
+    max_age    with "continue": a row ends as ABORT once its first id is more than this many versions old
     settings   of `VLLMEngine`
 
     ::

@@ -25,8 +25,6 @@ from llmrl.modules.llm.vision import save_processor
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["config_of", "eos_ids", "make_core", "visible"]
-
 
 def make_core(
     model: Any,
@@ -89,7 +87,7 @@ def visible(devices: Sequence[int] | None) -> Iterator[None]:
         return
     variable = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(variable)
-    own = before.split(",") if before else None
+    own = before.split(",") if before else None  # this process may see a part of the GPUs: its number 0 is then own[0]
     os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
     try:
         yield

@@ -12,8 +12,6 @@ from typing import Any
 
 from llmrl.optional import require
 
-__all__ = ["EngineStats", "ServerCounters", "gauge_metrics", "merged"]
-
 _COUNTERS = {  # of a server's /metrics; "started" tells that it is another process, whose counters began at 0
     "vllm:num_preemptions": "preempted",
     "vllm:prefix_cache_queries": "prefix_queries",
@@ -37,7 +35,7 @@ class EngineStats:
             loggers.append(self)
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, **_: Any) -> None:
-        """Called by vLLM. A request that ends before it goes on after its preemption is not in ``iteration_stats``."""
+        """Called by vLLM. A preempted request that ends before it is resumed is not counted in ``iteration_stats``."""
         prefix = getattr(scheduler_stats, "prefix_cache_stats", None)
         found = {
             "preempted": getattr(iteration_stats, "num_preempted_reqs", None),
@@ -76,7 +74,7 @@ class ServerCounters:
         if before.pop("started", None) != now.pop("started", None):
             return {}
         counts = {name: now[name] - before[name] for name in now.keys() & before.keys()}
-        return counts if all(count >= 0 for count in counts.values()) else {}
+        return counts if all(count >= 0 for count in counts.values()) else {}  # negative: counted anew after a restart
 
 
 def _read_counters(page: str) -> dict[str, float]:

@@ -17,24 +17,18 @@ from urllib.parse import urlsplit
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 
-__all__ = ["Connections", "HealthMonitor"]
-
 _LARGEST_ANSWER = 1 << 28  # bytes; the log-probs of a prompt of a million tokens are 100 MB
 _PERIOD_S = 1.0  # of the health monitor
 
 
 class Connections:
-    """One kept-alive connection per thread that asks.
+    """One kept-alive connection per thread that asks."""
 
-    max_bytes  the largest answer that is read
-    """
-
-    def __init__(self, url: str, *, max_bytes: int = _LARGEST_ANSWER) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"VLLMEngine: a server is given as http://host:port: got {url!r}.")
         self.url = url
-        self._max_bytes = max_bytes
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._make = partial(make, parts.hostname, parts.port)
@@ -45,7 +39,7 @@ class Connections:
 
     def interrupt(self, why: str) -> None:
         """Ends the waits of all threads."""
-        self._interrupted = (time.monotonic(), why)
+        self._interrupted = (time.monotonic(), why)  # first: the waits end at once, and look for the reason
         for connection in list(self._open):
             with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -67,9 +61,12 @@ class Connections:
         payload = None if body is None else json.dumps(body)
         began = time.monotonic()
         for attempt in (1, 2):
-            fresh = getattr(self._mine, "connection", None) is None
+            kept = getattr(self._mine, "connection", None)
+            if kept is None:
+                self._mine.connection = self._make()
+                self._open.append(self._mine.connection)
             try:
-                status, text = self._exchange(method, path, payload, end)
+                status, text = self._exchange(self._mine.connection, method, path, payload, end=end)
                 break
             except TimeoutError as error:
                 self._drop()
@@ -78,12 +75,12 @@ class Connections:
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
-                when, why = self._interrupted
+                when, why = self._interrupted  # the health monitor knows more than the broken connection
                 if when > began:
                     raise RolloutError(
                         f"VLLMEngine: gave up on {self.url}{path}: {why}; see the server's own log."
                     ) from error
-                if attempt == 2 or fresh:  # a server may close an idle connection; that is asked again, once
+                if attempt == 2 or kept is None:  # a server may close an idle connection; that is asked again, once
                     raise RolloutError(
                         f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; see the "
                         "server's own log."
@@ -91,10 +88,10 @@ class Connections:
         if status >= 400:
             kind = ConfigError if status < 500 else RolloutError
             raise kind(f"VLLMEngine: {self.url}{path} refused with {status}: {text[:500].decode(errors='replace')}")
-        if len(text) > self._max_bytes:
+        if len(text) > _LARGEST_ANSWER:
             self._drop()  # the rest is still to come
             raise RolloutError(
-                f"VLLMEngine: {self.url}{path} must answer in at most {self._max_bytes} bytes: it sends more."
+                f"VLLMEngine: {self.url}{path} must answer in at most {_LARGEST_ANSWER} bytes: it sends more."
             )
         try:
             return read(text) if text.strip() else {}
@@ -105,21 +102,27 @@ class Connections:
         """Asks for ``/health`` over a connection of its own; any answer will do. Raises OSError, HTTPException."""
         connection = self._make(timeout=seconds)
         try:
-            _exchange(connection, "GET", f"{self._prefix}/health", end=time.monotonic() + seconds)
+            self._exchange(connection, "GET", "/health", end=time.monotonic() + seconds)
         finally:
             connection.close()
 
-    def _exchange(self, method: str, path: str, payload: str | None, end: float) -> tuple[int, bytes]:
-        connection = getattr(self._mine, "connection", None)
-        if connection is None:
-            connection = self._mine.connection = self._make()
-            self._open.append(connection)
-        path = self._prefix + path
-        return _exchange(connection, method, path, payload, end=end, max_bytes=self._max_bytes, sent=self._check_open)
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, payload: str | None = None, *, end: float
+    ) -> tuple[int, bytes]:
+        """The status and the answer; reads at most one byte more than the largest answer.
 
-    def _check_open(self) -> None:
+        Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
+        """
+        connection.timeout = _left(end)
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
+        headers = {} if payload is None else {"Content-Type": "application/json"}
+        connection.request(method, self._prefix + path, body=payload, headers=headers)
         if self._closed:  # before there was a socket to be interrupted
             raise ConnectionAbortedError
+        connection.response_class = partial(_Response, end)
+        response = connection.getresponse()
+        return response.status, response.read(_LARGEST_ANSWER + 1)
 
     def _drop(self) -> None:
         connection, self._mine.connection = getattr(self._mine, "connection", None), None
@@ -140,32 +143,6 @@ class Connections:
         self._open.clear()
 
 
-def _exchange(
-    connection: http.client.HTTPConnection,
-    method: str,
-    path: str,
-    payload: str | None = None,
-    *,
-    end: float,
-    max_bytes: int = _LARGEST_ANSWER,
-    sent: Callable[[], None] = lambda: None,
-) -> tuple[int, bytes]:
-    """The status and the answer, of which at most one byte more than ``max_bytes`` is read.
-
-    sent    called once the request was sent
-    Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
-    """
-    connection.timeout = _left(end)
-    if connection.sock is not None:
-        connection.sock.settimeout(connection.timeout)
-    headers = {} if payload is None else {"Content-Type": "application/json"}
-    connection.request(method, path, body=payload, headers=headers)
-    sent()
-    connection.response_class = partial(_response, end)
-    response = connection.getresponse()
-    return response.status, response.read(max_bytes + 1)
-
-
 def _left(end: float) -> float:
     left = end - time.monotonic()
     if left <= 0:
@@ -173,19 +150,12 @@ def _left(end: float) -> float:
     return left
 
 
-def _response(end: float, sock: socket.socket, *arguments: Any, **options: Any) -> http.client.HTTPResponse:
+class _Response(http.client.HTTPResponse):
     """A response whose reads all end by one deadline: a socket's own timeout restarts with every byte."""
-    return http.client.HTTPResponse(_SocketWithDeadline(sock, end), *arguments, **options)
 
-
-class _SocketWithDeadline:
-    """The one method of a socket that ``http.client`` reads an answer through."""
-
-    def __init__(self, sock: socket.socket, end: float) -> None:
-        self._sock, self._end = sock, end
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self._sock, self._sock.makefile(mode, buffering=0), self._end))
+    def __init__(self, end: float, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_Reader(sock, self.fp.detach(), end))
 
 
 class _Reader(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM: the ids and tensors that were made here, of which it processes nothing any further."""
+"""Prompts with images for vLLM: ids and tensors that were made here, which it processes no further."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from llmrl.errors import UnsupportedError
-from llmrl.modules.llm.engines.vllm.compat import tokens_prompt, vllm_module
+from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.vision import POSITIONS
-
-__all__ = ["prompt_of"]
 
 
 def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, version: int) -> Any:
@@ -22,7 +20,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     Raises  UnsupportedError  for a model that reads no images, or whose tokens of one image are not next to each other
     """
     if media is None or not len(media[POSITIONS]):
-        return tokens_prompt(ids)
+        return vllm_module("vllm.inputs").tokens_input(ids)
     processor = getattr(llm.renderer, "mm_processor", None)
     if processor is None:
         raise UnsupportedError("VLLMEngine: images need a model that reads them: this one does not.")
@@ -35,6 +33,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     tensors = {name: value for name, value in media.items() if name != POSITIONS}
     features = vllm_module("transformers").BatchFeature(tensors)
     items = inputs.MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
+    # vLLM wants a start and a length for each image; here it is one list of the positions of all image tokens.
     positions = media[POSITIONS]
     begins = positions.diff(prepend=positions[:1] - 2) != 1  # a run of neighbours for each image
     starts, counts = positions[begins].tolist(), begins.cumsum(0).bincount()[1:].tolist()
@@ -46,6 +45,7 @@ def prompt_of(llm: Any, ids: list[int], media: Mapping[str, Tensor] | None, vers
     return vllm_module("vllm.inputs").mm_input(
         ids,
         items,
+        # What vLLM keeps by this key was computed with the weights of one version.
         {"image": [f"{version}-{_digest(item)}" for item in items["image"]]},
         {"image": [inputs.PlaceholderRange(offset=s, length=n) for s, n in zip(starts, counts, strict=True)]},
     )

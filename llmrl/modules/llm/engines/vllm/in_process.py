@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from llmrl.modules.llm.engines.vllm.core import (
 from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
-
-__all__ = ["InProcessCore"]
 
 _CLOSING_S = 30.0  # for the step that another thread is in
 
@@ -60,60 +57,38 @@ class InProcessCore:
         phase = requests.phase
         params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
         with self._temperature.held(requests.temperature, phase, requests.end):
-            first = int(self.llm.request_counter.counter)
             try:
-                with torch.random.fork_rng(devices=[]), self._checked_steps(phase, requests.end):
+                with torch.random.fork_rng(devices=[]):
                     outputs = self._outputs(requests, params)
-            except BaseException as error:
+            except BaseException as error:  # also Ctrl-C
                 self._abort_requests()
                 if not isinstance(error, Exception) or isinstance(error, LLMRLError):
                     raise
                 raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
-        found = {int(output.request_id) - first: output for output in outputs}  # aborted rows are absent
         return [
-            completion_of_output(found.get(row), prompt, option)
-            for row, (prompt, option) in enumerate(zip(requests.prompts, requests.options, strict=True))
+            completion_of_output(output, prompt, option)
+            for output, prompt, option in zip(outputs, requests.prompts, requests.options, strict=True)
         ]
 
     def _outputs(self, requests: Requests, params: list[Any]) -> list[Any]:
-        if requests.media is None:
-            prompts = [{"prompt_token_ids": ids} for ids in requests.prompts]
-            return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter.request)
-        engine = self.llm.llm_engine
-        for ids, media, param in zip(requests.prompts, requests.media, params, strict=True):
-            prompt = prompt_of(self.llm, ids, media, requests.version)
-            name = str(next(self.llm.request_counter))
-            engine.add_request(name, prompt, param, lora_request=self._adapter.request)
-        outputs = []
+        """vLLM's output of each row, None if it was aborted. `close` and the deadline are noticed between two steps."""
+        engine, names = self.llm.llm_engine, []
+        media = requests.media or [None] * len(requests.prompts)
+        for ids, images, param in zip(requests.prompts, media, params, strict=True):
+            names.append(str(next(self.llm.request_counter)))
+            prompt = prompt_of(self.llm, ids, images, requests.version)
+            engine.add_request(names[-1], prompt, param, lora_request=self._adapter.request)
+        found = {}
         while engine.has_unfinished_requests():
-            outputs += [output for output in engine.step() if output.finished]
-        return outputs
-
-    @contextlib.contextmanager
-    def _checked_steps(self, phase: str, end: float) -> Iterator[None]:
-        """Checks for `close` and the deadline before each step of the engine."""
-        engine = self.llm.llm_engine
-        step = engine.step
-
-        def checked_step() -> Any:
             if self._closing:
-                raise RolloutError(f"VLLMEngine: the engine was closed while {phase}.")
-            if time.monotonic() > end:
+                raise RolloutError(f"VLLMEngine: the engine was closed while {requests.phase}.")
+            if time.monotonic() > requests.end:
                 raise DeadlineError(
-                    f"VLLMEngine: {phase} must end before its deadline: the engine in this process "
-                    "was still at it; give a longer timeout_s, or ask for less."
+                    f"VLLMEngine: {requests.phase} must end before its deadline: the engine in this process was still "
+                    "at it; give a longer timeout_s, or ask for less."
                 )
-            return step()
-
-        patched = vars(engine).get("step")  # a patch that was set before, over the method of the class
-        engine.step = checked_step
-        try:
-            yield
-        finally:
-            if patched is None:
-                del engine.step
-            else:
-                engine.step = patched
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+        return [found.get(name) for name in names]  # vLLM has no output of an aborted request
 
     def _abort_requests(self) -> None:
         """Removes what a failed call left in the engine, so that the next call does not get its answers."""
@@ -131,17 +106,14 @@ class InProcessCore:
         """No other call runs inside the block."""
         with self._temperature.lock.holding(object(), end, f"loading version {version}"):
             yield True
+            # Keys and values that the old weights computed must not be found by prompts under the new ones.
             if not self.llm.reset_prefix_cache():
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
-            label = getattr(self.llm.llm_engine, "set_weight_version", None)
-            if label is not None:
-                label(str(version))
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         engine = self.llm.llm_engine
         with self._temperature.lock.holding(object(), end, f"loading adapter {version}"):
-            make = partial(compat.lora_request, folder, version)
-            self._adapter.replace(make, engine.add_lora, engine.remove_lora, version)
+            self._adapter.replace(folder, version, engine.add_lora, engine.remove_lora)
 
     def sleep(self, end: float, *, keep_weights: bool) -> None:
         self.llm.sleep(level=1 if keep_weights else 2)

@@ -15,8 +15,6 @@ from llmrl.modules.llm.engines.vllm.core import Completion, NothingLoadedError, 
 from llmrl.modules.llm.engines.vllm.gauges import merged
 from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
 
-__all__ = ["PoolCore"]
-
 _UNKNOWN = "unknown"  # a label that no server has: of one that was lost before it got any weights
 _RETURNED_S = 2.0  # for the first answer of a server that was lost, asked at each update
 
@@ -28,8 +26,8 @@ class PoolCore:
     the weights. It is taken in again by the next update, which gives it the weights, or, if no other is left, at
     once if it still has them, once in a call.
 
-    Several ranks may use the same servers, of which one sends the weights. The others get its ``labels`` afterwards,
-    and ask the servers that have them.
+    Several ranks may use the same servers. One of them sends the weights; the others get its ``labels`` afterwards, and
+    ask the servers that have them.
     """
 
     def __init__(self, urls: Sequence[str], **waits: float) -> None:
@@ -85,6 +83,7 @@ class PoolCore:
         """One completion per prompt. Raises RolloutError if no server is left."""
         found: dict[int, Completion] = {}
         asked_again = False
+        # The rows of a server that was lost meanwhile are missing, and are asked of the others.
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
             if not self._in_flight and not asked_again:  # they may have been too busy to answer
                 self._take_in(requests.end)
@@ -116,6 +115,7 @@ class PoolCore:
         parts: dict[ServerCore, list[int]] = {}
         with self._lock:
             self._check_any(RolloutError)
+            # An equal share of all rows in flight: a server gets at most that, unless it has more already.
             fair = -(-(sum(self._in_flight.values()) + len(rows)) // len(self._in_flight))
             for group in groups.values():
                 while group:
@@ -161,7 +161,7 @@ class PoolCore:
 
         def ask(core: ServerCore) -> list[Any]:
             numbered = {}
-            if method == "llmrl_open_transfer":  # in a group that weights are broadcast to: one server after the other
+            if method == "llmrl_open_buffer":  # in a group that weights are broadcast to: one server after the other
                 numbered["first_rank"] = 1 + sum(self._num_workers[other] for other in cores[: cores.index(core)])
             return core.call_workers(method, end, **arguments, **numbered)
 
@@ -184,6 +184,7 @@ class PoolCore:
                 except NothingLoadedError as error:
                     self._lose(core, str(error))
             self._check_any(NothingLoadedError)
+            # A broadcast group has a place for each worker: servers that came, left or changed need a new one.
             self._updated = {core: self._num_workers[core] for core in self._in_flight}
             self._is_loading = True
             try:

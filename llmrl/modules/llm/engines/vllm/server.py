@@ -28,8 +28,6 @@ from llmrl.modules.llm.engines.vllm.core import ABORTED, Completion, CoreInfo, N
 from llmrl.modules.llm.engines.vllm.gauges import ServerCounters
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
-__all__ = ["ServerCore", "served_model"]
-
 _MAX_CONNECTIONS = 256
 _RESUMED_S = 1.0  # for a server that failed to resume; it may have stopped answering
 _CONNECT_S = 30.0
@@ -106,6 +104,7 @@ class ServerCore:
                 for prompt, option in zip(requests.prompts, requests.options, strict=True):
                     futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
+                # After the answers: a server that was started again in between drew some of them with other weights.
                 self.check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
@@ -157,6 +156,7 @@ class ServerCore:
                     self._connections.ask("POST", "/pause?mode=wait", end=end)
                 except LLMRLError as error:
                     raise NothingLoadedError(f"{error} Nothing was updated.") from error
+                # Another label: the server was started again, and its workers have not opened the buffer.
                 yield self.label is None or self._label_of_server(end) == self.label
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
@@ -191,10 +191,10 @@ class ServerCore:
             self._post_plain("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, end)
         except LLMRLError as error:
             raise WeightSyncError(
-                f"VLLMEngine: adapter {version} could not be loaded: {error}; the one before goes on serving. A server "
+                f"VLLMEngine: adapter {version} could not be loaded: {error}; the previous one stays in use. A server "
                 "on this machine, started as VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora, takes it."
             ) from error
-        before, self._model_name = self._model_name, name
+        before, self._model_name = self._model_name, name  # requests name the adapter as their model
         if before != self._base_name:
             self._post_plain("/v1/unload_lora_adapter", {"lora_name": before}, end)
 

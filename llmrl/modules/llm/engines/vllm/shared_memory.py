@@ -14,17 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Buffer",
-    "CudaBuffer",
-    "SharedBuffer",
-    "StoredTensor",
-    "checksum",
-    "fields_of_handle",
-    "handle_of_fields",
-    "padded_size",
-]
-
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 _CHUNK = 1 << 20  # bytes copied at a time: small enough to be summed before they leave the cache
@@ -69,7 +58,7 @@ class Buffer(ABC):
         """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its bytes must be free."""
         source = tensor.detach().reshape(-1).view(torch.uint8)
         end = offset + source.numel()
-        self.bytes[end : offset + padded_size(source.numel())] = 0
+        self.bytes[end : offset + padded_size(source.numel())] = 0  # the last word is summed whole
         dtype, shape, total = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
         if source.is_cuda:
             self.bytes[offset:end].copy_(source)

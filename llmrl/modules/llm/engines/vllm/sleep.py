@@ -11,8 +11,6 @@ import torch
 from llmrl.errors import LLMRLError, RolloutError, UnsupportedError, WeightSyncError
 from llmrl.modules.llm.engines.vllm.core import Core, NothingLoadedError
 
-__all__ = ["SleepCycle"]
-
 
 class SleepCycle:
     """The memory that an engine has: "awake", all of it; "asleep", none; "weights", no keys and values yet.
@@ -45,7 +43,7 @@ class SleepCycle:
 
     def wake(self, end: float) -> None:
         if self.state != "asleep" or not self._kept:
-            found = "it is awake" if self.state == "awake" else "they were given up"
+            found = "it is awake" if self.state == "awake" else "they were discarded"
             raise WeightSyncError(f"VLLMEngine: wake needs an engine that sleeps with its weights kept: {found}.")
         self._wake(None, end)
         self.state = "awake"
@@ -60,6 +58,7 @@ class SleepCycle:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             self.state = "weights"
         yield
+        # Memory for keys and values comes last: in between there is room for what loading needs.
         if self.state == "weights":
             self._wake("kv_cache", end)
             self.state = "awake"

@@ -16,6 +16,7 @@ import signal
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +43,6 @@ from llmrl.modules.llm.engines.vllm.core import (
 from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 
-__all__ = ["SubprocessCore"]
-
 _STARTED_S = 120.0  # for the first answer of an engine that says that it is up
 _LOOP_S = 10.0  # for work of the loop itself
 _CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind
@@ -66,20 +65,20 @@ class SubprocessCore:
         self._drawing: set[_Call] = set()
         self._shared: set[Path] = set()  # files of the process, which it removes unless it is killed
         self._loop = BackgroundLoop("llmrl-vllm")
-        self._loop.run(self._open_log(), time.monotonic() + _LOOP_S)
+        self._log = self._in_loop(lambda: LogTail(asyncio.get_running_loop(), compat.NOISE))
         try:
             with self._log.inherited():
                 self.llm = build()
         except BaseException as error:
             if not isinstance(error, LLMRLError):  # errors of ours precede the process
                 error.add_note(f"The engine's process: {self._log.lines()}")
-            self._loop.run(self._close_log(), time.monotonic() + _LOOP_S)
+            self._in_loop(self._log.close)
             self._loop.close()
             raise
         self._processes = compat.processes(self.llm)
         atexit.register(_close_at_exit, weakref.ref(self))
         try:
-            self._loop.run(self._watch_processes(), time.monotonic() + _LOOP_S)
+            self._in_loop(self._watch_processes)
             config = self.llm.vllm_config
             self.info = CoreInfo.of_vllm(config, self.llm.tokenizer, place="subprocess")
             self._adapter = LoadedAdapter(enabled=config.lora_config is not None)
@@ -96,18 +95,18 @@ class SubprocessCore:
 
     def complete(self, requests: Requests) -> list[Completion]:
         """One completion per prompt: each is a request that joins the running batch."""
-        phase, prompts, end = requests.phase, requests.prompts, requests.end
+        prompts, end, phase = requests.prompts, requests.end, f"{requests.phase} {len(requests.prompts)} rows"
         params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
-        call = _Call(prompts, params, requests.media, requests.version)
-        with self._temperature.held(requests.temperature, phase, end):
-            outputs = self._wait(lambda: self._outputs(call, requests), f"{phase} {len(prompts)} rows", end)
+        call = _Call(requests, params)
+        with self._temperature.held(requests.temperature, requests.phase, end):
+            outputs = self._wait(lambda: self._outputs(call), phase, end)
         return [completion_of_output(*row) for row in zip(outputs, prompts, requests.options, strict=True)]
 
-    async def _outputs(self, call: _Call, requests: Requests) -> list[Any]:
-        if requests.phase == "generating":
+    async def _outputs(self, call: _Call) -> list[Any]:
+        if call.requests.phase == "generating":
             self._drawing.add(call)
-            call.aborted = requests.stop()  # in the loop, where no abort comes between these two
-        rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.prompts))]
+            call.aborted = call.requests.stop()  # in the loop, where no abort comes between these two
+        rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.params))]
         try:
             return await asyncio.gather(*rows)
         finally:
@@ -121,8 +120,8 @@ class SubprocessCore:
             return None
         name = f"llmrl-{next(self._numbers)}"
         call.names.append(name)
-        media = None if call.media is None else call.media[row]
-        prompt = prompt_of(self.llm, call.prompts[row], media, call.version)
+        media = None if call.requests.media is None else call.requests.media[row]
+        prompt = prompt_of(self.llm, call.requests.prompts[row], media, call.requests.version)
         outputs = self.llm.generate(prompt, call.params[row], name, lora_request=self._adapter.request)
         return [output async for output in outputs][-1]
 
@@ -138,7 +137,7 @@ class SubprocessCore:
             if names := [name for call in calls for name in call.names]:
                 await self.llm.abort(names)
             await asyncio.sleep(_AGAIN_S)
-        return sum(len(call.prompts) for call in calls)
+        return sum(len(call.params) for call in calls)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -152,9 +151,6 @@ class SubprocessCore:
             yield True
             if not self._wait(self.llm.reset_prefix_cache, "emptying the prefix cache", end):
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
-            label = getattr(self.llm, "update_weight_version", None)
-            if label is not None:
-                self._wait(lambda: label(str(version)), f"labelling version {version}", end)
 
     @contextlib.contextmanager
     def _paused(self, end: float) -> Iterator[None]:
@@ -172,10 +168,10 @@ class SubprocessCore:
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         with self._paused(end):
             self._adapter.replace(
-                partial(compat.lora_request, folder, version),
+                folder,
+                version,
                 lambda request: self._wait(lambda: self.llm.add_lora(request), "loading an adapter", end),
                 lambda number: self._wait(lambda: self.llm.remove_lora(number), "removing an adapter", end),
-                version,
             )
 
     def sleep(self, end: float, *, keep_weights: bool) -> None:
@@ -205,7 +201,7 @@ class SubprocessCore:
                 raise closed from error
             if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
                 raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
-            for process in self._processes:
+            for process in self._processes:  # the message is to say how it ended
                 wait_for_exit(process, _EXIT_S)
             raise RolloutError(
                 f"VLLMEngine: the engine's process died while {phase}: {self._process_states()} "
@@ -213,10 +209,11 @@ class SubprocessCore:
             ) from None
 
     async def _result_or_death(self, ask: Callable[[], Awaitable[T]]) -> T:
+        # vLLM does not answer for a process that has died: its death, noticed by the sentinel, ends the wait.
         task = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not task.done():  # an answer that came at the same time counts
                 raise _DiedError
             return task.result()
         finally:
@@ -227,13 +224,15 @@ class SubprocessCore:
             f"process {process.pid} ({process.name}) {process_state(process)}." for process in self._processes
         )
 
-    async def _open_log(self) -> None:
-        self._log = LogTail(asyncio.get_running_loop(), compat.NOISE)
+    def _in_loop(self, call: Callable[[], T]) -> T:
+        """Calls a function in the thread of the loop, which reads pipes and owns vLLM's sockets."""
 
-    async def _close_log(self) -> None:
-        self._log.close()
+        async def run() -> T:
+            return call()
 
-    async def _watch_processes(self) -> None:
+        return self._loop.run(run(), time.monotonic() + _LOOP_S)
+
+    def _watch_processes(self) -> None:
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         for process in self._processes:
@@ -258,18 +257,14 @@ class SubprocessCore:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGCONT)  # a stopped process could not end by itself
         with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(self._stop_output_handler(), time.monotonic() + _LOOP_S)
-        self.llm.engine_core.shutdown(timeout=_CLOSING_S)
-        self.llm.shutdown()
+            self._in_loop(lambda: compat.stop_output_handler(self.llm))
+        self.llm.shutdown(timeout=_CLOSING_S)
         with contextlib.suppress(LLMRLError, TimeoutError):
-            self._loop.run(self._release(), time.monotonic() + _LOOP_S)
+            self._in_loop(self._release)
         self._loop.close()
         remove_shared_memory(self._shared)
 
-    async def _stop_output_handler(self) -> None:
-        compat.stop_output_handler(self.llm)
-
-    async def _release(self) -> None:
+    def _release(self) -> None:
         self._note_death()
         compat.destroy_sockets(self.llm)
         self._log.close()
@@ -281,15 +276,14 @@ def _close_at_exit(reference: Callable[[], SubprocessCore | None]) -> None:
         core.close()
 
 
+@dataclass(eq=False)
 class _Call:
     """Rows that were asked for together, and the names of their requests so far."""
 
-    def __init__(
-        self, prompts: Sequence[list[int]], params: Sequence[Any], media: Sequence[Any] | None = None, version: int = 0
-    ) -> None:
-        self.prompts, self.params, self.media, self.version = prompts, params, media, version
-        self.names: list[str] = []
-        self.aborted = False
+    requests: Requests
+    params: Sequence[Any]
+    names: list[str] = field(default_factory=list)
+    aborted: bool = False
 
 
 class _DiedError(Exception):

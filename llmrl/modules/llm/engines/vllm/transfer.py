@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,51 +19,10 @@ from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.compat import vllm_module
 from llmrl.modules.llm.engines.vllm.core import NothingLoadedError
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, padded_size
-from llmrl.modules.llm.engines.vllm.worker import BACKEND, place_of_process
+from llmrl.modules.llm.engines.vllm.worker import place_of_process
 from llmrl.modules.llm.engines.weights import WeightSet
 
-__all__ = [
-    "NCCL",
-    "CallWorkers",
-    "CudaIPC",
-    "SharedMemory",
-    "TransferCache",
-    "TransferSettings",
-    "nearest_transfer",
-    "transfer_settings",
-]
-
-
-class CallWorkers(Protocol):
-    """Calls a method in every worker: the answer of each, by ``end`` (of `time.monotonic`) or an error."""
-
-    def __call__(self, method: str, end: float, **arguments: Any) -> list[Any]: ...
-
-
-class TransferCache:
-    """The transfer of one engine: kept between updates, replaced for other settings, and after an error, because the
-    workers may be others by then.
-    """
-
-    def __init__(self, call: CallWorkers) -> None:
-        self._call = call
-        self._settings: TransferSettings | None = None
-        self._transfer: _BufferTransfer | None = None
-
-    def send(self, weights: WeightSet, end: float, settings: TransferSettings) -> None:
-        if self._transfer is None or settings != self._settings:
-            self.close()
-            self._settings, self._transfer = settings, settings.connect(self._call)
-        try:
-            self._transfer.send(weights, end)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.close()
+CallWorkers = Callable[..., list[Any]]  # (method, end, **arguments): each worker's answer, by ``end``
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -79,8 +38,8 @@ class TransferSettings(ABC):
             raise ConfigError(f"{type(self).__name__}: buffer_bytes must be at least 128: got {self.buffer_bytes}.")
 
     @abstractmethod
-    def connect(self, call: CallWorkers) -> _BufferTransfer:
-        """The transfer to the workers that ``call`` reaches."""
+    def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
+        """A buffer for the workers that ``call`` reaches. Raises OSError, OutOfMemoryError if there is no room."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +59,8 @@ class SharedMemory(TransferSettings):
 
     buffer_bytes: int = 1 << 26
 
-    def connect(self, call: CallWorkers) -> _BufferTransfer:
-        return _BufferTransfer(call, self.buffer_bytes, lambda size, end: SharedBuffer.create(size))
+    def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
+        return SharedBuffer.create(size)
 
 
 @dataclass(frozen=True)
@@ -113,13 +72,13 @@ class CudaIPC(TransferSettings):
 
     buffer_bytes: int = 1 << 28
 
-    def connect(self, call: CallWorkers) -> _BufferTransfer:
+    def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
         if not torch.cuda.is_available():
             raise UnsupportedError(
                 "VLLMEngine: the ipc transfer goes through memory of a GPU, and there is none here; "
                 "backend='shared_memory' needs none. Nothing was updated."
             )
-        return _BufferTransfer(call, self.buffer_bytes, lambda size, end: CudaBuffer.create(size))
+        return CudaBuffer.create(size)
 
 
 @dataclass(frozen=True)
@@ -143,19 +102,15 @@ class NCCL(TransferSettings):
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"NCCL: num_workers must be at least 1: got {self.num_workers}.")
 
-    def connect(self, call: CallWorkers) -> _BufferTransfer:
-        def create(size: int, end: float) -> Buffer:
-            workers = call("llmrl_describe", end)
-            if self.num_workers not in (None, len(workers)):
-                raise ConfigError(
-                    f"NCCL: num_workers must be that of the engine: got {self.num_workers}, {len(workers)} answer."
-                )
-            free_port = vllm_module("vllm.utils.network_utils").get_open_port
-            device = "cpu" if None in (workers[0]["gpu"], place_of_process()["gpu"]) else "cuda"
-            port = self.master_port or free_port()
-            return BroadcastBuffer(size, device, self.master_address, port, 1 + len(workers))
-
-        return _BufferTransfer(call, self.buffer_bytes, create)
+    def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
+        workers = call("llmrl_describe", end)
+        if self.num_workers not in (None, len(workers)):
+            raise ConfigError(
+                f"NCCL: num_workers must be that of the engine: got {self.num_workers}, {len(workers)} answer."
+            )
+        device = "cpu" if None in (workers[0]["gpu"], place_of_process()["gpu"]) else "cuda"
+        port = self.master_port or vllm_module("vllm.utils.network_utils").get_open_port()
+        return BroadcastBuffer(size, device, self.master_address, port, 1 + len(workers))
 
 
 _NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": NCCL(), "ipc": CudaIPC()}
@@ -194,23 +149,26 @@ def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, 
 # --- the transfer -----------------------------------------------------------------------------------------------------
 
 
-class _BufferTransfer:
+class WeightTransfer:
     """Weights through one buffer: written once here, read once by every worker, with a checksum on both sides.
 
     No second copy of the model exists: a tensor is in the buffer while it is loaded. Weights that fit into half of the
-    buffer are all verified before the first one is loaded.
-
-    create  a buffer of so many bytes, by a deadline; an error if there is no room
+    buffer are all verified before the first one is loaded. The buffer is kept until other settings are asked for or an
+    update fails.
     """
 
-    def __init__(self, call: CallWorkers, buffer_bytes: int, create: Callable[[int, float], Buffer]) -> None:
-        self._call, self._buffer_bytes, self._create = call, buffer_bytes, create
+    def __init__(self, call: CallWorkers) -> None:
+        self._call = call
+        self._settings: TransferSettings | None = None
         self._buffer: Buffer | None = None
         self._half = 0
-        self._touched = False  # whether some of an update's weights may be loaded
+        self._touched = False  # some of an update's weights may be loaded
 
-    def send(self, weights: WeightSet, end: float) -> None:
-        self._touched = False
+    def send(self, weights: WeightSet, end: float, settings: TransferSettings) -> None:
+        """Sends a complete set. Raises NothingLoadedError if it failed before the first weight was loaded."""
+        if settings != self._settings:
+            self.close()
+        self._settings, self._touched = settings, False
         try:
             self._reserve(weights, end)
             self._call("llmrl_start", end)
@@ -230,8 +188,9 @@ class _BufferTransfer:
                 finally:
                     self._await_loaded(loading)
             self._finish(end)
-        except Exception as error:
-            if self._touched:
+        except BaseException as error:
+            self.close()  # by the next update the workers may be others
+            if self._touched or not isinstance(error, Exception) or isinstance(error, UnsupportedError):
                 raise
             raise NothingLoadedError(f"{error} Nothing was updated.") from error
 
@@ -243,14 +202,15 @@ class _BufferTransfer:
         """Creates a buffer for these weights, unless there is one; every worker has mapped it and its path is gone."""
         sizes = {name: padded_size(shape.numel() * dtype.itemsize) for name, (dtype, shape) in weights.sent.items()}
         largest, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
-        half = min(padded_size(self._buffer_bytes // 2), total)
+        # Weights that fit into one half need no second one; a tensor larger than a half gets the whole buffer.
+        half = min(padded_size(self._settings.buffer_bytes // 2), total)
         size = max(half if half == total else 2 * half, sizes[largest])
         if self._buffer is not None and self._buffer.size >= size:
             return
         self._buffer = None
         while True:
             try:
-                buffer = self._create(size, end)
+                buffer = self._settings.create_buffer(size, self._call, end)
                 break
             except (OSError, torch.OutOfMemoryError) as error:
                 if size == sizes[largest]:
@@ -259,9 +219,10 @@ class _BufferTransfer:
                     raise WeightSyncError(
                         f"VLLMEngine: {largest} needs {size / 2**20:.0f} MiB of {memory} memory: {error}; {remedy}."
                     ) from error
+                # Less will do, down to one tensor at a time.
                 half = padded_size(half // 2)
                 size = max(2 * half if half > 64 else 0, sizes[largest])
-        buffer.connect(lambda info: self._call("llmrl_open_transfer", end, backend=BACKEND, init_info={"info": info}))
+        buffer.connect(lambda info: self._call("llmrl_open_buffer", end, info=info))
         self._buffer, self._half = buffer, half
 
     def _fill_halves(self, weights: WeightSet) -> Iterator[list[StoredTensor]]:
@@ -280,7 +241,7 @@ class _BufferTransfer:
                 yield []
                 start, offset, stored = 0, 0, []
                 continue
-            if offset + size > self._half:
+            if offset + size > self._half:  # on to the other half
                 yield stored
                 start, offset, stored = self._half - start, 0, []
             stored.append(self._buffer.write(name, tensor, offset=start + offset))
@@ -294,9 +255,9 @@ class _BufferTransfer:
         try:
             answers = loading.result()
         except BaseException:
-            self._touched = True
+            self._touched = True  # no answer: the workers may have loaded some of it
             raise
-        self._touched |= not all(answers)
+        self._touched |= not all(answers)  # a worker without damaged tensors has loaded its share
         for worker, damaged in enumerate(answers):
             if damaged:
                 raise WeightSyncError(

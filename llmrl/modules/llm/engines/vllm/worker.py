@@ -10,8 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,25 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.concurrency import parent_watchdog
+from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
-from llmrl.modules.llm.engines.vllm.compat import (
-    copy_pending,
-    let_a_cpu_report_routes,
-    repack_tied,
-    skip_compiled_rank_count,
-    vllm_module,
-    without_expert_kernels,
-)
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
-__all__ = ["WorkerExtension"]
-
-BACKEND = "llmrl"  # the name of our transfer in vLLM's factory
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
 if parent_watchdog.OWNER in os.environ and "vllm.config.vllm" in sys.modules:
-    let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
+    compat.let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
 
 
 class WorkerExtension:
@@ -47,7 +35,7 @@ class WorkerExtension:
 
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
-        skip_compiled_rank_count()
+        compat.skip_compiled_rank_count()
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
             _report_routes(self.model_runner, self.vllm_config)
@@ -65,63 +53,49 @@ class WorkerExtension:
         """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are neither the
         old nor the new ones, and a complete set can be loaded again.
         """
-        model = self.model_runner.get_model()
-        attach_kernels = without_expert_kernels(model)
-        try:
-            self.reload_weights(weights_iterator=iter(weights))
-        except BaseException:
-            self.reload_weights(weights_iterator=iter(()))  # ends the reload of layers that are incomplete
-            raise
-        finally:
-            attach_kernels()
-        repack_tied(model)
+        reload = _Reload(self.model_runner.get_model(), self.vllm_config)
+        reload.load(weights)
+        reload.finish()
+        self.model_runner.reset_encoder_cache()
 
-    def llmrl_open_transfer(self: Any, backend: str, init_info: dict[str, Any], first_rank: int = 1) -> None:
-        """Makes ``backend``, a name of ours or of vLLM's factory, the transfer by which this worker takes weights.
+    def llmrl_open_buffer(self: Any, info: dict[str, Any], first_rank: int = 1) -> None:
+        """Opens this worker's end of the trainer's buffer.
 
+        info        of `Buffer.connect`
         first_rank  of this engine's workers in the group that weights are broadcast to: the trainer is 0
         """
-        factory = vllm_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-        if backend == BACKEND:
-            try:
-                factory.register_engine(backend, _transfer_class())
-            except ValueError as error:
-                if "already registered" not in str(error):
-                    raise
-        current = self.weight_transfer_engine
-        if current is None or current.config.backend != backend:
-            if current is not None:
-                current.shutdown()
-            config = vllm_module("vllm.config.weight_transfer").WeightTransferConfig(backend=backend)
-            model = self.model_runner.get_model()
-            worker = getattr(self, "worker", self)  # in this process ``self`` is a wrapper around it
-            worker.weight_transfer_engine = factory.create_engine(config, self.vllm_config, self.device, model)
-        if backend == BACKEND:
-            init_info = {**init_info, "first_rank": first_rank}
-        self.init_weight_transfer_engine(init_info)
+        if "path" in info:
+            self._llmrl_buffer = SharedBuffer.open(info["path"], info["size"])
+        elif "handle" in info:
+            self._llmrl_buffer = CudaBuffer.open(info["gpu"], info["handle"], info["size"])
+        else:
+            parallel = self.parallel_config
+            rank = first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._llmrl_buffer = BroadcastBuffer.open(info["size"], self.device, info["group"], rank)
 
     def llmrl_start(self: Any) -> None:
         """Begins an update; an unfinished one is ended first."""
-        if self._weight_update_active:
-            self.finish_weight_update()
-        self.start_weight_update()
+        if (unfinished := getattr(self, "_llmrl_reload", None)) is not None:
+            unfinished.finish()
+        self._llmrl_reload = _Reload(self.model_runner.get_model(), self.vllm_config)
 
     def llmrl_receive(self: Any, stored: list[list[Any]], start: int, stop: int) -> list[str]:
         """Loads what the trainer wrote into the buffer from ``start`` to ``stop``, or nothing if some of it is
         damaged; then its names.
         """
         entries = [StoredTensor(*entry) for entry in stored]
-        buffer = self.weight_transfer_engine.buffer
-        buffer.pass_on(start, stop)
-        damaged = [entry.name for entry in entries if not buffer.is_intact(entry)]
+        self._llmrl_buffer.pass_on(start, stop)
+        damaged = [entry.name for entry in entries if not self._llmrl_buffer.is_intact(entry)]
         if not damaged:
-            self.update_weights({"stored": entries})
+            self._llmrl_reload.load_stored(entries, self._llmrl_buffer)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # copies may be under way, and the trainer writes there next
         return damaged
 
     def llmrl_finish(self: Any) -> dict[str, list[str]]:
         """Ends the update. What is wrong with the loaded model: {what: names of parameters}."""
-        self.finish_weight_update()
-        reload = self.weight_transfer_engine.reload
+        reload, self._llmrl_reload = self._llmrl_reload, None
+        reload.finish()
         return {"was not loaded": reload.not_loaded(), "is not what was sent": reload.differing()}
 
     def llmrl_set_temperature(self: Any, temperature: float) -> int:
@@ -129,7 +103,7 @@ class WorkerExtension:
 
         Returns the number of output heads that were reached: 0 if this model does not use vLLM's own.
         """
-        kind = vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
+        kind = compat.vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         heads = [module for module in self.model_runner.get_model().modules() if isinstance(module, kind)]
         for head in heads:
             own = vars(head).setdefault("_llmrl_own_scale", head.scale)  # some models scale their logits by themselves
@@ -154,7 +128,7 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
     What vLLM has for it (capturing, blocks of the prefix cache, the way to the answer) is used as its newer runner uses
     it: told of each step before it, and of the positions that it has computed.
     """
-    make = vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
+    make = compat.vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
     connector = make(runner.get_model(), vllm_config, runner.kv_cache_config)
     execute_model, sample_tokens, shutdown = runner.execute_model, runner.sample_tokens, runner.shutdown
 
@@ -185,43 +159,46 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
 
 
 class _Reload:
-    """One update of a vLLM model, loaded part by part out of a shared buffer.
+    """One update of a vLLM model, part by part."""
 
-    Tensors are views of the buffer, so nothing is held twice; only what vLLM still needs is copied before the trainer
-    writes there again.
-    """
-
-    def __init__(self, model: nn.Module, model_config: Any) -> None:
-        self._model, self._config = model, model_config
-        self._reload = vllm_module("vllm.model_executor.model_loader.reload")
-        self._attach_kernels: Any = None  # set by the first part
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self._model, self._vllm_config, self._config = model, vllm_config, vllm_config.model_config
+        self._reload = compat.vllm_module("vllm.model_executor.model_loader.reload")
+        self._attach_kernels: Any = None  # between the first part and the end
         self._sent: dict[str, StoredTensor] = {}
+        # What is still in here after the last part has its old value. vLLM puts ".base_layer." into names for adapters.
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def load(self, stored: list[StoredTensor], buffer: Buffer) -> None:
-        if self._attach_kernels is None:
-            self._attach_kernels = without_expert_kernels(self._model)
-            self._reload.initialize_layerwise_reload(self._model)
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
-            loaded = self._model.load_weights((entry.name, buffer.read(entry)) for entry in stored)
-            copy_pending(self._model, buffer.bytes)
+            with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+                if self._attach_kernels is None:
+                    self._attach_kernels = compat.without_expert_kernels(self._model)
+                    self._reload.initialize_layerwise_reload(self._model)
+                loaded = self._model.load_weights(weights)
         except BaseException:
-            self._finalize()  # ends the reload of layers that are incomplete
+            self.finish()  # ends the reload of layers that are incomplete
             raise
-        self._sent |= {entry.name: entry for entry in stored}
         self._unmet = set() if loaded is None else self._unmet - loaded
+
+    def load_stored(self, stored: list[StoredTensor], buffer: Buffer) -> None:
+        """Loads views of the buffer, so that nothing is held twice; what vLLM still needs is copied before the trainer
+        writes there again.
+        """
+        self.load((entry.name, buffer.read(entry)) for entry in stored)
+        compat.copy_pending(self._model, buffer.bytes)
+        self._sent |= {entry.name: entry for entry in stored}
 
     def finish(self) -> None:
         if self._attach_kernels is not None:
-            self._finalize()
-            repack_tied(self._model)
-
-    def _finalize(self) -> None:
-        try:
-            self._reload.finalize_layerwise_reload(self._model, self._config)
-        finally:
-            self._attach_kernels()
+            try:
+                with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+                    self._reload.finalize_layerwise_reload(self._model, self._config)
+            finally:
+                self._attach_kernels()
+                self._attach_kernels = None
+            compat.repack_tied(self._model)
 
     def not_loaded(self) -> list[str]:
         """The parameters of vLLM's model that nothing sent has reached."""
@@ -239,53 +216,3 @@ class _Reload:
         ]
         compared = kept[:: max(len(kept) // _NUM_COMPARED, 1)]
         return [entry.name for entry, parameter in compared if checksum(parameter) != entry.checksum]
-
-
-@cache
-def _transfer_class() -> type:
-    """The worker's half of the transfer, a ``WeightTransferEngine`` for vLLM's factory."""
-    base = vllm_module("vllm.distributed.weight_transfer.base")
-
-    @dataclass
-    class InitInfo(base.WeightTransferInitInfo):
-        info: dict[str, Any]  # of a buffer's ``connect``
-        first_rank: int = 1
-
-    @dataclass
-    class UpdateInfo(base.WeightTransferUpdateInfo):
-        stored: list[StoredTensor]
-
-    class BufferWeightTransferEngine(base.WeightTransferEngine):
-        init_info_cls = InitInfo
-        update_info_cls = UpdateInfo
-
-        def init_transfer_engine(self, init_info: InitInfo) -> None:
-            info = init_info.info
-            if "path" in info:
-                self.buffer = SharedBuffer.open(info["path"], info["size"])
-            elif "handle" in info:
-                self.buffer = CudaBuffer.open(info["gpu"], info["handle"], info["size"])
-            else:
-                parallel = self.parallel_config
-                replica = parallel.data_parallel_index * parallel.world_size
-                rank = init_info.first_rank + replica + parallel.rank
-                self.buffer = BroadcastBuffer.open(info["size"], self.device, info["group"], rank)
-
-        def start_weight_update(self) -> None:
-            self.reload = _Reload(self.model, self.model_config)
-
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            self.receive_weights(self.parse_update_info(update_info))
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
-
-        def receive_weights(self, update_info: UpdateInfo) -> None:
-            self.reload.load(update_info.stored, self.buffer)
-
-        def finish_weight_update(self) -> None:
-            self.reload.finish()
-
-        def shutdown(self) -> None:
-            self.buffer = None
-
-    return BufferWeightTransferEngine
