@@ -33,7 +33,7 @@ from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
-from llmrl.data.replay_buffers.utils import Stage, as_stage, near_names
+from llmrl.data.replay_buffers.utils import Transforms, near_names
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from llmrl.errors import DataError
 
@@ -105,7 +105,7 @@ class ReplayBuffer:
             self.dim_extend = dim_extend
         self._write_transform = write_transform
         transform = transform if transform_factory is None else transform_factory()
-        self._stages: list[Stage] = [] if transform is None else [as_stage(transform)]
+        self._transforms = Transforms() if transform is None else Transforms(transform)
         self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
         self._iterator: Iterator[Any] | None = None
         if not delayed_init:
@@ -170,7 +170,7 @@ class ReplayBuffer:
     @property
     def transforms(self) -> tuple[Any, ...]:
         """The transforms in the order in which they run on reads."""
-        return tuple(stage.transform for stage in self._stages)
+        return tuple(self._transforms)
 
     # --- writes ---
 
@@ -205,7 +205,7 @@ class ReplayBuffer:
         Returns the positions, int64[N]; none if a transform kept everything back.
         """
         with self._storage.lock:
-            if self._stages or self._write_transform is not None:
+            if self._transforms or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
                 if (data := self._invert(data)) is None:
@@ -257,12 +257,9 @@ class ReplayBuffer:
         return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
-        if self._write_transform is None and not self._stages:
-            return data
-        for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
-            if write is not None and (data := write(data)) is None:
-                return None
-        return data
+        if self._write_transform is not None and (data := self._write_transform(data)) is None:
+            return None
+        return self._transforms.write(data)
 
     # --- reads ---
 
@@ -300,7 +297,7 @@ class ReplayBuffer:
             data = self._collate(data)
             if isinstance(where, Tensor):
                 data = shape_cells(data, where.shape)
-        return self._transform(data)
+        return self._transforms.read(data)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
@@ -353,18 +350,12 @@ class ReplayBuffer:
         return tree_map(lambda leaf: leaf.pin_memory(), data) if self._pin_memory else data
 
     def _finish(self, raw: Any, info: dict[str, Any]) -> Any:
-        return self._transform(self._with_info(self._collate(raw), info))
+        return self._transforms.read(self._with_info(self._collate(raw), info))
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         """The batch with what the sampler says about its rows; here, only where slices end."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
             set_entry(data, SLICE_END, info[SLICE_END])
-        return data
-
-    def _transform(self, data: Any) -> Any:
-        for stage in self._stages:
-            if stage.read is not None:
-                data = stage.read(data)
         return data
 
     def _select(self, index: Any) -> int | slice | Tensor:
@@ -409,11 +400,11 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
-        return self.insert_transform(len(self._stages), transform, invert=invert)
+        return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform before position ``index``."""
-        self._at_rest(self._stages.insert, index, as_stage(transform, invert=invert))
+        self._at_rest(lambda: self._transforms.insert(index, transform, invert=invert))
         return self
 
     def share(self, shared: bool = True) -> None:
@@ -454,19 +445,19 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what the buffer does next, as copies."""
-        return self._at_rest(parts_state, self._parts(), self.transforms)
+        return self._at_rest(parts_state, self._parts(), self._transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
-        self._at_rest(load_parts_state, state, self._parts(), self.transforms)
+        self._at_rest(load_parts_state, state, self._parts(), self._transforms)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
-        self._at_rest(dump_parts, Path(path), self._parts(), self.transforms)
+        self._at_rest(dump_parts, Path(path), self._parts(), self._transforms)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
-        self._at_rest(load_parts, Path(path), self._parts(), self.transforms)
+        self._at_rest(load_parts, Path(path), self._parts(), self._transforms)
 
     save = dump = dumps
     load = loads
@@ -486,7 +477,7 @@ class ReplayBuffer:
         parts = ", ".join(part_names(self._parts()).values())
         return (
             f"{type(self).__name__}({parts}, {len(self)} rows, batch_size={self._batch_size}, "
-            f"{len(self._stages)} transforms)"
+            f"{len(self._transforms)} transforms)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from llmrl.data.replay_buffers.storages import StorageEnsemble
 from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
-from llmrl.data.replay_buffers.utils import load_transforms, near_names, transform_states
+from llmrl.data.replay_buffers.utils import near_names
 from llmrl.data.replay_buffers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
@@ -94,7 +95,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 "that was given: got them here."
             )
         self._views = (
-            StorageEnsemble(*self._member_parts("_storage"), transforms=[_Transforms(m) for m in self._members]),
+            StorageEnsemble(*self._member_parts("_storage"), transforms=self._member_parts("_transforms")),
             samplers,
             WriterEnsemble(*self._member_parts("_writer")),
         )
@@ -139,7 +140,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             return self._members[where] if rest is None else self._members[where][rest]
         if rest is not None:
             parts = [self._members[number][rest] for number in where]
-            return self._transform(self._joined(parts, self._dense()))
+            return self._transforms.read(self._joined(parts, self._dense()))
         return self if len(where) == len(self) else self._part(where)
 
     def _part(self, where: Sequence[int]) -> ReplayBufferEnsemble:
@@ -151,7 +152,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             p=None if chosen.sample_from_all else chosen.p,
             sample_from_all=chosen.sample_from_all,
         )
-        some._stages = list(self._stages)
+        some._transforms = copy.copy(self._transforms)
         return some
 
     # --- reads ---
@@ -190,18 +191,18 @@ class ReplayBufferEnsemble(ReplayBuffer):
             data = member._with_info(member._collate(rows), member_info)
             if isinstance(data, TensorDictBase):
                 data = with_info(data, {"index": member_info["index"]})
-            data = member._transform(data)
+            data = member._transforms.read(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
                 data.set("index", index_of(number, member._storage.trailing, index, data.device))
             parts.append(data)
-        return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
+        return self._transforms.read(self._joined(parts, self._dense() and self._equal_samplers()))
 
     def _joined(self, parts: list[Any], dense: bool) -> Any:
         return join(parts, dense) if self._collate_fn is None else self._collate_fn(parts)
 
     def _dense(self) -> bool:
         """True if rows of all members have one form after their transforms; so it cannot be known if there are any."""
-        plain = all(not member._stages and member._collate_fn is None for member in self._members)
+        plain = all(not member._transforms and member._collate_fn is None for member in self._members)
         kinds = {isinstance(member, TensorDictReplayBuffer) for member in self._members}
         return plain and len(kinds) == 1 and same_schema(self._storage.storages)
 
@@ -240,23 +241,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))
-        return f"ReplayBufferEnsemble({members}, batch_size={self._batch_size}, {len(self._stages)} transforms)"
-
-
-class _Transforms:
-    """A member's transforms as one: what its rows pass through, and their states."""
-
-    def __init__(self, member: ReplayBuffer) -> None:
-        self._member = member
-
-    def __call__(self, data: Any) -> Any:
-        return self._member._transform(data)
-
-    def state_dict(self) -> list[Any]:
-        return transform_states(self._member.transforms)
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        load_transforms(self._member.transforms, state)
+        return f"ReplayBufferEnsemble({members}, batch_size={self._batch_size}, {len(self._transforms)} transforms)"
 
 
 def _build_members(

@@ -407,21 +407,16 @@ class Storage(ABC):
 
     def _places_at(self, index: Index) -> int | slice | Tensor:
         """An index of rows that are written: the same, if the rows may be new."""
-        if isinstance(index, slice):
-            plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
-            if plain and 0 <= index.start <= index.stop:
-                return index
+        if type(index) is int and index >= 0:
+            return index
         who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
-            index = range(*index.indices(max(length, index.stop or 0)))
+            index = range(*index.indices(max(length, index.stop or 0)))  # it may end behind the last row
         if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop:
             return slice(index.start, index.stop)
-        if isinstance(index, range | list):
-            index = torch.tensor(list(index), dtype=None if len(index) else torch.int64)
         if not isinstance(index, Tensor):
-            if index < -length:
-                raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
-            return index + length if index < 0 else index
+            index = list(index) if isinstance(index, range) else index
+            index = torch.tensor(index, dtype=None if index != [] else torch.int64)
         if index.dtype is torch.bool:
             if index.ndim != 1 or len(index) not in (length, self.max_size):
                 raise IndexError(
@@ -429,13 +424,11 @@ class Storage(ABC):
                     f"{self.max_size}."
                 )
             return index.nonzero().squeeze(1)
-        if not index.ndim:
-            return self._places_at(int(index))
         if index.numel() and int(index.min()) < 0:
             if int(index.min()) < -length:
                 raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
-            return torch.where(index < 0, index + length, index)
-        return index
+            index = torch.where(index < 0, index + length, index)
+        return index if index.ndim else int(index)
 
     def _check_run(self, where: Sequence[int], num_rows: int) -> None:
         """Raises unless there is one position per row and writing them in this order leaves no gap."""

@@ -6,7 +6,6 @@ rows outside of a storage.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -216,17 +215,23 @@ class RowList(Storage):
     def _forget(self) -> None:
         self._rows: list[Any] = []
         self._blocks: list[_Block | None] = []  # of the row at each position; None: the row has its own memory
+        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
 
     def empty(self) -> None:
         super().empty()
         self._forget()
 
-    @abstractmethod
     def _known(self, layout: Layout) -> Layout:
         """The equal layout that earlier rows have, so that equal ones need no comparing."""
+        for known in self._layouts:
+            if known == layout:
+                return known
+        self._layouts.append(layout)
+        return layout
 
-    def _put(self, where: Sequence[int], rows: list[Any]) -> None:
+    def _put(self, index: int | slice | Tensor, rows: list[Any]) -> None:
         self.counters.check_writable(type(self).__name__)
+        where = positions(index, self.max_size)
         self._check_run(where, len(rows))
         held, rows = self._rows, self._with_known_layouts(rows)
         if isinstance(where, range):
@@ -305,20 +310,17 @@ class ListStorage(RowList):
     ) -> None:
         super().__init__(max_size, device)
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
-
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
         if isinstance(index, int):
-            self._put([index], [self._kept(data)])
+            rows = [self._kept(data)]
         elif isinstance(data, Tensor):
-            self._put(positions(index, self.max_size), list(copy_object(data, self.device).unbind(0)))
+            rows = list(copy_object(data, self.device).unbind(0))
         elif _is_row(data) and data.batch_dims:
-            self._put(positions(index, self.max_size), to_rows(data, self.device))
+            rows = to_rows(data, self.device)
         else:
-            self._put(positions(index, self.max_size), [self._kept(row) for row in _split(data)])
+            rows = [self._kept(row) for row in _split(data)]
+        self._put(index, rows)
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -344,13 +346,6 @@ class ListStorage(RowList):
 
     def _kept(self, value: Any) -> Any:
         return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
-
-    def _known(self, layout: Layout) -> Layout:
-        for known in self._layouts:
-            if known == layout:
-                return known
-        self._layouts.append(layout)
-        return layout
 
 
 class LazyStackStorage(RowList):
@@ -381,10 +376,10 @@ class LazyStackStorage(RowList):
         super().__init__(max_size, device)
         self.stack_dim = stack_dim
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._layout: Layout | None = None  # of all rows, as long as they have one
-        self._mixed = False
+    @property
+    def _mixed(self) -> bool:
+        """True once rows of different layouts were written."""
+        return len(self._layouts) > 1
 
     def count(self, data: Any) -> int:
         if isinstance(data, list):
@@ -398,16 +393,16 @@ class LazyStackStorage(RowList):
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
-        if isinstance(index, int) and self._layout is not None and self.device is None:
-            row = to_row_like(data, self._layout)
+        if isinstance(index, int) and self._layouts and self.device is None:
+            row = to_row_like(data, self._layouts[-1])
             if row is not None:
-                return self._put([index], [row])
+                return self._put(index, [row])
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:
                 if not is_tensor_collection(row):
                     raise DataError(f"LazyStackStorage: a row must be a tensordict: got {_describe(row)}.")
-        self._put(positions(index, self.max_size), to_rows(singles, self.device))
+        self._put(index, to_rows(singles, self.device))
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -421,14 +416,6 @@ class LazyStackStorage(RowList):
 
     def _all_rows(self, copy: bool) -> Any:
         return from_rows(self._rows, lazy=self._mixed)
-
-    def _known(self, layout: Layout) -> Layout:
-        if self._layout is None:
-            self._layout = layout
-        if layout == self._layout:
-            return self._layout
-        self._mixed = True
-        return layout
 
 
 class _Block:
