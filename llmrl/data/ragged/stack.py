@@ -26,21 +26,6 @@ from llmrl.data.ragged.tensordicts import (
     plain_value,
 )
 
-__all__ = [
-    "FIELDS",
-    "LazyRows",
-    "MessageRow",
-    "MessageStack",
-    "RaggedStack",
-    "join_message",
-    "set_entry",
-    "split_message",
-    "stack_columns",
-    "stack_messages",
-    "unstack_messages",
-    "with_entry",
-]
-
 FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses", "extra")
 Message = dict[str, Any]
 

@@ -28,30 +28,6 @@ from torch import Tensor
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "LazyCopy",
-    "attach",
-    "bare_tensordict",
-    "column",
-    "column_values",
-    "copy_rows",
-    "dim_names",
-    "entries_of",
-    "entry",
-    "fill",
-    "inner",
-    "new_tensordict",
-    "non_tensor",
-    "plain_value",
-    "present_keys",
-    "required",
-    "rewrap",
-    "row_values",
-    "rows_form",
-    "stack_cells",
-    "wrap",
-]
-
 C = TypeVar("C")
 _SCALAR = torch.Size([])
 
@@ -298,10 +274,8 @@ def rows_form(rows: Sequence[Tensor]) -> Form | None:
 
 def copy_rows(rows: Sequence[Tensor], form: Form | None, device: torch.device | None = None) -> list[Tensor]:
     """Copies: views of one fresh block of memory if the rows have a common ``form``."""
-    if form is None:
+    if form is None or len(rows) == 1:
         return [row.clone() if device is None else row.clone().to(device) for row in rows]
-    if len(rows) == 1:
-        return [rows[0].clone() if device is None else rows[0].clone().to(device)]
     flat = form[2] is None
     block = torch.stack(rows) if flat else torch.cat(rows)
     block = block if device is None else block.to(device)

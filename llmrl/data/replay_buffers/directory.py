@@ -26,17 +26,6 @@ from typing import Any
 from llmrl.data.replay_buffers.serialization import object_bytes, object_from
 from llmrl.errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "StateFile",
-    "current_directory",
-    "read_manifest",
-    "read_object",
-    "replace_directory",
-    "write_manifest",
-    "write_object",
-]
-
 MANIFEST = "manifest.json"
 _version = cache(version)
 _POINTER = "checkpoint.current"

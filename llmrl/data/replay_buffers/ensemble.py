@@ -13,7 +13,7 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.checkpointers.base import default_for
-from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
+from llmrl.data.replay_buffers.members import Members, by_member, index_of, members_at, refused, split_index
 from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from llmrl.data.replay_buffers.storages import StorageEnsemble
 from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
@@ -24,7 +24,7 @@ from llmrl.data.replay_buffers.writers import WriterEnsemble
 __all__ = ["ReplayBufferEnsemble"]
 
 
-class ReplayBufferEnsemble(ReplayBuffer):
+class ReplayBufferEnsemble(Members, ReplayBuffer):
     """Several buffers whose batches hold rows of several of them, [members drawn, rows of each].
 
     The members are ``rbs``; or they are built from ``storages``, ``samplers`` and ``writers`` (all three, and
@@ -51,6 +51,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
     ([[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     """
 
+    _held_in = "_buffers"
+
     @near_names
     def __init__(
         self,
@@ -75,17 +77,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
                     "ReplayBufferEnsemble: buffers have their own parts: got storages, samplers, writers or "
                     "collate_fns beside them."
                 )
-            for member in rbs:
-                if not isinstance(member, ReplayBuffer) or isinstance(member, ReplayBufferEnsemble):
-                    raise TypeError(
-                        "ReplayBufferEnsemble: members are replay buffers, and not ensembles: got a "
-                        f"{type(member).__name__}."
-                    )
-            self._members = rbs
+            self._buffers = self._checked(rbs, ReplayBuffer)
         else:
             if any(part is None for part in parts):
                 raise TypeError("ReplayBufferEnsemble: give buffers, or all of storages, samplers and writers.")
-            self._members = _build_members(storages, samplers, writers, collate_fns, batch_size)
+            self._buffers = _build_members(storages, samplers, writers, collate_fns, batch_size)
         if samplers is None:
             chosen_by = {"p": p, "sample_from_all": sample_from_all, "num_buffer_sampled": num_buffer_sampled}
             samplers = SamplerEnsemble(*[member._sampler for member in self._members], **chosen_by)
@@ -129,9 +125,6 @@ class ReplayBufferEnsemble(ReplayBuffer):
         self._views[2].writers = self._member_parts("_writer")
         return self._views[2]
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def __getitem__(self, index: Any) -> Any:
         """A member, an ensemble of members, or (with a second index) rows of members."""
         first, rest = split_index(index)
@@ -141,9 +134,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
         if rest is not None:
             parts = [self._members[number][rest] for number in where]
             return self._transforms.read(self._joined(parts, self._dense()))
-        return self if len(where) == len(self) else self._part(where)
+        return self if len(where) == len(self) else self.of(where)
 
-    def _part(self, where: Sequence[int]) -> ReplayBufferEnsemble:
+    def of(self, where: Sequence[int]) -> ReplayBufferEnsemble:
         chosen = self._sampler.of(where)
         some = ReplayBufferEnsemble(
             *[self._members[number] for number in where],

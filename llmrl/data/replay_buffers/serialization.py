@@ -30,8 +30,6 @@ from llmrl.data.ragged.layout import Layout, Leaf, is_leaf, put_rows_together, p
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
-__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
-
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
 
@@ -90,6 +88,10 @@ def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
     if _is_record(value):
         entries = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
         return {"class": _class_name(kind), "entries": [encode(entry, put, (*path, ITEM)) for entry in entries]}
+    return _encode_object(value, put, path)
+
+
+def _encode_object(value: Any, put: Put, path: tuple[str, ...]) -> Any:
     return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
 
 
@@ -98,7 +100,7 @@ def _encode_tensor(value: Tensor, put: Put, path: tuple[str, ...]) -> Any:
         lengths = (*path[:-1], f"{path[-1] if path else ''}.lengths")
         return {"jagged": [put(path, value.values()), put(lengths, value.offsets().diff())]}
     if value.is_nested or value.layout is not torch.strided:
-        return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
+        return _encode_object(value, put, path)
     return {"tensor": put(path, value)}
 
 

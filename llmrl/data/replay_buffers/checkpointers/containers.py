@@ -23,8 +23,6 @@ from llmrl.data.replay_buffers.serialization import ITEM, find_dtype
 from llmrl.errors import CheckpointError
 from llmrl.optional import require
 
-__all__ = ["FileContainer", "H5Container"]
-
 _ALIGNMENT = 16  # of tensors that follow others in a file: any dtype can be mapped there
 _MOST_OPEN_FILES = 128
 

@@ -332,7 +332,11 @@ class Storage(ABC):
         length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
             self.prepare(tuple(counters["trailing"]))
-            self.check_state(length, counters["max_size"])
+            if length > self.max_size or (length >= counters["max_size"] and counters["max_size"] != self.max_size):
+                raise CheckpointError(  # a full ring goes on only at its own size
+                    f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
+                    f"max_size {counters['max_size']}, expected max_size {self.max_size}."
+                )
             self._forget()
             self.counters.length = 0
             if length:
@@ -348,14 +352,6 @@ class Storage(ABC):
             self.counters.length = before
             raise
         self.counters.load(counters)
-
-    def check_state(self, length: int, max_size: int) -> None:
-        """Raises if a saved state cannot go on here: it is too long, or was full at another size."""
-        if length > self.max_size or (length >= max_size and max_size != self.max_size):
-            raise CheckpointError(
-                f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
-                f"max_size {max_size}, expected max_size {self.max_size}."
-            )
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """``hook`` changes the content on its way to the disk."""

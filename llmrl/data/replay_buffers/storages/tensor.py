@@ -63,11 +63,11 @@ class TensorStorage(Storage):
     ) -> None:
         if storage is None:
             raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
-        rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
+        rows, trailing = time_first(storage, 0, ndim)
         size = self.count(rows)
         if max_size is not None and max_size != size:
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
-        self._begin("TensorStorage", size, device, ndim)
+        self._begin(size, device, ndim)
         self._trailing = trailing
         if self.device is None:  # where the allocation is, so that batches that name no device fit it
             tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
@@ -78,11 +78,14 @@ class TensorStorage(Storage):
         self._hold(layout, columns)
         self.counters.length = size if filled else 0
 
-    def _begin(self, who: str, max_size: int, device: torch.device | str | None, ndim: int) -> None:
+    def _begin(self, max_size: int, device: torch.device | str | None, ndim: int) -> None:
         super().__init__()
+        who = type(self).__name__
+        if ndim < 1:
+            raise ValueError(f"{who}: ndim counts the dimensions that hold rows and must be at least 1: got {ndim}.")
         self._max_size = self._asked_size = row_limit(who, max_size)
         self._trailing: tuple[int, ...] = ()
-        self.ndim = _dimensions(who, ndim)
+        self.ndim = ndim
         self._auto_device = device == "auto"
         self.device = None if device is None or self._auto_device else torch.device(device)
         self._schema: Schema | None = None
@@ -372,7 +375,7 @@ class LazyTensorStorage(TensorStorage):
                 "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
                 "consolidated=True; leave it out, and call consolidate() on a batch that is to be sent somewhere."
             )
-        self._begin("LazyTensorStorage", max_size, device, ndim)
+        self._begin(max_size, device, ndim)
         self._cleanup = cleanup_memmap
         if shared_init:
             self.share()
@@ -411,18 +414,12 @@ class LazyMemmapStorage(TensorStorage):
                 f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
                 "samples, for instance by a transform."
             )
-        self._begin("LazyMemmapStorage", max_size, device, ndim)
+        self._begin(max_size, device, ndim)
         self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
 
 
 def _no_tensors(*reference: Any) -> Any:
     raise CheckpointError("the layout of shared rows must hold no tensors: got one in a field of a tensorclass.")
-
-
-def _dimensions(who: str, ndim: int) -> int:
-    if ndim < 1:
-        raise ValueError(f"{who}: ndim counts the dimensions that hold rows and must be at least 1: got {ndim}.")
-    return ndim
 
 
 def _stack(rows: list[Any]) -> Any:
