@@ -77,7 +77,7 @@ class LazyRows(LazyStackedTensorDict):
     def _build_rows(self) -> None:
         self._rows = self._build()
         self.source = None
-        for name, value in self._added.items():
+        for name, value in self._added.items():  # what `set_later` kept
             for row, part in zip(self._rows, value.unbind(0), strict=True):
                 row.set(name, part)
         if self._is_locked:
@@ -89,7 +89,7 @@ class LazyRows(LazyStackedTensorDict):
     def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
         if self._ragged is not None and self.source is not None and kwargs.get("as_padded_tensor"):
             path = (key,) if isinstance(key, str) else tuple(key)
-            rows = None if path[0] in self._added else self._ragged(path)
+            rows = None if path[0] in self._added else self._ragged(path)  # what was set since counts
             if rows is not None and kwargs.keys() <= {"as_padded_tensor", "padding_value", "padding_side"}:
                 return rows.padded(kwargs.get("padding_value", 0), kwargs.get("padding_side", "right"))
         return super().get(key, default, *args, **kwargs)
@@ -137,7 +137,7 @@ class LazyRows(LazyStackedTensorDict):
 
     def _propagate_lock(self, lock_parents_weakrefs: Any = None, *, is_compiling: bool) -> None:
         if self.source is not None:
-            self._is_locked = True
+            self._is_locked = True  # the rows are locked when they are built
         else:
             super()._propagate_lock(lock_parents_weakrefs, is_compiling=is_compiling)
 

@@ -260,7 +260,7 @@ def rows_form(rows: Sequence[Tensor]) -> Form | None:
 
     The shape is None for rows without dimensions. None for rows that differ.
     """
-    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}
+    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}  # a subclass may copy otherwise
     if len(kinds) != 1:
         return None
     kind, dtype, device, layout, dims = kinds.pop()
@@ -277,6 +277,7 @@ def copy_rows(rows: Sequence[Tensor], form: Form | None, device: torch.device | 
     if form is None or len(rows) == 1:
         return [row.clone() if device is None else row.clone().to(device) for row in rows]
     flat = form[2] is None
+    # One kernel and one allocation for all rows: the copies are views of it.
     block = torch.stack(rows) if flat else torch.cat(rows)
     block = block if device is None else block.to(device)
     return list(block.unbind(0) if flat else block.split_with_sizes([row.shape[0] for row in rows]))

@@ -190,9 +190,10 @@ class ReplayBuffer:
                 return torch.empty(0, dtype=torch.int64)
             if self._storage.ndim > 1:
                 return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
+            # A transform may have made several rows of one: they are written as a batch.
             if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
                 return self._extend(made)
-            self._rewind()
+            self._rewind()  # batches that wait were drawn from other rows
             index = self._writer.add(made)
             if index is not None:
                 self._sampler.add(index)
@@ -219,6 +220,7 @@ class ReplayBuffer:
             if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
+            # A run stays a slice for the storage, which writes it in one piece; the others want positions.
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -293,6 +295,7 @@ class ReplayBuffer:
                 data = self._storage.get(where)
             else:
                 data = self._collected(where if isinstance(where, slice) else where.reshape(-1))
+        # Outside of the lock: what was read is a copy, and collating may take long.
         if not isinstance(where, int):
             data = self._collate(data)
             if isinstance(where, Tensor):
@@ -311,6 +314,7 @@ class ReplayBuffer:
     def epoch(self) -> Iterator[Any]:
         """The batches of one pass; with a sampler that has no passes, as many as there would be in one."""
         batches = iter(self)
+        # Without a batch_size the first ``next`` raises.
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
             yield from batches
             return
@@ -327,6 +331,7 @@ class ReplayBuffer:
         return data
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
+        # What waits has the size of the constructor: another one is drawn as if nothing had been prepared.
         if self._prefetcher is None or size != self._batch_size:
             with self._storage.lock:
                 self._rewind()
@@ -334,7 +339,7 @@ class ReplayBuffer:
             return self._finish(raw, info), info, ran_out
         with self._storage.lock:
             waiting = self._prefetcher.take(lambda: self._draw(size), self._sampler.bookmark, self._finish)
-        return self._prefetcher.wait(waiting)
+        return self._prefetcher.wait(waiting)  # without the lock, so that a slow transform blocks no writer
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         storage = self._storage
@@ -343,6 +348,7 @@ class ReplayBuffer:
         return self._collected(index), info, self._sampler.ran_out
 
     def _collected(self, index: slice | Tensor) -> Any:
+        # A collate_fn gets single rows where the storage has them; without one the storage makes the batch.
         return self._storage.batch(index) if self._collate_fn is None else self._storage.get(index)
 
     def _collate(self, raw: Any) -> Any:

@@ -46,6 +46,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path).absolute()
     if any((match := _VERSION.fullmatch(part)) and match[2] for part in path.parts):
+        # Inside a draft: the rename of the outermost folder covers this part too.
         path.mkdir(parents=True, exist_ok=True)
         yield path
         return
@@ -60,6 +61,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     draft.mkdir()
     try:
         yield draft
+        # On the disk before the rename: else a power cut could leave a complete name with half of its files.
         for folder, _, names in os.walk(draft):
             for name in (*names, "."):
                 _flush(Path(folder) / name)
@@ -67,7 +69,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
         pointer = path / f"{_POINTER}.draft"
         pointer.write_text(complete.name + "\n")
         _flush(pointer)
-        pointer.replace(path / _POINTER)
+        pointer.replace(path / _POINTER)  # the one step that makes the new version count
         _flush(path)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -76,6 +78,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
                 f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
             ) from error
         raise
+    # Only now: until the pointer was replaced, the old version was the one that counted.
     for name in _versions(path):
         if name != complete.name:
             shutil.rmtree(path / name, ignore_errors=True)
@@ -158,12 +161,13 @@ def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, A
         raise _damaged(who, file, "it was changed")
     for name, expected in manifest["files"].items():
         part = folder / name
+        # A link, or a name with '..', would let a dump read any file of its reader.
         if not part.resolve().is_relative_to(folder.resolve()):
             raise _damaged(who, part, "it lies outside of the checkpoint")
         if not part.is_file():
             raise _damaged(who, part, "it is missing")
         size = part.stat().st_size
-        if size != expected["bytes"]:
+        if size != expected["bytes"]:  # before the checksum, which reads the whole file
             raise _damaged(who, part, f"it has {size} bytes, expected {expected['bytes']}")
         if file_digest(part) != expected["sha256"]:
             raise _damaged(who, part, "its checksum differs")

@@ -166,6 +166,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
             raw, info, _ = self._members[number]._draw(rows)
             return info["index"], (raw, info)
 
+        # Every member draws as it would alone: it knows its grid and its collate_fn.
         parts = sampler.draw(storage, size, draw)
         infos = []
         for number, (_, info) in parts:
@@ -182,7 +183,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
         for number, (rows, member_info) in raw:
             member = self._members[number]
             data = member._with_info(member._collate(rows), member_info)
-            if isinstance(data, TensorDictBase):
+            if isinstance(data, TensorDictBase):  # before the transforms, which may reorder or drop rows
                 data = with_info(data, {"index": member_info["index"]})
             data = member._transforms.read(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
@@ -214,7 +215,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Gives the rows of a sampled batch new priorities; members are ``TensorDictReplayBuffer``."""
-        for part in data.unbind(0):
+        for part in data.unbind(0):  # each is of one member
             part, index = part.copy(), part["index"]
             part.set("index", index["index"])
             self._members[int(index["buffer_ids"].flatten()[0])].update_tensordict_priority(part)

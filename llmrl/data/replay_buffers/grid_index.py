@@ -50,6 +50,7 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
         if not bool(((index >= 0) & (index < torch.tensor(shape))).all()):
             raise IndexError(f"{who}: coordinates must lie on the grid {list(shape)}: got {index}.")
         return flat_cells(index, shape[1:])
+    # Any other index means what it means on a tensor of that shape: index one that holds the positions.
     grid = torch.arange(length).view(*shape).movedim(0, time_dim)
     try:
         where = grid[index]

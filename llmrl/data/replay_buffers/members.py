@@ -87,7 +87,7 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
             raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
         if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
             raise TypeError(f"{who}: members are named by integers: got {index!r}.")
-        where = where if where.size else slice(0)
+        where = where if where.size else slice(0)  # an empty list is an array of floats
     try:
         found = np.arange(count)[where]
     except IndexError:

@@ -47,7 +47,7 @@ class Prefetcher:
     ) -> _Waiting:
         """The next batch, after drawing until ``depth`` more of them wait; threads ``finish`` them."""
         while len(self._queue) <= self.depth:
-            before = bookmark()
+            before = bookmark()  # in the order of the draws: the caller holds the buffer's lock
             raw, info, ran_out = draw()
             self._queue.append(_Waiting(before, self._pool.submit(finish, raw, info), info, ran_out))
 
@@ -68,7 +68,7 @@ class Prefetcher:
         if not self._queue:
             return None
         before = self._queue[0].before
-        for waiting in self._queue:
+        for waiting in self._queue:  # those that run already end on copies that are dropped
             waiting.future.cancel()
         self._queue.clear()
         return before

@@ -86,10 +86,10 @@ class ProcessLock:
         if not self._alone:
             return
         left = self._thread.acquire(timeout=self.timeout_s)
-        self._alone = False
+        self._alone = False  # even if late: the fork that asks for it takes place anyhow
         if not left:
             raise self._late(f"another thread of this process ({os.getpid()})")
-        if self._depth:  # this thread is inside
+        if self._depth:  # this thread is inside, so far without a place in the queue of processes
             self._acquire()
         self._thread.release()
 
@@ -101,11 +101,13 @@ class ProcessLock:
                 f"ReplayBuffer: a shared buffer lives as long as its owner: {self.path} does not exist any more."
             )
         deadline = time.monotonic() + self.timeout_s
+        # The gate makes reading the last number and writing the next one a single step for all processes.
         self._wait(deadline, lambda: self._lock(_GATE))
         try:
             ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
-            self._lock(ticket)
+            self._lock(ticket)  # before the number is written: a number that can be read always has its lock
             os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
+            # Who has which number, for the message of a process that waits in vain.
             os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)
         finally:
             self._unlock(_GATE)
@@ -127,7 +129,7 @@ class ProcessLock:
                 ahead = self._ahead() if self._ticket else 0
                 number = int.from_bytes(os.pread(self._file, 8, 8 + ahead % _NUMBERS * 8), "little") if ahead else 0
                 raise self._late(f"process {number}" if number else "another process")
-            time.sleep(pause)
+            time.sleep(pause)  # a record lock cannot be waited for with a deadline
             pause = min(2 * pause, 5e-4)
 
     def _lock(self, byte: int) -> bool:

@@ -27,7 +27,7 @@ def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer
     """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the other process."""
     try:
         return True, make(*arguments, **keywords)
-    except Exception as error:
+    except Exception as error:  # the notes of an error travel with it, its traceback does not
         error.add_note("In the other process:\n" + traceback.format_exc().rstrip())
         return False, error
 

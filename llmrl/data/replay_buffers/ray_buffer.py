@@ -48,6 +48,7 @@ class RayReplayBuffer(BufferProxy):
         self._name = f"Ray actor {self._actor._actor_id.hex()[:8]}, which Ray has not placed yet"
         try:
             self._name = self._wait(self._actor.where.remote())
+            # Apart from placing the actor, so that its name is known when the buffer cannot be built.
             returned, result = self._wait(self._actor.build.remote(recipe))
             if not returned:
                 raise result

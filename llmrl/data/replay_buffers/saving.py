@@ -75,6 +75,7 @@ def _load(
     """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
+    # A copy: a transform's state may be the very tensors that it goes on changing.
     transforms_before = copy.deepcopy(transforms.state_dict())
     try:
         for name, part in small.items():
@@ -85,7 +86,7 @@ def _load(
         for name, part in small.items():
             part.load_state_dict(before[name])
         transforms.load_state_dict(transforms_before)
-        if type(error) is KeyError:
+        if type(error) is KeyError:  # of a part whose state lacks an entry; MissingKeyError explains itself
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
 

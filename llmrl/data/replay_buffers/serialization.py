@@ -65,6 +65,7 @@ def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
         return {kind.__name__: [[key, encode(entry, put, (*path, str(key)))] for key, entry in value.items()]}
     if isinstance(value, Tensor):
         return _encode_tensor(value, put, path)
+    # A class before its instances: a tensorclass itself also passes for a tensor collection.
     if isinstance(value, type) and _is_row_class(value):
         return {"class": _class_name(value)}
     if is_tensor_collection(value):
@@ -135,6 +136,7 @@ def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
     """
     if _is_exact_json(rows):
         return _encode_plain(rows, put, path)
+    # One column needs one form: rows of several are written group by group, with the numbers of the rows.
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(_form(row), []).append(number)
@@ -244,6 +246,7 @@ def _is_message_class(cls: type) -> bool:
 @cache
 def _class_name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
+    # Looked up now: a local class could never be found again, and the dump would be lost.
     _find_class(name, lambda found: found is cls)
     return name
 
@@ -258,6 +261,7 @@ def decode(node: Any, get: Get) -> Any:
     """
     try:
         return _decode(node, get)
+    # A manifest of another writer may be wrong in any way: whatever it breaks is one error for the caller.
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise CheckpointError(
             f"a dump must hold values as dumps writes them: got {type(error).__name__} ({error}); load another one."
@@ -397,7 +401,7 @@ def _find_class(name: str, fits: Callable[[type], bool]) -> type:
             importlib.import_module(module)
         found: Any = sys.modules[module]
         for part in path.split("."):
-            found = vars(found)[part]
+            found = vars(found)[part]  # not getattr, which may run a module's __getattr__ or a descriptor
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the class {name} of rows in a dump cannot be found ({error!r}); define it at the top of a module, and "
@@ -419,6 +423,7 @@ def object_bytes(value: Any, who: str) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(value, file)
+        # Reading it back shows what would be refused later, when the buffer is gone.
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(

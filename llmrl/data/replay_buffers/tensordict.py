@@ -46,7 +46,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
         with self._storage.lock:
-            priority = self._priorities(data, single=True)
+            priority = self._priorities(data, single=True)  # first: a bad priority must not leave a row behind
             index = super().add(data)
             if priority is not None and index is not None:
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
@@ -85,6 +85,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         priority, index = (read_entry(type(self).__name__, data, key) for key in (self.priority_key, "index"))
         size = len(self._storage.trailing) + 1
         rows = index.unsqueeze(-1) if size == 1 else index  # [*batch, coordinates]
+        # Positions that are the same along all inner dimensions name one row with several priorities, which the sampler
+        # reduces; else every priority has a row of its own.
         if rows.ndim > 2 and bool((rows == rows.flatten(1, -2)[:, :1].view(-1, *[1] * (rows.ndim - 2), size)).all()):
             rows = rows.flatten(1, -2)[:, 0]  # one position per row, expanded to its steps
         elif rows.ndim > 2:
@@ -131,7 +133,7 @@ def with_info(data: TensorDictBase, info: dict[Any, Any]) -> TensorDictBase:
             after = value.shape[1:] if key == "index" else value.shape[dims:]
             between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
             value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
-            value = value.clone()
+            value = value.clone()  # an expanded tensor cannot be written to in place
         set_entry(data, key, value)
     return data
 

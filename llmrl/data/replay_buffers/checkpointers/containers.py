@@ -45,7 +45,7 @@ class FileContainer:
             keys = [_escape(key) for key in path if key != ITEM]
             name = self._names[tuple(path)] = _free_name(".".join(keys), self._names.values(), ".memmap")
         if name not in self._open:
-            if len(self._open) == _MOST_OPEN_FILES:
+            if len(self._open) == _MOST_OPEN_FILES:  # they are opened again to append
                 self.close()
             self._open[name] = (self.folder / name).open("ab")
         file, data = self._open[name], _as_bytes(tensor)

@@ -128,7 +128,7 @@ class WriteJournal:
         """Rows were written at these positions, in this order."""
         where = flat_positions(index)
         self._num_written += where.size
-        if self._num_written <= _LIMIT:
+        if self._num_written <= _LIMIT:  # beyond, only the number counts: ``take`` asks the counters
             self._written.append(where)
 
     def note_replaced(self, index: int | Tensor) -> None:
@@ -155,11 +155,12 @@ class WriteJournal:
         self._storage, self._seen = storage, now
         if seen is None or num_replaced > _LIMIT:
             return None
+        # Complete, if the buffer told of at least as many rows as the counters know of.
         if _LIMIT >= num_written >= now.write_count - seen.write_count >= 0:
             if now.mutations != seen.mutations and not is_noted:
                 return None  # changed without a note of where
             return _joined(written), _joined(replaced)
-        run = _run(seen, now, storage.max_size)
+        run = _run(seen, now, storage.max_size)  # another process wrote too, or too much was written to be noted
         return None if run is None else (run, _joined(replaced))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class SamplerEnsemble(Members, Sampler):
                     f"SamplerEnsemble: every member that may be drawn must have rows: member {number} has none; write "
                     "to it, or give it the probability 0 by p."
                 )
+        # All or nothing: a member that fails must not leave the others one draw ahead.
         before, marks = self.generator.get_state(), [sampler.bookmark() for sampler in self.samplers]
         try:
             parts, self._ran_out = [], False

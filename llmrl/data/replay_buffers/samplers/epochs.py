@@ -53,7 +53,7 @@ class Epoch:
         """These positions are not to be handed out any more; those that were, or never were to be, do not matter."""
         if not self.left or not positions.size:
             return
-        if self._status is None:
+        if self._status is None:  # made when it is first needed: most passes lose no row
             self._status = np.full(int(self._order.max()) + 1, _ABSENT, dtype=np.uint8)
             self._status[self._order] = _WAITING
             self._status[self._order[: self.place]] = _DRAWN

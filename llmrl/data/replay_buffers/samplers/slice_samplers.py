@@ -233,10 +233,12 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         number, cut = self._plan(storage, batch_size)
         index = self._index
         waiting = self._epoch.waiting()  # last cells of trajectories
+        # They may have lost rows to the ring since the pass began.
         self._epoch.drop(waiting[cut.count(index.rows_up_to(waiting)) == 0])
         last = self._take(number, lambda: self._lasts(number, cut))
         rows = index.rows_up_to(last)
         choices = cut.count(rows)
+        # One number per trajectory picks among its slices; the minimum guards against rounding up to ``choices``.
         points = torch.rand(last.size, generator=self.generator, dtype=torch.float64).numpy()
         end, lengths = cut.piece(rows, np.minimum((points * choices).astype(np.int64), choices - 1))
         return self._batch(storage, cut, index.ahead(last, end - rows), lengths)
@@ -305,7 +307,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """Starts by priority: proposed among all rows, or, if hardly any can be one, listed."""
 
         def propose(count: int) -> tuple[np.ndarray]:
-            cells = self._draw(count)
+            cells = self._draw(count)  # by mass; keeping the legal ones leaves their proportions as they are
             return (cells[slices_from(self._index, cut, cells)],)
 
         found = accepted(number, min(self._index.cells, _MOST_DRAWS), propose)
@@ -322,5 +324,5 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
                 f"only zeros for {cells.size} of them."
             )
         points = torch.rand(number, generator=self.generator, dtype=torch.float64).numpy()
-        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))
+        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))  # rounding must not reach behind the last
         return cells[sums.searchsorted(points, side="right")]

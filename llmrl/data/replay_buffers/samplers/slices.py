@@ -40,6 +40,7 @@ class Cut(NamedTuple):
 
     def count(self, rows: np.ndarray) -> np.ndarray:
         """The number of slices of trajectories of so many rows."""
+        # As many as a window of this length has places that reach over neither end too far.
         fitting = np.maximum(rows - self.length + 1 + self.left + self.right, 0)
         return np.where(rows >= self.length, fitting, 0) if self.strict else np.maximum(fitting, 1)
 
@@ -47,7 +48,7 @@ class Cut(NamedTuple):
         """Of the slice of that number of such a trajectory: the row that it ends before, and its length."""
         end = self.length - self.left + number  # as if the trajectory went on on both sides
         last = np.minimum(end, rows)
-        whole = end > rows + self.right
+        whole = end > rows + self.right  # no place fits: the one slice that a short trajectory has all the same
         return last, np.where(whole, rows, last - np.maximum(end - self.length, 0))
 
 
@@ -60,6 +61,7 @@ def slices_at(
     if cut.plain:
         return rows >= cut.length, lengths
     fits = rows + behind >= cut.length - cut.left
+    # Only the last row of a trajectory has slices that end behind it.
     last, at = index.is_last(cells), np.equal(behind, 0)
     fits &= last | at
     if not cut.strict:
@@ -95,6 +97,7 @@ def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: tor
     copies = 1 + cut.right  # a last row stands for the slices that reach behind it too: it is proposed so many times
 
     def propose(count: int) -> Slices:
+        # Rejection: every (cell, behind) is as likely as any other, so every slice that is accepted is.
         cells = torch.randint(index.cells * copies, (count,), generator=generator).numpy()
         behind: np.ndarray | int = 0
         if copies > 1:
@@ -118,7 +121,7 @@ def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, 
         parts.append(tuple([column[:missing] for column in propose(proposals)]))
         missing -= parts[-1][0].size
         proposed += proposals
-        proposals *= 4
+        proposals *= 4  # the fewer were good, the more are needed
     return parts[0] if len(parts) == 1 else tuple([np.concatenate(column) for column in zip(*parts, strict=True)])
 
 

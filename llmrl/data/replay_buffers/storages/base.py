@@ -329,6 +329,7 @@ class Storage(ABC):
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
                 f"{counters['ndim']}, expected {self.ndim}."
             )
+        # What holds rows is replaced below, not changed: the old attributes are the way back.
         length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
             self.prepare(tuple(counters["trailing"]))
@@ -351,7 +352,7 @@ class Storage(ABC):
             self.__dict__.update(rows_before)
             self.counters.length = before
             raise
-        self.counters.load(counters)
+        self.counters.load(counters)  # last: the write above has counted too
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """``hook`` changes the content on its way to the disk."""

@@ -79,7 +79,7 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     forms = ragged_forms(layout, columns)
     copies = copy_columns(layout, columns, device, forms)
-    if device is not None:
+    if device is not None:  # the form names the device, which is another one now
         forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
@@ -129,6 +129,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     lazy = lazy or type(layout.root) is LazyBranch
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
         return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
+    # Rows of one batch size make a stack that knows its own before any row is built; others are built at once.
     sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
     if len(sizes) == 1 and None not in sizes:
         batch_size = torch.Size((len(rows), *sizes.pop()))
@@ -185,6 +186,7 @@ def unpack(state: dict[str, Any]) -> list[Row]:
 
 def _by_layout(rows: Sequence[Row]) -> list[tuple[Layout, list[int]]]:
     """The rows' numbers by layout; a layout is compared with others of its entries only."""
+    # Most rows share a few layout objects: the identity is looked up before anything is compared.
     groups: dict[int, tuple[Layout, list[int]]] = {}  # by the layout object: the group of its equals
     alike: dict[Any, list[tuple[Layout, list[int]]]] = {}
     for position, row in enumerate(rows):

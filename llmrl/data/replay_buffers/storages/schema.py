@@ -34,7 +34,7 @@ class Schema:
         """
         expected = self._single
         if num_rows is not None:
-            if num_rows != self._num_rows:
+            if num_rows != self._num_rows:  # batches mostly have one size: the shapes of the last one are kept
                 self._batched = [shape if shape is None else torch.Size((num_rows, *shape)) for shape in self._single]
                 self._num_rows = num_rows
             expected = self._batched

@@ -53,12 +53,13 @@ class SharedFolder:
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         if path is None if cleanup is None else cleanup:
+            # Bound to this process: a forked copy of this object must not remove what its parent uses.
             weakref.finalize(self, _remove, self.path, os.getpid())
 
     def file(self, name: str) -> Path:
         """The path of a file that is to be rewritten; processes that map an older one keep it."""
         path = self.find(name)
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a new file: truncating the old one would empty it under those that map it
         return path
 
     def find(self, name: str) -> Path:
@@ -80,6 +81,7 @@ class SharedFolder:
         with path.open("wb") as file:
             if size:
                 try:
+                    # A sparse file would be granted now, and kill the process by SIGBUS at a write on a full disk.
                     os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
                 except OSError as error:
                     path.unlink()

@@ -124,7 +124,7 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:
+        if end > length:  # after the rows: who reads the length finds rows behind it
             counters.length = end
         counters.changed()
 
@@ -216,6 +216,7 @@ class TensorStorage(Storage):
 
     def _known_schema(self) -> Schema | None:
         """The schema, even if another process has fixed it."""
+        # The flag lies in shared memory: another process may have written first, and its schema is in the folder.
         if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
@@ -273,7 +274,7 @@ class TensorStorage(Storage):
         if isinstance(data, list) and not single:
             data = _stack(data)
         layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
-        if not layout.dense:
+        if not layout.dense:  # a lazy stack or list whose rows may have one shape all the same
             try:
                 dense = tree_map(lambda leaf: leaf.contiguous() if hasattr(leaf, "contiguous") else leaf, data)
             except RuntimeError as error:
@@ -330,7 +331,7 @@ class TensorStorage(Storage):
             for number, kind in enumerate(layout.kinds)
         ]
         state = {"layout": encode(layout, _no_tensors), "max_size": self.max_size, "trailing": self.trailing}
-        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))
+        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # read by others once ``allocated`` is set
         return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:

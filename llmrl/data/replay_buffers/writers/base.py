@@ -108,7 +108,7 @@ class RoundRobinWriter(Writer):
             storage.set(slice(start, end), data)
         else:
             self._wrap(start, count, data)
-        counters.cursor = end % size
+        counters.cursor = end % size  # after the rows: a write that is refused moves nothing
         counters.write_count += count
         return index
 
