@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.data.replay_buffers import LazyTensorStorage
+from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import DataError
 
 
@@ -23,6 +23,13 @@ def numbered(first: int, count: int) -> TensorDict:
     """Rows with the numbers ``first``, ``first + 1``, ..., whose rewards are half of them."""
     number = torch.arange(first, first + count)
     return TensorDict(number=number, next=TensorDict(reward=number / 2, batch_size=[count]), batch_size=[count])
+
+
+def holding(data: Any, storage: Any = None, kind: type[ReplayBuffer] = ReplayBuffer, **arguments: Any) -> ReplayBuffer:
+    """A buffer that was extended by the data once."""
+    buffer = kind(storage=LazyTensorStorage(10) if storage is None else storage, **arguments)
+    buffer.extend(data)
+    return buffer
 
 
 def steps(ids: list[int], **entries: Any) -> TensorDict:

@@ -27,7 +27,7 @@ from llmrl.data.replay_buffers import (
 from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_directory, write_manifest
 from llmrl.errors import CheckpointError
-from tests.support.buffers import Counting
+from tests.support.buffers import Counting, holding
 
 
 @tensorclass
@@ -47,8 +47,7 @@ class Payload:
 
 
 def buffer_of(*rows: Any) -> ReplayBuffer:
-    buffer = ReplayBuffer(storage=ListStorage(4), sampler=SamplerWithoutReplacement(), transform=Counting())
-    buffer.extend(list(rows))
+    buffer = holding(list(rows), ListStorage(4), sampler=SamplerWithoutReplacement(), transform=Counting())
     return buffer
 
 

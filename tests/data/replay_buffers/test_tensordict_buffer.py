@@ -15,7 +15,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
-from tests.support.buffers import rows
+from tests.support.buffers import holding, rows
 
 
 class Marking(RandomSampler):
@@ -113,8 +113,7 @@ def test_a_list_of_tensordicts_is_written_row_by_row_with_positions_and_prioriti
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage, ListStorage])
 def test_rows_that_replace_others_need_not_know_their_positions(storage):
-    buffer = TensorDictReplayBuffer(storage=storage(4))
-    buffer.extend(rows(0, 1, 2, 3))
+    buffer = holding(rows(0, 1, 2, 3), storage(4), kind=TensorDictReplayBuffer)
     buffer[1] = TensorDict(a=torch.tensor(10))
     buffer[2:] = rows(20, 30)
     buffer[torch.tensor([3, 0])] = rows(40, 50).set("index", torch.tensor([7, 8]))  # nor say the right ones

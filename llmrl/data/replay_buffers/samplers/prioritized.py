@@ -135,9 +135,8 @@ class PrioritizedSampler(ProcessLocal, Sampler):
                 f"{self._who}: a row must have a priority above 0 (eps={self._eps}): got only zeros; with eps > 0 such "
                 "rows can be drawn."
             )
-        points = torch.rand(
-            count, generator=self.generator, dtype=torch.float64
-        ).numpy()  # float32 is too coarse for many rows
+        # float32 is too coarse to reach every one of many rows.
+        points = torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
         return self._tree.find(points * total)
 
     def _weights(self, index: np.ndarray) -> Tensor:
