@@ -11,13 +11,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmrl.data.replay_buffers import (
-    FlatStorageCheckpointer,
-    H5StorageCheckpointer,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
-    NestedStorageCheckpointer,
     PrioritizedSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -222,26 +219,3 @@ def test_a_memmap_is_saved_and_loaded_without_a_copy_in_memory(ndim, tmp_path):
     assert saved.num_bytes < 100_000
     assert loaded.num_bytes < 100_000
     assert torch.equal(other.storage[:]["next", "obs"], buffer.storage[:]["next", "obs"])
-
-
-def test_a_hook_that_writes_into_what_it_gets_does_not_change_the_rows(tmp_path):
-    buffer, other = (ReplayBuffer(storage=LazyTensorStorage(3)) for _ in range(2))
-    buffer.extend(TensorDict(a=torch.arange(3), batch_size=[3]))
-    buffer.register_save_hook(lambda content: content.apply_(lambda value: value.add_(10)))
-    other.register_load_hook(lambda content: content.apply_(lambda value: value * 2))
-    restore(other, buffer, tmp_path)
-    assert buffer["a"].tolist() == [0, 1, 2]
-    assert other["a"].tolist() == [20, 22, 24]
-
-
-@pytest.mark.parametrize("make", [FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer])
-def test_codecs_do_not_change_the_rows_they_lay_out(make, tmp_path):
-    done = torch.tensor([0, 0, 1, 0, 0, 1], dtype=torch.bool).unsqueeze(1)
-    following = TensorDict(obs=torch.arange(1.0, 7), reward=torch.ones(6, 1), done=done, batch_size=[6])
-    data = TensorDict(obs=torch.arange(6.0), next=following, batch_size=[6])
-    storage = LazyTensorStorage(6)
-    storage.set(slice(0, 6), data)
-    before = flat(storage[:].to_dict())
-    storage.checkpointer = make()
-    storage.dumps(tmp_path)
-    assert flat(storage[:].to_dict()) == before

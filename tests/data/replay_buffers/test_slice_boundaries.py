@@ -14,7 +14,7 @@ from llmrl.data.replay_buffers import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.support.buffers import holding, restore
+from tests.support.buffers import holding
 from tests.support.buffers import steps as rows
 
 
@@ -128,22 +128,6 @@ def test_a_filled_buffer_takes_another_sampler_and_an_emptied_one_starts_again(r
         buffer.sample()
     buffer.extend(TensorDict(t=torch.zeros(3, dtype=torch.int64), s=torch.arange(20, 23), batch_size=[3]))
     assert buffer.sample()["s"].tolist() == [20, 21, 22]
-
-
-def test_a_loaded_buffer_continues_with_the_same_slices(tmp_path, ring_of_eight):
-    def build() -> ReplayBuffer:
-        sampler = SliceSampler(slice_len=3, traj_key="t")
-        return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=6)
-
-    first, by_state, by_file = build(), build(), build()
-    first.extend(ring_of_eight[:].exclude("index"))
-    first.extend(TensorDict(t=torch.tensor([2, 2, 2]), s=torch.arange(3), batch_size=[3]))
-    first.sample()
-    restore(by_state, first, None)
-    restore(by_file, first, tmp_path)
-    for _ in range(5):
-        batch = first.sample()["s"].tolist()
-        assert by_state.sample()["s"].tolist() == by_file.sample()["s"].tolist() == batch
 
 
 def test_a_pickled_sampler_reads_the_storage_anew(ring_of_eight):

@@ -61,16 +61,6 @@ def test_the_info_of_the_sampler_is_expanded_to_the_batch():
     assert torch.equal(batch["index"], batch["a"])
 
 
-def test_positions_on_a_grid_are_coordinates():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=5)
-    value = 100 * torch.arange(2).unsqueeze(1) + torch.arange(4)
-    buffer.extend(TensorDict(a=value, batch_size=[2, 4]))
-    batch = buffer.sample()
-    assert batch["index"].shape == (5, 2)
-    assert torch.equal(batch["a"], 100 * batch["index"][:, 1] + batch["index"][:, 0])
-    assert buffer[:]["index"][1, 3].tolist() == [3, 1]
-
-
 def test_priorities_come_with_the_data_by_default():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=Marking())
     data = rows(1, 2).set("td_error", torch.tensor([0.5, 0.25]))
