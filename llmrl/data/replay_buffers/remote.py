@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer, check_arguments
+from llmrl.data.replay_buffers.proxy import METHODS, Answer, BufferProxy, answer, check_arguments
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
 from llmrl.errors import DeadlineError, WorkerError
 
@@ -60,11 +60,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         return RemoteBuffer(result, timeout_s=timeout_s)
 
 
-_METHODS = (
-    "add extend empty sample next __getitem__ __setitem__ __len__ update_priority update_tensordict_priority "
-    "mark_update state_dict load_state_dict dumps save dump loads load"
-)
-for _name in _METHODS.split():
+for _name in METHODS:
     setattr(RemoteTensorDictReplayBuffer, _name, _at_owner(getattr(TensorDictReplayBuffer, _name)))
 
 
