@@ -165,7 +165,7 @@ def take_apart(
 
     The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
     the device of every tensordict, for columns that will be kept there; None notes what the batch says. A tensordict
-    whose dimensions have names is kept whole for their sake, unless ``keep_names`` says that they do not matter.
+    with named dimensions is kept whole, so that the names survive, unless ``keep_names`` is False.
     """
     visitor = _Visitor(stacked, device, keep_names)
     return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
@@ -284,10 +284,10 @@ def copy_columns(
 ) -> list[Any]:
     """Columns that share no memory with the given ones: one kernel per column if the rows allow it.
 
-    Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
+    Python values are kept by reference (they may not be copyable); a tensor column may come in as one
     tensor or as a list of rows (tensors or, if a row is one number, numbers), and leaves as one tensor. ``forms``
     are ``ragged_forms``, if they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
-    ``put_together`` copies unless who gets them does.
+    ``put_together`` copies unless the reader does.
     """
     copies: list[Any] = []
     forms = ragged_forms(layout, columns) if forms is None else forms
@@ -321,7 +321,7 @@ def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
 def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
     """Collects copies of the entries of a single row, in a third of the time if its tree is known.
 
-    False says that a closer look is needed: the row has another tree, or something that is copied in another way.
+    False: the row has another tree, or an entry that is copied in another way; ``to_rows`` handles it.
     """
     kind = type(node)
     if kind is LazyBranch:

@@ -33,7 +33,7 @@ Message = dict[str, Any]
 class LazyRows(LazyStackedTensorDict):
     """A lazy stack over dimension 0 that builds its rows on first access, by ``source()``.
 
-    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers who pad, or None. From the first access on, the
+    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers that pad, or None. From the first access on, the
     rows hold the data and this is an ordinary lazy stack. Both functions are pickled with it.
 
     A subclass keeps another source. It builds rows in `_build` and answers from the source what it can.
@@ -84,7 +84,7 @@ class LazyRows(LazyStackedTensorDict):
             for row in self._rows:
                 row._propagate_lock(is_compiling=False)
 
-    # What can be done without building rows.
+    # Answers that need no rows.
 
     def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
         if self._ragged is not None and self.source is not None and kwargs.get("as_padded_tensor"):
@@ -335,7 +335,7 @@ class MessageStack(LazyRows):
         return dict.fromkeys(FIELDS).keys()
 
     def _get_str(self, key: str, *default: Any, **kwargs: Any) -> Any:
-        if not self._batch_size[0] and key in FIELDS:  # of no messages there is nothing to stack
+        if not self._batch_size[0] and key in FIELDS:  # no messages: nothing to stack
             return [] if kwargs.get("as_list") else NonTensorStack(stack_dim=0)
         return super()._get_str(key, *default, **kwargs)
 

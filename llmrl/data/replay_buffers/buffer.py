@@ -45,7 +45,7 @@ class ReplayBuffer:
 
     ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one, with
     ``delayed_init`` at the first use. ``transform`` (or ``transform_factory``) is a callable that runs on every batch
-    that is read; its method ``inv``, if it has one, runs on what is written and may return ``None`` to keep it back.
+    that is read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
     ``write_transform`` runs on writes only, before the others. ``collate_fn`` makes a batch of what the storage returns
     for several rows.
 
@@ -312,7 +312,7 @@ class ReplayBuffer:
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; with a sampler that has no passes, as many as there would be in one."""
+        """The batches of one pass; a sampler without passes gives as many as would cover the rows once."""
         batches = iter(self)
         # Without a batch_size the first ``next`` raises.
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
@@ -331,7 +331,7 @@ class ReplayBuffer:
         return data
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
-        # What waits has the size of the constructor: another one is drawn as if nothing had been prepared.
+        # Prepared batches have the constructor's size; another size is drawn as if nothing had been prepared.
         if self._prefetcher is None or size != self._batch_size:
             with self._storage.lock:
                 self._rewind()
@@ -359,7 +359,7 @@ class ReplayBuffer:
         return self._transforms.read(self._with_info(self._collate(raw), info))
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
-        """The batch with what the sampler says about its rows; here, only where slices end."""
+        """The batch with the sampler's info as entries; here, only the ends of slices."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
             set_entry(data, SLICE_END, info[SLICE_END])
         return data

@@ -39,10 +39,10 @@ _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
 def replace_directory(path: str | Path) -> Iterator[Path]:
     """A new directory to fill; it becomes the content of ``path`` when the block ends without error.
 
-    A kill at any moment leaves the content as it was, or as it is meant to be; the next write removes what is left.
+    A kill at any moment leaves the old content or the new one, complete; the next write removes leftover files.
     Inside the block, a directory below the one that is being filled is written in place: it is part of the same write.
 
-    Raises  CheckpointError if ``path`` cannot be a directory, or the disk does not take what is written
+    Raises  CheckpointError if ``path`` cannot be a directory, or writing fails
     """
     path = Path(path).absolute()
     if any((match := _VERSION.fullmatch(part)) and match[2] for part in path.parts):

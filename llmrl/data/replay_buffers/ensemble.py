@@ -151,7 +151,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
     # --- reads ---
 
     def epoch(self) -> Iterator[Any]:
-        """The batches until a member's pass ends; if no sampler has passes, as many as there are rows for."""
+        """The batches until a member's pass ends; without passes, as many as would cover all rows once."""
         if any(type(sampler).ran_out is not Sampler.ran_out for sampler in self._sampler.samplers):
             yield from self
             return
@@ -201,10 +201,10 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
         return plain and len(kinds) == 1 and same_schema(self._storage.storages)
 
     def _equal_samplers(self) -> bool:
-        """True if what samplers say about rows has the same keys and shapes for all members."""
+        """True if the samplers of all members give info with the same keys and shapes."""
         samplers, storages = self._sampler.samplers, self._storage.storages
-        said = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
-        return len(said) == 1 and len({storage.ndim for storage in storages}) == 1
+        infos = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
+        return len(infos) == 1 and len({storage.ndim for storage in storages}) == 1
 
     # --- members ---
 

@@ -1,8 +1,8 @@
 """The grid of a storage with several dimensions, and its cells in a row.
 
 Legend: T time, E the streams written side by side (the product of the grid's other sizes). A storage keeps cell
-``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension wherever the buffer's ``dim_extend``
-says; what lies on the grid is not known here. With one dimension everything here is plain indexing of rows.
+``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension at the buffer's
+``dim_extend``; this module does not know what the cells hold. With one dimension all of it is plain indexing of rows.
 """
 
 from __future__ import annotations

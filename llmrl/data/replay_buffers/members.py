@@ -68,7 +68,7 @@ def refused(
 
 
 def split_index(index: Any) -> tuple[Any, Any]:
-    """The index of members, and that of their rows (None if there is none)."""
+    """The index of members, and the index of their rows, or None."""
     if not isinstance(index, tuple):
         return index, None
     return index[0], None if len(index) == 1 else index[1] if len(index) == 2 else index[1:]

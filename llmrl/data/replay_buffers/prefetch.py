@@ -21,8 +21,8 @@ class _Waiting(NamedTuple):
 class Prefetcher:
     """Keeps up to ``depth`` drawn batches waiting.
 
-    Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and
-    the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's bookmark before
+    Rows are drawn and copied in the caller's thread, one batch after the other. Threads do the collating and run the
+    transforms, which must therefore be safe to run concurrently. Each draw notes the sampler's bookmark before
     it: ``clear`` returns that of the oldest batch still waiting, so going back to it and drawing gives the same.
     """
 

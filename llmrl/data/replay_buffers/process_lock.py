@@ -23,13 +23,14 @@ _NUMBERS = 512  # process ids that the file has room for
 class ProcessLock:
     """Excludes the threads of all processes that were given the lock; may be entered again by the thread inside.
 
-    A pickled lock and one that a forked process inherited are the same lock; as long as there is none, it is one of
+    A pickled lock and one that a forked process inherited are the same lock; until there is one, it excludes only
     threads, and the file ``path`` is left alone. Processes enter in the order in which they came. The operating system
     takes a process that ends out of the queue, however it ends. Waiting longer than ``timeout_s`` raises
     ``DeadlineError``, which names a process that is in the way.
 
-    The queue: who comes takes the next number, which the file holds, and locks the byte of that number. It is its turn
-    once no byte before is locked. Record locks belong to the open file, so two locks of one process exclude each other.
+    The queue: a process takes the next number, which the file holds, and locks the byte of that number. Its turn comes
+    once no byte before it is locked. Record locks belong to the open file, so two locks of one process exclude
+    each other.
     """
 
     def __init__(self, path: Path, timeout_s: float = 600.0) -> None:
@@ -107,7 +108,7 @@ class ProcessLock:
             ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
             self._lock(ticket)  # before the number is written: a number that can be read always has its lock
             os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
-            # Who has which number, for the message of a process that waits in vain.
+            # The process behind the number, for the error of one that waits in vain.
             os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)
         finally:
             self._unlock(_GATE)

@@ -1,7 +1,7 @@
 """A proxy of a replay buffer in another process; the ways there are ``remote`` and ``ray_buffer``.
 
-What is asked there is a function of the buffer; what comes back is its result, or the error that it raised, with the
-traceback of the other process as a note.
+A call sends a function of the buffer; the answer is its result, or the error that it raised, with the traceback of the
+other process as a note.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BufferProxy(ABC):
-    """Calls a buffer in another process: the methods of ``ReplayBuffer``, and those of what it is there.
+    """Calls a buffer in another process: it has the methods of ``ReplayBuffer`` and ``update_tensordict_priority``.
 
     Every call waits for its answer, at most ``timeout_s`` seconds. Errors of the buffer are raised here as they are.
     Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part there,
@@ -87,7 +87,7 @@ class BufferProxy(ABC):
     def apply(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """``function(buffer, *arguments, **keywords)``, run where the buffer is; its result travels.
 
-        The way to what has no method here: ``proxy.apply(set_version, 7)`` with a function of the module level.
+        For anything without a method here: ``proxy.apply(set_version, 7)``, with a function at the top of a module.
         """
         returned, result = self._ask(function, *arguments, **keywords)
         if not returned:
@@ -114,7 +114,7 @@ class BufferProxy(ABC):
         return self.apply(getattr, "write_count")
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends, which all who use the buffer share."""
+        """Batches until the sampler's pass ends; all users of the buffer share the pass."""
         size = self.batch_size
         if size is None:
             raise RuntimeError(f"{type(self).__name__}: iterating needs a batch_size at construction: got none.")

@@ -24,7 +24,7 @@ class RayReplayBuffer(BufferProxy):
     ``name``, ...). The first call waits until Ray has placed the actor.
 
     The object may be handed to other actors and tasks, which then use the same buffer. ``close`` ends the actor, and so
-    does Ray once no reference is left: rows that are to be kept are saved before, by ``dumps`` or ``state_dict``.
+    does Ray once no reference is left: save rows that you want to keep before that, by ``dumps`` or ``state_dict``.
     """
 
     def __init__(

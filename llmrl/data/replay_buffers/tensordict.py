@@ -1,4 +1,4 @@
-"""A replay buffer of tensordicts, whose batches carry what the sampler says about their rows."""
+"""A replay buffer of tensordicts, whose batches carry the sampler's info about their rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Gives the rows of a sampled batch new priorities.
 
         *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. Dimensions that a row has after
-        the index are reduced as the sampler says. Raises: MissingKeyError.
+        the index are reduced by the sampler. Raises: MissingKeyError.
         """
         priority, index = (read_entry(type(self).__name__, data, key) for key in (self.priority_key, "index"))
         size = len(self._storage.trailing) + 1
@@ -97,7 +97,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _priorities(self, data: Any, *, single: bool = False) -> Tensor | None:
         """The priorities that rows bring with them, [N, ...] in the order of positions, if the sampler wants them.
 
-        Raises what the sampler says of them, before the rows are written.
+        Raises the sampler's errors for bad priorities before the rows are written.
         """
         if type(self._sampler).update_priority is Sampler.update_priority:
             return None
@@ -108,7 +108,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if isinstance(data, list) or (single and ndim == 1):
             priority = torch.stack(parts)
         elif data.batch_dims + single < max(ndim, time + 1):
-            return None  # the write says what is wrong
+            return None  # the write raises a better error
         else:
             priority = (parts[0].unsqueeze(time) if single else parts[0]).movedim(time, 0).flatten(0, ndim - 1)
         self._sampler.check_priority(priority)

@@ -1,9 +1,9 @@
 """The trajectories of a storage: where they begin and end, kept up to date at the cost of what was written.
 
-What is kept is one number per row: its *age*, how many rows of its trajectory there were up to and with it. Ages never
-change while rows are only written, and they answer everything: two rows of one stream are of one trajectory if their
-ages differ as much as their times do. The ring is respected: the newest row at the physical end goes on at the start,
-and rows that were overwritten are gone from their trajectory.
+The index keeps one number per row: its *age*, the number of rows of its trajectory up to and including it. Ages never
+change while rows are only written, and they answer every question: two rows of a stream belong to one trajectory if
+their ages differ as much as their times do. A full ring goes on from its physical end to its start, and rows that were
+overwritten are gone from their trajectory.
 
 Legend: T time, E parallel streams (``storage.columns``); cell ``t * E + e`` of the storage. ``time`` counts rows of a
 stream from 0, the oldest.

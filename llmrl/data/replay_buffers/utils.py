@@ -97,7 +97,7 @@ class Transforms:
         return data
 
     def write(self, data: Any) -> Any:
-        """The data as it is to be stored; None if a transform kept it back."""
+        """The data to store; None if a transform dropped it."""
         for stage in reversed(self._stages):
             if stage.write is not None and (data := stage.write(data)) is None:
                 return None

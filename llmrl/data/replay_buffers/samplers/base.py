@@ -21,7 +21,7 @@ class Sampler(StateFile, ABC):
     """Picks rows of a storage. Draws from its own generator, which is part of its state.
 
     A generator that is not given is seeded from torch's global one at the first draw, so ``torch.manual_seed`` makes a
-    run repeatable, and what is drawn afterwards depends on nothing else.
+    run repeatable, and later draws depend on nothing else.
 
     Positions are int64 and count cells, whatever the storage's ``ndim``. The buffer says what it wrote by ``add``,
     ``extend``, ``mark_update`` and ``empty``.
@@ -56,7 +56,7 @@ class Sampler(StateFile, ABC):
 
     @abstractmethod
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """The positions of the next batch, int64[N], and what is to be known about them: tensors [N, ...] by key."""
+        """The positions of the next batch, int64[N], and info about them: tensors [N, ...] by key."""
 
     def add(self, index: int | Tensor) -> None:
         """A row was written at ``index``."""
@@ -155,7 +155,7 @@ class WriteJournal:
         self._storage, self._seen = storage, now
         if seen is None or num_replaced > _LIMIT:
             return None
-        # Complete, if the buffer told of at least as many rows as the counters know of.
+        # The notes are complete if they hold at least as many rows as the counters moved by.
         if _LIMIT >= num_written >= now.write_count - seen.write_count >= 0:
             if now.mutations != seen.mutations and not is_noted:
                 return None  # changed without a note of where

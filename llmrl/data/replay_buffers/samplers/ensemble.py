@@ -92,7 +92,7 @@ class SamplerEnsemble(Members, Sampler):
     def draw(
         self, storage: StorageEnsemble, batch_size: int, draw: Callable[[int, int], tuple[Tensor, Drawn]]
     ) -> list[tuple[int, Drawn]]:
-        """Chooses members; ``draw(member, rows)`` gives the positions of its part, and what is returned for it."""
+        """Chooses members; ``draw(member, rows)`` gives the positions of its part, and the value to return for it."""
         size, rest = divmod(batch_size, self.num_buffer_sampled)
         if rest or not size:
             raise ValueError(

@@ -50,7 +50,7 @@ class Epoch:
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self._order[:0]
 
     def drop(self, positions: np.ndarray) -> None:
-        """These positions are not to be handed out any more; those that were, or never were to be, do not matter."""
+        """Removes positions from the pass; those that were handed out already, or are not in it, are ignored."""
         if not self.left or not positions.size:
             return
         if self._status is None:  # made when it is first needed: most passes lose no row
@@ -100,7 +100,7 @@ class EpochSampler(Sampler):
         return self._drop_last
 
     def _take(self, count: int, begin: Callable[[], np.ndarray]) -> np.ndarray:
-        """The next positions of the pass; ``begin`` says which ones another pass has, where this one is over."""
+        """The next positions of the pass; ``begin`` gives those of a new pass once this one is over."""
         if self._too_short(count):
             rows = begin()
             if self.shuffle:

@@ -145,7 +145,7 @@ class PrioritizedSampler(ProcessLocal, Sampler):
         return torch.from_numpy(weights).to(dtype=self.dtype, device=self.device)
 
     def _catch_up(self, storage: Storage) -> None:
-        """Rows that were there before the sampler came, or are there no more."""
+        """Adds rows written before the sampler was attached, and forgets rows that are gone."""
         self._check_process()
         length = self._length(storage)
         if length > self.max_capacity:

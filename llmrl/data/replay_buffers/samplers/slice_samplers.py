@@ -40,7 +40,7 @@ Span = bool | int | Sequence[bool | int]
 
 
 class SliceSampler(Sampler):
-    """Draws slices of trajectories with replacement; every slice that there is is as likely as any other.
+    """Draws slices of trajectories with replacement; all slices are equally likely.
 
     A batch of N rows is ``num_slices`` slices of ``N / num_slices`` rows, or slices of ``slice_len`` rows: give exactly
     one of the two. The rows come flat, slice after slice; ``batch.view(num_slices, -1)`` is the usual next step.

@@ -1,8 +1,8 @@
 """A sum tree over an array of masses: batched updates and batched draws in proportion to them.
 
 Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
-three levels for a million rows. Sums are always recomputed from what is below them, so they do not drift; minima when
-the smallest mass is asked for.
+three levels for a million rows. Sums are always recomputed from what is below them, so they do not drift; minima are
+recomputed when the smallest mass is read.
 """
 
 from __future__ import annotations

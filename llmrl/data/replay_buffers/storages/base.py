@@ -1,4 +1,4 @@
-"""The storage: rows at integer positions, and the counters that say how many there are."""
+"""The storage: rows at integer positions, and their counters."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Counters:
     Counters(length=3, cursor=3, write_count=0)
     """
 
-    length = _word(0, "How many rows (cells, if the storage has several dimensions) there are.")
-    cursor = _word(1, "Where the next row goes.")
-    write_count = _word(2, "How many rows were ever written by a writer.")
-    mutations = _word(3, "How often the content was changed: by a write, replacement, load or empty.")
+    length = _word(0, "Number of rows (cells, if the storage has several dimensions).")
+    cursor = _word(1, "Position of the next row.")
+    write_count = _word(2, "Number of rows ever written by a writer.")
+    mutations = _word(3, "Number of changes of the content: writes, replacements, loads, empty.")
     allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
 
     def __init__(self) -> None:
@@ -313,8 +313,8 @@ class Storage(ABC):
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
         """The content of a checkpoint: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
-        The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
-        so by ``copy=False``: rows may exceed the memory.
+        The rows are None if there are none. They are a copy unless ``copy`` is False, for a caller that neither changes
+        nor keeps them: rows may exceed the memory.
         """
         return (self._all_rows(copy) if len(self) else None), self._counter_state()
 
@@ -394,7 +394,7 @@ class Storage(ABC):
     def _all_rows(self, copy: bool) -> Any:
         return self[:]
 
-    def _forget(self) -> None:  # noqa: B027  what is allocated once is kept
+    def _forget(self) -> None:  # noqa: B027  preallocated memory is kept
         """Lets go of the rows, by replacing what holds them, not by changing it."""
 
     def _rows_at(self, index: Index) -> int | slice | Tensor:

@@ -1,7 +1,7 @@
 """Storages of rows in a Python list, which grows as they come: of any objects, and of tensordicts of any length.
 
-A tensordict is kept as its ``Row``, anything else as it is. ``to_rows`` and ``from_rows`` also serve those who keep
-rows outside of a storage.
+A tensordict is kept as its ``Row``, anything else as it is. ``to_rows`` and ``from_rows`` also serve other
+modules, which keep rows outside of a storage.
 """
 
 from __future__ import annotations

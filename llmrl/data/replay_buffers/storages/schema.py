@@ -30,7 +30,7 @@ class Schema:
     def match(self, data: Any, num_rows: int | None) -> list[Tensor] | None:
         """The columns of a plain tensordict or tensor that has this schema and ``num_rows`` rows (None: is one row).
 
-        None says that a closer look is needed, not that something is wrong.
+        None does not mean that the data is wrong: the slow path decides.
         """
         expected = self._single
         if num_rows is not None:

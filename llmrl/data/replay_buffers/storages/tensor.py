@@ -124,7 +124,7 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:  # after the rows: who reads the length finds rows behind it
+        if end > length:  # after the rows: a reader of the length must find them
             counters.length = end
         counters.changed()
 
@@ -187,7 +187,7 @@ class TensorStorage(Storage):
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
-        """Moves the rows to shared memory; what is written first may then also be written by another process.
+        """Moves the rows to shared memory; the first write may then come from any process.
 
         Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
         """
@@ -252,7 +252,7 @@ class TensorStorage(Storage):
         return shape_cells(put_together(self._known_schema().layout, rows, len(self)), self.shape)
 
     def _leaves(self, data: Any, count: int | None) -> list[Any]:
-        """The columns of what is to be written, checked against the schema, which the first write fixes."""
+        """The columns of the data to write, checked against the schema, which the first write fixes."""
         schema = self._known_schema()
         if schema is not None:
             leaves = schema.match(data, count)
@@ -390,7 +390,7 @@ class LazyMemmapStorage(TensorStorage):
     ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
 
     Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
-    the first to write: ``shared_init`` says so and changes nothing.
+    the first to write; ``shared_init`` changes nothing.
 
     >>> storage = LazyMemmapStorage(100)
     >>> storage.set(slice(0, 3), {"obs": torch.zeros(3, 4)})
