@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import DataError
@@ -163,3 +163,18 @@ def check_errors_of_proxies(make: Callable[..., Any]) -> tuple[Any, str]:
     assert len(buffer) == 3
     assert "_fix_schema" in caught.value.__notes__[0]
     return buffer, caught.value.__notes__[0]
+
+
+def check_priorities_of_proxies(buffer: Any) -> None:
+    """Writes ragged rows by a proxy of a buffer with the masses p, and sets their priorities from here."""
+    buffer.extend(lazy_stack([TensorDict(ids=torch.arange(size), text="a" * size) for size in (3, 1, 5)]))
+    batch = buffer.sample()
+    assert [len(ids) for ids in batch.get("ids", as_list=True)] == [len(text) for text in batch.get("text").tolist()]
+    batch = buffer[:]  # a sample might miss a row, which would keep its priority
+    batch["td_error"] = (batch["index"] == 2).float()
+    buffer.update_tensordict_priority(batch)
+    batch = buffer.sample()
+    assert {len(ids) for ids in batch.get("ids", as_list=True)} == {5}
+    assert batch["priority_weight"].tolist() == [1.0] * 6
+    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 2.0, 0.0]))
+    assert {len(ids) for ids in buffer.sample().get("ids", as_list=True)} == {1}
