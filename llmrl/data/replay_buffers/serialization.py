@@ -120,13 +120,11 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
     value = value if value.device is None else value.to("cpu")
     rows = len(value) if value.batch_dims else None
     layout, columns = take_apart(value, stacked=rows is not None)
-    write = encode if rows is None else _encode_column
-    nodes = [write(column, put, (*path, str(number))) for number, column in enumerate(columns)]
+    nodes = []
+    for number, column in enumerate(columns):
+        write = encode_rows if rows is not None and type(column) is list else encode
+        nodes.append(write(column, put, (*path, str(number))))
     return {"rows": rows, "layout": encode(layout, put), "columns": nodes}
-
-
-def _encode_column(column: Any, put: Put, path: tuple[str, ...]) -> Any:
-    return encode_rows(column, put, path) if type(column) is list else encode(column, put, path)
 
 
 def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
@@ -352,11 +350,6 @@ def _decode_class(node: Any, get: Get) -> Any:
     return out
 
 
-def _decode_message(node: Any, get: Get) -> Any:
-    cls = _find_class(node["message"], _is_message_class)
-    return cls.from_message(_decode(node["value"], get))
-
-
 _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "tensor": lambda node, get: get(node["tensor"]),
     "jagged": _decode_jagged,
@@ -368,7 +361,9 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "dtype": lambda node, get: find_dtype(node["dtype"]),
     "spec": lambda node, get: pytree.tree_structure(_decode(node["spec"], get), is_leaf=is_leaf),
     "class": _decode_class,
-    "message": _decode_message,
+    "message": lambda node, get: _find_class(node["message"], _is_message_class).from_message(
+        _decode(node["value"], get)
+    ),
     "data": lambda node, get: NonTensorData(_decode(node["data"], get), batch_size=node["batch_size"]),
     "tensordict": _decode_tensordict,
     "rows": _decode_collection,

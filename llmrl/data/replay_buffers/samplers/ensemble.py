@@ -109,7 +109,10 @@ class SamplerEnsemble(Members, Sampler):
         before, marks = self.generator.get_state(), [sampler.bookmark() for sampler in self.samplers]
         try:
             parts, self._ran_out = [], False
-            for number in self._choose():
+            numbers: Any = range(len(self))
+            if not self.sample_from_all:
+                numbers = torch.multinomial(self.p, self.num_buffer_sampled, True, generator=self.generator).tolist()
+            for number in numbers:
                 index, drawn = draw(number, size)
                 if len(index) != size:
                     raise RuntimeError(
@@ -125,11 +128,6 @@ class SamplerEnsemble(Members, Sampler):
             self.generator.set_state(before)  # last: it may be that of the samplers too
             raise
         return parts
-
-    def _choose(self) -> list[int]:
-        if self.sample_from_all:
-            return list(range(len(self)))
-        return torch.multinomial(self.p, self.num_buffer_sampled, True, generator=self.generator).tolist()
 
     def update_priority(self, index: TensorDictBase, priority: Tensor) -> None:
         for number, positions, values in by_member(index, priority):

@@ -114,11 +114,6 @@ def to_row_like(single: Any, layout: Layout) -> Row | None:
     return Row(layout, tuple(leaves), None) if known else None
 
 
-def copy_row(row: Row) -> Row:
-    """The same row in memory of its own."""
-    return _rows(row.layout, [[leaf] for leaf in row.leaves], 1)[0]
-
-
 def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) -> TensorDictBase:
     """A batch made of copies of the rows.
 
@@ -245,8 +240,11 @@ class RowList(Storage):
                 else:
                     held.append(row)
         for position in self._note_block(where):
-            row = self._rows[position]
-            self._rows[position] = copy_row(row) if type(row) is Row else copy_object(row)
+            row = held[position]
+            if type(row) is Row:
+                held[position] = _rows(row.layout, [[leaf] for leaf in row.leaves], 1)[0]
+            else:
+                held[position] = copy_object(row)
         self.counters.length = len(self._rows)
         self.counters.changed()
 
