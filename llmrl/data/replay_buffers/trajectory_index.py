@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.samplers.base import WriteJournal
-from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.storages.base import Key, Storage
 from llmrl.errors import MissingKeyError
 
-Key = str | tuple[str, ...]
 _TRAJ_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
 _END_KEY: Key = ("next", "done")
 _CHUNK = 1 << 20
@@ -250,13 +249,9 @@ class TrajectoryIndex:
         return boundary
 
     def _default_keys(self, storage: Storage) -> tuple[Key | None, Key | None]:
-        row = torch.zeros(1, dtype=torch.int64)
         for key in (*_TRAJ_KEYS, _END_KEY):
-            try:
-                storage.entry(key, row)
-            except MissingKeyError:
-                continue
-            return (None, key) if key == _END_KEY else (key, None)
+            if storage.has_entry(key):
+                return (None, key) if key == _END_KEY else (key, None)
         raise MissingKeyError(
             f"{self._who}: rows must tell where trajectories end: got no entry {', '.join(map(repr, _TRAJ_KEYS))} or "
             f"{_END_KEY!r}; name one by traj_key or end_key."

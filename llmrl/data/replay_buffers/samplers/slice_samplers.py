@@ -28,10 +28,9 @@ from llmrl.data.replay_buffers.samplers.slices import (
     slice_rows,
     slices_from,
 )
-from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.trajectory_index import Key, TrajectoryIndex
+from llmrl.data.replay_buffers.storages.base import Key, Storage
+from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.data.replay_buffers.utils import near_names
-from llmrl.errors import MissingKeyError
 
 SLICE_END = "slice_end"
 _MOST_DRAWS = 1 << 16
@@ -161,7 +160,10 @@ class SliceSampler(Sampler):
         if self.truncated_key is None:
             return positions, info
         if self._flags is None or self._flags[0] is not storage:
-            self._flags = (storage, *self._stored_flags(storage, positions[:1]))
+            key = self.truncated_key
+            keys = {name: name if isinstance(key, str) else (*key[:-1], name) for name in ("done", "terminated")}
+            keys["truncated"] = key
+            self._flags = (storage, keys, [name for name in keys if storage.has_entry(keys[name])])
         _, keys, present = self._flags
         stored = {name: storage.entry(keys[name], positions) for name in present}
         flag = next(iter(stored.values())) if stored else ends.unsqueeze(1)
@@ -171,19 +173,6 @@ class SliceSampler(Sampler):
         if "terminated" in stored:
             info[keys["terminated"]] = stored["terminated"]
         return positions, info
-
-    def _stored_flags(self, storage: Storage, row: Tensor) -> tuple[dict[str, Key], list[str]]:
-        """The keys of the flags, and which of them rows have."""
-        key, present = self.truncated_key, []
-        keys = {name: name if isinstance(key, str) else (*key[:-1], name) for name in ("done", "terminated")}
-        keys["truncated"] = key
-        for name, key in keys.items():
-            try:
-                storage.entry(key, row)
-            except MissingKeyError:
-                continue
-            present.append(name)
-        return keys, present
 
     # --- what the buffer says ---
 

@@ -191,6 +191,14 @@ class Storage(ABC):
         rows = self.batch(index)
         return read_entry(type(self).__name__, rows, key)
 
+    def has_entry(self, key: Key) -> bool:
+        """True if the first row has this entry."""
+        try:
+            self.entry(key, torch.zeros(1, dtype=torch.int64))
+        except MissingKeyError:
+            return False
+        return True
+
     def may_have(self, name: str) -> bool:
         """False if rows have a fixed schema without an entry of this name."""
         return True
