@@ -132,9 +132,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             starts = [0, *(ends[:-1] + 1).tolist()]
             for number in torch.randperm(len(ends)).tolist() if self.shuffle else range(len(ends)):
                 rows = self._storage.get(slice(starts[number], int(ends[number]) + 1))
-                yield self._transforms.read(
-                    rows if self.slice_len is None else cut(self._who, rows, self.slice_len, None)
-                )
+                if self.slice_len is not None:
+                    rows = cut(self._who, rows, self.slice_len, None)
+                yield self._transforms.read(rows)
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         number = 0
