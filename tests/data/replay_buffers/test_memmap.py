@@ -43,9 +43,7 @@ def test_files_in_a_temporary_directory_go_with_the_storage_and_others_only_if_a
     assert not folder.exists()
     assert [path.name for path in (tmp_path / "asked").iterdir()] == ["notes"]
     assert kept_folder.exists()
-    for path in kept_folder.iterdir():
-        path.unlink()
-    kept_folder.rmdir()
+    shutil.rmtree(kept_folder)
 
 
 def test_a_directory_with_files_is_refused_unless_they_may_be_replaced(tmp_path):
