@@ -106,7 +106,7 @@ class ProcessLock:
         self._wait(deadline, lambda: self._lock(_GATE))
         try:
             ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
-            self._lock(ticket)  # before the number is written: a number that can be read always has its lock
+            self._lock(ticket)  # before the next process can read the number
             os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
             # The process behind the number, for the error of one that waits in vain.
             os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)

@@ -121,7 +121,7 @@ def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, 
         parts.append(tuple([column[:missing] for column in propose(proposals)]))
         missing -= parts[-1][0].size
         proposed += proposals
-        proposals *= 4  # the fewer were good, the more are needed
+        proposals *= 4  # few were accepted: make more at a time
     return parts[0] if len(parts) == 1 else tuple([np.concatenate(column) for column in zip(*parts, strict=True)])
 
 

@@ -337,7 +337,8 @@ class Storage(ABC):
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
                 f"{counters['ndim']}, expected {self.ndim}."
             )
-        # What holds rows is replaced below, not changed: the old attributes are the way back.
+        # Lists of rows are replaced below, not changed, and tensors are checked before they are written: so putting the
+        # old attributes back undoes everything.
         length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
             self.prepare(tuple(counters["trailing"]))
