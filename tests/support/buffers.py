@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
-from llmrl.data.replay_buffers import LazyTensorStorage
+from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import DataError
 
 
@@ -23,6 +23,13 @@ def numbered(first: int, count: int) -> TensorDict:
     """Rows with the numbers ``first``, ``first + 1``, ..., whose rewards are half of them."""
     number = torch.arange(first, first + count)
     return TensorDict(number=number, next=TensorDict(reward=number / 2, batch_size=[count]), batch_size=[count])
+
+
+def holding(data: Any, storage: Any = None, kind: type[ReplayBuffer] = ReplayBuffer, **arguments: Any) -> ReplayBuffer:
+    """A buffer that was extended by the data once."""
+    buffer = kind(storage=LazyTensorStorage(10) if storage is None else storage, **arguments)
+    buffer.extend(data)
+    return buffer
 
 
 def steps(ids: list[int], **entries: Any) -> TensorDict:
@@ -156,3 +163,18 @@ def check_errors_of_proxies(make: Callable[..., Any]) -> tuple[Any, str]:
     assert len(buffer) == 3
     assert "_fix_schema" in caught.value.__notes__[0]
     return buffer, caught.value.__notes__[0]
+
+
+def check_priorities_of_proxies(buffer: Any) -> None:
+    """Writes ragged rows by a proxy of a buffer with the masses p, and sets their priorities from here."""
+    buffer.extend(lazy_stack([TensorDict(ids=torch.arange(size), text="a" * size) for size in (3, 1, 5)]))
+    batch = buffer.sample()
+    assert [len(ids) for ids in batch.get("ids", as_list=True)] == [len(text) for text in batch.get("text").tolist()]
+    batch = buffer[:]  # a sample might miss a row, which would keep its priority
+    batch["td_error"] = (batch["index"] == 2).float()
+    buffer.update_tensordict_priority(batch)
+    batch = buffer.sample()
+    assert {len(ids) for ids in batch.get("ids", as_list=True)} == {5}
+    assert batch["priority_weight"].tolist() == [1.0] * 6
+    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 2.0, 0.0]))
+    assert {len(ids) for ids in buffer.sample().get("ids", as_list=True)} == {1}

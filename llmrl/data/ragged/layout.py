@@ -165,7 +165,7 @@ def take_apart(
 
     The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
     the device of every tensordict, for columns that will be kept there; None notes what the batch says. A tensordict
-    whose dimensions have names is kept whole for their sake, unless ``keep_names`` says that they do not matter.
+    with named dimensions is kept whole, so that the names survive, unless ``keep_names`` is False.
     """
     visitor = _Visitor(stacked, device, keep_names)
     return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
@@ -197,7 +197,7 @@ class _Visitor:
         kind = type(value)
         if kind is TensorDict and not (self.keep_names and value._has_names()):
             entries = value._tensordict
-            names = tuple(sorted(entries))
+            names = tuple(sorted(entries))  # in one order, whichever keys came first: layouts compare equal
             children = tuple([self.visit(entries[name]) for name in names])
             size = value.batch_size
             return Branch(names, children, size[1:] if stacked else size, self.device or value.device)
@@ -220,10 +220,12 @@ class _Visitor:
         if entries is not None:
             names = tuple(sorted(entries))
             return Columns(kind, names, tuple([self._visit_entry(entries[name]) for name in names]))
+        # The rows of a plain stack are there already; other kinds hide them behind a hook or another dimension.
         plain = kind in (LazyStackedTensorDict, NonTensorStack, LazyRows) and value.hook_out is None
         return self.visit_rows(value.tensordicts if plain and value.stack_dim == 0 else value.unbind(0))
 
     def visit_rows(self, rows: Sequence[Any]) -> Any:
+        # Columns only if all rows have one tree; else the rows are kept whole.
         first = rows[0]
         kind = type(first)
         if any([type(row) is not kind for row in rows]):
@@ -282,10 +284,10 @@ def copy_columns(
 ) -> list[Any]:
     """Columns that share no memory with the given ones: one kernel per column if the rows allow it.
 
-    Python values are kept by reference (nothing can be said about copying them); a tensor column may come in as one
+    Python values are kept by reference (they may not be copyable); a tensor column may come in as one
     tensor or as a list of rows (tensors or, if a row is one number, numbers), and leaves as one tensor. ``forms``
     are ``ragged_forms``, if they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
-    ``put_together`` copies unless who gets them does.
+    ``put_together`` copies unless the reader does.
     """
     copies: list[Any] = []
     forms = ragged_forms(layout, columns) if forms is None else forms
@@ -319,7 +321,7 @@ def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
 def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
     """Collects copies of the entries of a single row, in a third of the time if its tree is known.
 
-    False says that a closer look is needed: the row has another tree, or something that is copied in another way.
+    False: the row has another tree, or an entry that is copied in another way; ``to_rows`` handles it.
     """
     kind = type(node)
     if kind is LazyBranch:
@@ -436,7 +438,7 @@ def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
     out = cls.__new__(cls)
     out.__dict__["_tensordict"] = inner
     out.__dict__["_non_tensordict"] = fields
-    if hasattr(cls, "__post_init__"):
+    if hasattr(cls, "__post_init__"):  # as a constructor would
         out.__post_init__()
     return out
 
@@ -451,8 +453,9 @@ def _find_ragged(node: Any, path: list[str], numbers: Iterator[int]) -> int | No
         return _find_ragged(node.inner, path, numbers)
     if type(node) in (Branch, LazyBranch, Columns):
         if type(node) is LazyBranch:
-            next(numbers)
+            next(numbers)  # the column of batch sizes
         for name, child in zip(node.names, node.children, strict=True):
+            # Other children are walked too, for the count of their columns; the path [""] leads to none.
             found = _find_ragged(child, path[1:] if path[:1] == [name] else [""], numbers)
             if found is not None:
                 return found

@@ -40,7 +40,7 @@ def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", 
         longest = length
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
     missing = longest - padded.shape[1]
-    if missing:
+    if missing:  # pad_sequence knows no length but that of the longest row
         filler = padded.new_full((len(rows), missing, *rows[0].shape[1:]), value)
         padded = torch.cat([padded, filler] if side == "right" else [filler, padded], dim=1)
     return padded
@@ -98,6 +98,7 @@ def as_padded_tensor(
             raise ShapeError(
                 f"as_padded_tensor: every row must have dim {dim}: got {[t.ndim for t in tensors][:8]} dims."
             )
+        # pad_rows pads the first dimension: the ragged one goes there, and back behind the new one of the rows.
         together = pad_rows([tensor.movedim(dim, 0) for tensor in tensors])  # [B, T, ...]
         return together.movedim(1, dim + 1 if dim >= 0 else dim).movedim(0, stack_dim)
 

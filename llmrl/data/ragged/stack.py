@@ -26,21 +26,6 @@ from llmrl.data.ragged.tensordicts import (
     plain_value,
 )
 
-__all__ = [
-    "FIELDS",
-    "LazyRows",
-    "MessageRow",
-    "MessageStack",
-    "RaggedStack",
-    "join_message",
-    "set_entry",
-    "split_message",
-    "stack_columns",
-    "stack_messages",
-    "unstack_messages",
-    "with_entry",
-]
-
 FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses", "extra")
 Message = dict[str, Any]
 
@@ -48,7 +33,7 @@ Message = dict[str, Any]
 class LazyRows(LazyStackedTensorDict):
     """A lazy stack over dimension 0 that builds its rows on first access, by ``source()``.
 
-    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers who pad, or None. From the first access on, the
+    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers that pad, or None. From the first access on, the
     rows hold the data and this is an ordinary lazy stack. Both functions are pickled with it.
 
     A subclass keeps another source. It builds rows in `_build` and answers from the source what it can.
@@ -92,19 +77,19 @@ class LazyRows(LazyStackedTensorDict):
     def _build_rows(self) -> None:
         self._rows = self._build()
         self.source = None
-        for name, value in self._added.items():
+        for name, value in self._added.items():  # what `set_later` kept
             for row, part in zip(self._rows, value.unbind(0), strict=True):
                 row.set(name, part)
         if self._is_locked:
             for row in self._rows:
                 row._propagate_lock(is_compiling=False)
 
-    # What can be done without building rows.
+    # Answers that need no rows.
 
     def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
         if self._ragged is not None and self.source is not None and kwargs.get("as_padded_tensor"):
             path = (key,) if isinstance(key, str) else tuple(key)
-            rows = None if path[0] in self._added else self._ragged(path)
+            rows = None if path[0] in self._added else self._ragged(path)  # what was set since counts
             if rows is not None and kwargs.keys() <= {"as_padded_tensor", "padding_value", "padding_side"}:
                 return rows.padded(kwargs.get("padding_value", 0), kwargs.get("padding_side", "right"))
         return super().get(key, default, *args, **kwargs)
@@ -152,7 +137,7 @@ class LazyRows(LazyStackedTensorDict):
 
     def _propagate_lock(self, lock_parents_weakrefs: Any = None, *, is_compiling: bool) -> None:
         if self.source is not None:
-            self._is_locked = True
+            self._is_locked = True  # the rows are locked when they are built
         else:
             super()._propagate_lock(lock_parents_weakrefs, is_compiling=is_compiling)
 
@@ -350,7 +335,7 @@ class MessageStack(LazyRows):
         return dict.fromkeys(FIELDS).keys()
 
     def _get_str(self, key: str, *default: Any, **kwargs: Any) -> Any:
-        if not self._batch_size[0] and key in FIELDS:  # of no messages there is nothing to stack
+        if not self._batch_size[0] and key in FIELDS:  # no messages: nothing to stack
             return [] if kwargs.get("as_list") else NonTensorStack(stack_dim=0)
         return super()._get_str(key, *default, **kwargs)
 

@@ -28,30 +28,6 @@ from torch import Tensor
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "LazyCopy",
-    "attach",
-    "bare_tensordict",
-    "column",
-    "column_values",
-    "copy_rows",
-    "dim_names",
-    "entries_of",
-    "entry",
-    "fill",
-    "inner",
-    "new_tensordict",
-    "non_tensor",
-    "plain_value",
-    "present_keys",
-    "required",
-    "rewrap",
-    "row_values",
-    "rows_form",
-    "stack_cells",
-    "wrap",
-]
-
 C = TypeVar("C")
 _SCALAR = torch.Size([])
 
@@ -284,7 +260,7 @@ def rows_form(rows: Sequence[Tensor]) -> Form | None:
 
     The shape is None for rows without dimensions. None for rows that differ.
     """
-    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}
+    kinds = {(type(row), row.dtype, row.device, row.layout, row.ndim) for row in rows}  # a subclass may copy otherwise
     if len(kinds) != 1:
         return None
     kind, dtype, device, layout, dims = kinds.pop()
@@ -298,11 +274,10 @@ def rows_form(rows: Sequence[Tensor]) -> Form | None:
 
 def copy_rows(rows: Sequence[Tensor], form: Form | None, device: torch.device | None = None) -> list[Tensor]:
     """Copies: views of one fresh block of memory if the rows have a common ``form``."""
-    if form is None:
+    if form is None or len(rows) == 1:
         return [row.clone() if device is None else row.clone().to(device) for row in rows]
-    if len(rows) == 1:
-        return [rows[0].clone() if device is None else rows[0].clone().to(device)]
     flat = form[2] is None
+    # One kernel and one allocation for all rows: the copies are views of it.
     block = torch.stack(rows) if flat else torch.cat(rows)
     block = block if device is None else block.to(device)
     return list(block.unbind(0) if flat else block.split_with_sizes([row.shape[0] for row in rows]))

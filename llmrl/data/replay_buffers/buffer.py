@@ -33,7 +33,7 @@ from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
-from llmrl.data.replay_buffers.utils import Stage, as_stage, near_names
+from llmrl.data.replay_buffers.utils import Transforms, near_names
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from llmrl.errors import DataError
 
@@ -45,7 +45,7 @@ class ReplayBuffer:
 
     ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one, with
     ``delayed_init`` at the first use. ``transform`` (or ``transform_factory``) is a callable that runs on every batch
-    that is read; its method ``inv``, if it has one, runs on what is written and may return ``None`` to keep it back.
+    that is read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
     ``write_transform`` runs on writes only, before the others. ``collate_fn`` makes a batch of what the storage returns
     for several rows.
 
@@ -105,7 +105,7 @@ class ReplayBuffer:
             self.dim_extend = dim_extend
         self._write_transform = write_transform
         transform = transform if transform_factory is None else transform_factory()
-        self._stages: list[Stage] = [] if transform is None else [as_stage(transform)]
+        self._transforms = Transforms() if transform is None else Transforms(transform)
         self._prefetcher = Prefetcher(prefetch, prefetch_timeout_s) if prefetch else None
         self._iterator: Iterator[Any] | None = None
         if not delayed_init:
@@ -170,7 +170,7 @@ class ReplayBuffer:
     @property
     def transforms(self) -> tuple[Any, ...]:
         """The transforms in the order in which they run on reads."""
-        return tuple(stage.transform for stage in self._stages)
+        return tuple(self._transforms)
 
     # --- writes ---
 
@@ -190,9 +190,10 @@ class ReplayBuffer:
                 return torch.empty(0, dtype=torch.int64)
             if self._storage.ndim > 1:
                 return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
+            # A transform may have made several rows of one: they are written as a batch.
             if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
                 return self._extend(made)
-            self._rewind()
+            self._rewind()  # batches that wait were drawn from other rows
             index = self._writer.add(made)
             if index is not None:
                 self._sampler.add(index)
@@ -205,7 +206,7 @@ class ReplayBuffer:
         Returns the positions, int64[N]; none if a transform kept everything back.
         """
         with self._storage.lock:
-            if self._stages or self._write_transform is not None:
+            if self._transforms or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
                 if (data := self._invert(data)) is None:
@@ -219,6 +220,7 @@ class ReplayBuffer:
             if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
+            # A run stays a slice for the storage, which writes it in one piece; the others want positions.
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -257,12 +259,9 @@ class ReplayBuffer:
         return coordinates(index, storage.trailing) if storage.trailing else index
 
     def _invert(self, data: Any) -> Any:
-        if self._write_transform is None and not self._stages:
-            return data
-        for write in (self._write_transform, *[stage.write for stage in reversed(self._stages)]):
-            if write is not None and (data := write(data)) is None:
-                return None
-        return data
+        if self._write_transform is not None and (data := self._write_transform(data)) is None:
+            return None
+        return self._transforms.write(data)
 
     # --- reads ---
 
@@ -296,11 +295,12 @@ class ReplayBuffer:
                 data = self._storage.get(where)
             else:
                 data = self._collected(where if isinstance(where, slice) else where.reshape(-1))
+        # Outside of the lock: what was read is a copy, and collating may take long.
         if not isinstance(where, int):
             data = self._collate(data)
             if isinstance(where, Tensor):
                 data = shape_cells(data, where.shape)
-        return self._transform(data)
+        return self._transforms.read(data)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
@@ -312,8 +312,9 @@ class ReplayBuffer:
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; with a sampler that has no passes, as many as there would be in one."""
+        """The batches of one pass; a sampler without passes gives as many as would cover the rows once."""
         batches = iter(self)
+        # Without a batch_size the first ``next`` raises.
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
             yield from batches
             return
@@ -330,6 +331,7 @@ class ReplayBuffer:
         return data
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
+        # Prepared batches have the constructor's size; another size is drawn as if nothing had been prepared.
         if self._prefetcher is None or size != self._batch_size:
             with self._storage.lock:
                 self._rewind()
@@ -337,7 +339,7 @@ class ReplayBuffer:
             return self._finish(raw, info), info, ran_out
         with self._storage.lock:
             waiting = self._prefetcher.take(lambda: self._draw(size), self._sampler.bookmark, self._finish)
-        return self._prefetcher.wait(waiting)
+        return self._prefetcher.wait(waiting)  # without the lock, so that a slow transform blocks no writer
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         storage = self._storage
@@ -346,6 +348,7 @@ class ReplayBuffer:
         return self._collected(index), info, self._sampler.ran_out
 
     def _collected(self, index: slice | Tensor) -> Any:
+        # A collate_fn gets single rows where the storage has them; without one the storage makes the batch.
         return self._storage.batch(index) if self._collate_fn is None else self._storage.get(index)
 
     def _collate(self, raw: Any) -> Any:
@@ -353,18 +356,12 @@ class ReplayBuffer:
         return tree_map(lambda leaf: leaf.pin_memory(), data) if self._pin_memory else data
 
     def _finish(self, raw: Any, info: dict[str, Any]) -> Any:
-        return self._transform(self._with_info(self._collate(raw), info))
+        return self._transforms.read(self._with_info(self._collate(raw), info))
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
-        """The batch with what the sampler says about its rows; here, only where slices end."""
+        """The batch with the sampler's info as entries; here, only the ends of slices."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
             set_entry(data, SLICE_END, info[SLICE_END])
-        return data
-
-    def _transform(self, data: Any) -> Any:
-        for stage in self._stages:
-            if stage.read is not None:
-                data = stage.read(data)
         return data
 
     def _select(self, index: Any) -> int | slice | Tensor:
@@ -409,11 +406,11 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
-        return self.insert_transform(len(self._stages), transform, invert=invert)
+        return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform before position ``index``."""
-        self._at_rest(self._stages.insert, index, as_stage(transform, invert=invert))
+        self._at_rest(lambda: self._transforms.insert(index, transform, invert=invert))
         return self
 
     def share(self, shared: bool = True) -> None:
@@ -454,19 +451,19 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what the buffer does next, as copies."""
-        return self._at_rest(parts_state, self._parts(), self.transforms)
+        return self._at_rest(parts_state, self._parts(), self._transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
-        self._at_rest(load_parts_state, state, self._parts(), self.transforms)
+        self._at_rest(load_parts_state, state, self._parts(), self._transforms)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
-        self._at_rest(dump_parts, Path(path), self._parts(), self.transforms)
+        self._at_rest(dump_parts, Path(path), self._parts(), self._transforms)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
-        self._at_rest(load_parts, Path(path), self._parts(), self.transforms)
+        self._at_rest(load_parts, Path(path), self._parts(), self._transforms)
 
     save = dump = dumps
     load = loads
@@ -486,7 +483,7 @@ class ReplayBuffer:
         parts = ", ".join(part_names(self._parts()).values())
         return (
             f"{type(self).__name__}({parts}, {len(self)} rows, batch_size={self._batch_size}, "
-            f"{len(self._stages)} transforms)"
+            f"{len(self._transforms)} transforms)"
         )
 
 

@@ -26,17 +26,6 @@ from typing import Any
 from llmrl.data.replay_buffers.serialization import object_bytes, object_from
 from llmrl.errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "StateFile",
-    "current_directory",
-    "read_manifest",
-    "read_object",
-    "replace_directory",
-    "write_manifest",
-    "write_object",
-]
-
 MANIFEST = "manifest.json"
 _version = cache(version)
 _POINTER = "checkpoint.current"
@@ -50,13 +39,14 @@ _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
 def replace_directory(path: str | Path) -> Iterator[Path]:
     """A new directory to fill; it becomes the content of ``path`` when the block ends without error.
 
-    A kill at any moment leaves the content as it was, or as it is meant to be; the next write removes what is left.
+    A kill at any moment leaves the old content or the new one, complete; the next write removes leftover files.
     Inside the block, a directory below the one that is being filled is written in place: it is part of the same write.
 
-    Raises  CheckpointError if ``path`` cannot be a directory, or the disk does not take what is written
+    Raises  CheckpointError if ``path`` cannot be a directory, or writing fails
     """
     path = Path(path).absolute()
     if any((match := _VERSION.fullmatch(part)) and match[2] for part in path.parts):
+        # Inside a draft: the rename of the outermost folder covers this part too.
         path.mkdir(parents=True, exist_ok=True)
         yield path
         return
@@ -71,6 +61,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     draft.mkdir()
     try:
         yield draft
+        # On the disk before the rename: else a power cut could leave a complete name with half of its files.
         for folder, _, names in os.walk(draft):
             for name in (*names, "."):
                 _flush(Path(folder) / name)
@@ -78,7 +69,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
         pointer = path / f"{_POINTER}.draft"
         pointer.write_text(complete.name + "\n")
         _flush(pointer)
-        pointer.replace(path / _POINTER)
+        pointer.replace(path / _POINTER)  # the one step that makes the new version count
         _flush(path)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -87,6 +78,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
                 f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
             ) from error
         raise
+    # Only now: until the pointer was replaced, the old version was the one that counted.
     for name in _versions(path):
         if name != complete.name:
             shutil.rmtree(path / name, ignore_errors=True)
@@ -169,12 +161,13 @@ def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, A
         raise _damaged(who, file, "it was changed")
     for name, expected in manifest["files"].items():
         part = folder / name
+        # A link, or a name with '..', would let a dump read any file of its reader.
         if not part.resolve().is_relative_to(folder.resolve()):
             raise _damaged(who, part, "it lies outside of the checkpoint")
         if not part.is_file():
             raise _damaged(who, part, "it is missing")
         size = part.stat().st_size
-        if size != expected["bytes"]:
+        if size != expected["bytes"]:  # before the checksum, which reads the whole file
             raise _damaged(who, part, f"it has {size} bytes, expected {expected['bytes']}")
         if file_digest(part) != expected["sha256"]:
             raise _damaged(who, part, "its checksum differs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,18 +13,18 @@ from torch import Tensor
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.checkpointers.base import default_for
-from llmrl.data.replay_buffers.members import by_member, index_of, members_at, refused, split_index
+from llmrl.data.replay_buffers.members import Members, by_member, index_of, members_at, refused, split_index
 from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from llmrl.data.replay_buffers.storages import StorageEnsemble
 from llmrl.data.replay_buffers.storages.ensemble import join, same_schema
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer, with_info
-from llmrl.data.replay_buffers.utils import load_transforms, near_names, transform_states
+from llmrl.data.replay_buffers.utils import near_names
 from llmrl.data.replay_buffers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
 
 
-class ReplayBufferEnsemble(ReplayBuffer):
+class ReplayBufferEnsemble(Members, ReplayBuffer):
     """Several buffers whose batches hold rows of several of them, [members drawn, rows of each].
 
     The members are ``rbs``; or they are built from ``storages``, ``samplers`` and ``writers`` (all three, and
@@ -50,6 +51,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
     ([[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     """
 
+    _held_in = "_buffers"
+
     @near_names
     def __init__(
         self,
@@ -74,17 +77,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
                     "ReplayBufferEnsemble: buffers have their own parts: got storages, samplers, writers or "
                     "collate_fns beside them."
                 )
-            for member in rbs:
-                if not isinstance(member, ReplayBuffer) or isinstance(member, ReplayBufferEnsemble):
-                    raise TypeError(
-                        "ReplayBufferEnsemble: members are replay buffers, and not ensembles: got a "
-                        f"{type(member).__name__}."
-                    )
-            self._members = rbs
+            self._buffers = self._checked(rbs, ReplayBuffer)
         else:
             if any(part is None for part in parts):
                 raise TypeError("ReplayBufferEnsemble: give buffers, or all of storages, samplers and writers.")
-            self._members = _build_members(storages, samplers, writers, collate_fns, batch_size)
+            self._buffers = _build_members(storages, samplers, writers, collate_fns, batch_size)
         if samplers is None:
             chosen_by = {"p": p, "sample_from_all": sample_from_all, "num_buffer_sampled": num_buffer_sampled}
             samplers = SamplerEnsemble(*[member._sampler for member in self._members], **chosen_by)
@@ -94,7 +91,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 "that was given: got them here."
             )
         self._views = (
-            StorageEnsemble(*self._member_parts("_storage"), transforms=[_Transforms(m) for m in self._members]),
+            StorageEnsemble(*self._member_parts("_storage"), transforms=self._member_parts("_transforms")),
             samplers,
             WriterEnsemble(*self._member_parts("_writer")),
         )
@@ -128,9 +125,6 @@ class ReplayBufferEnsemble(ReplayBuffer):
         self._views[2].writers = self._member_parts("_writer")
         return self._views[2]
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def __getitem__(self, index: Any) -> Any:
         """A member, an ensemble of members, or (with a second index) rows of members."""
         first, rest = split_index(index)
@@ -139,10 +133,10 @@ class ReplayBufferEnsemble(ReplayBuffer):
             return self._members[where] if rest is None else self._members[where][rest]
         if rest is not None:
             parts = [self._members[number][rest] for number in where]
-            return self._transform(self._joined(parts, self._dense()))
-        return self if len(where) == len(self) else self._part(where)
+            return self._transforms.read(self._joined(parts, self._dense()))
+        return self if len(where) == len(self) else self.of(where)
 
-    def _part(self, where: Sequence[int]) -> ReplayBufferEnsemble:
+    def of(self, where: Sequence[int]) -> ReplayBufferEnsemble:
         chosen = self._sampler.of(where)
         some = ReplayBufferEnsemble(
             *[self._members[number] for number in where],
@@ -151,13 +145,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
             p=None if chosen.sample_from_all else chosen.p,
             sample_from_all=chosen.sample_from_all,
         )
-        some._stages = list(self._stages)
+        some._transforms = copy.copy(self._transforms)
         return some
 
     # --- reads ---
 
     def epoch(self) -> Iterator[Any]:
-        """The batches until a member's pass ends; if no sampler has passes, as many as there are rows for."""
+        """The batches until a member's pass ends; without passes, as many as would cover all rows once."""
         if any(type(sampler).ran_out is not Sampler.ran_out for sampler in self._sampler.samplers):
             yield from self
             return
@@ -172,6 +166,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             raw, info, _ = self._members[number]._draw(rows)
             return info["index"], (raw, info)
 
+        # Every member draws as it would alone: it knows its grid and its collate_fn.
         parts = sampler.draw(storage, size, draw)
         infos = []
         for number, (_, info) in parts:
@@ -188,28 +183,28 @@ class ReplayBufferEnsemble(ReplayBuffer):
         for number, (rows, member_info) in raw:
             member = self._members[number]
             data = member._with_info(member._collate(rows), member_info)
-            if isinstance(data, TensorDictBase):
+            if isinstance(data, TensorDictBase):  # before the transforms, which may reorder or drop rows
                 data = with_info(data, {"index": member_info["index"]})
-            data = member._transform(data)
+            data = member._transforms.read(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
                 data.set("index", index_of(number, member._storage.trailing, index, data.device))
             parts.append(data)
-        return self._transform(self._joined(parts, self._dense() and self._equal_samplers()))
+        return self._transforms.read(self._joined(parts, self._dense() and self._equal_samplers()))
 
     def _joined(self, parts: list[Any], dense: bool) -> Any:
         return join(parts, dense) if self._collate_fn is None else self._collate_fn(parts)
 
     def _dense(self) -> bool:
         """True if rows of all members have one form after their transforms; so it cannot be known if there are any."""
-        plain = all(not member._stages and member._collate_fn is None for member in self._members)
+        plain = all(not member._transforms and member._collate_fn is None for member in self._members)
         kinds = {isinstance(member, TensorDictReplayBuffer) for member in self._members}
         return plain and len(kinds) == 1 and same_schema(self._storage.storages)
 
     def _equal_samplers(self) -> bool:
-        """True if what samplers say about rows has the same keys and shapes for all members."""
+        """True if the samplers of all members give info with the same keys and shapes."""
         samplers, storages = self._sampler.samplers, self._storage.storages
-        said = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
-        return len(said) == 1 and len({storage.ndim for storage in storages}) == 1
+        infos = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
+        return len(infos) == 1 and len({storage.ndim for storage in storages}) == 1
 
     # --- members ---
 
@@ -220,7 +215,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Gives the rows of a sampled batch new priorities; members are ``TensorDictReplayBuffer``."""
-        for part in data.unbind(0):
+        for part in data.unbind(0):  # each is of one member
             part, index = part.copy(), part["index"]
             part.set("index", index["index"])
             self._members[int(index["buffer_ids"].flatten()[0])].update_tensordict_priority(part)
@@ -240,23 +235,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))
-        return f"ReplayBufferEnsemble({members}, batch_size={self._batch_size}, {len(self._stages)} transforms)"
-
-
-class _Transforms:
-    """A member's transforms as one: what its rows pass through, and their states."""
-
-    def __init__(self, member: ReplayBuffer) -> None:
-        self._member = member
-
-    def __call__(self, data: Any) -> Any:
-        return self._member._transform(data)
-
-    def state_dict(self) -> list[Any]:
-        return transform_states(self._member.transforms)
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        load_transforms(self._member.transforms, state)
+        return f"ReplayBufferEnsemble({members}, batch_size={self._batch_size}, {len(self._transforms)} transforms)"
 
 
 def _build_members(

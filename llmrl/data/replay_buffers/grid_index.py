@@ -1,8 +1,8 @@
 """The grid of a storage with several dimensions, and its cells in a row.
 
 Legend: T time, E the streams written side by side (the product of the grid's other sizes). A storage keeps cell
-``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension wherever the buffer's ``dim_extend``
-says; what lies on the grid is not known here. With one dimension everything here is plain indexing of rows.
+``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension at the buffer's
+``dim_extend``; this module does not know what the cells hold. With one dimension all of it is plain indexing of rows.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
         if not bool(((index >= 0) & (index < torch.tensor(shape))).all()):
             raise IndexError(f"{who}: coordinates must lie on the grid {list(shape)}: got {index}.")
         return flat_cells(index, shape[1:])
+    # Any other index means what it means on a tensor of that shape: index one that holds the positions.
     grid = torch.arange(length).view(*shape).movedim(0, time_dim)
     try:
         where = grid[index]

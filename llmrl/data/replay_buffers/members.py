@@ -68,7 +68,7 @@ def refused(
 
 
 def split_index(index: Any) -> tuple[Any, Any]:
-    """The index of members, and that of their rows (None if there is none)."""
+    """The index of members, and the index of their rows, or None."""
     if not isinstance(index, tuple):
         return index, None
     return index[0], None if len(index) == 1 else index[1] if len(index) == 2 else index[1:]
@@ -87,7 +87,7 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
             raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
         if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
             raise TypeError(f"{who}: members are named by integers: got {index!r}.")
-        where = where if where.size else slice(0)
+        where = where if where.size else slice(0)  # an empty list is an array of floats
     try:
         found = np.arange(count)[where]
     except IndexError:

@@ -21,8 +21,8 @@ class _Waiting(NamedTuple):
 class Prefetcher:
     """Keeps up to ``depth`` drawn batches waiting.
 
-    Rows are drawn and copied in the caller's thread, one batch after the other; what threads do is the collating and
-    the transforms, which must therefore bear to run beside each other. Each draw notes the sampler's bookmark before
+    Rows are drawn and copied in the caller's thread, one batch after the other. Threads do the collating and run the
+    transforms, which must therefore be safe to run concurrently. Each draw notes the sampler's bookmark before
     it: ``clear`` returns that of the oldest batch still waiting, so going back to it and drawing gives the same.
     """
 
@@ -47,7 +47,7 @@ class Prefetcher:
     ) -> _Waiting:
         """The next batch, after drawing until ``depth`` more of them wait; threads ``finish`` them."""
         while len(self._queue) <= self.depth:
-            before = bookmark()
+            before = bookmark()  # in the order of the draws: the caller holds the buffer's lock
             raw, info, ran_out = draw()
             self._queue.append(_Waiting(before, self._pool.submit(finish, raw, info), info, ran_out))
 
@@ -68,7 +68,7 @@ class Prefetcher:
         if not self._queue:
             return None
         before = self._queue[0].before
-        for waiting in self._queue:
+        for waiting in self._queue:  # those that run already end on copies that are dropped
             waiting.future.cancel()
         self._queue.clear()
         return before

@@ -23,13 +23,14 @@ _NUMBERS = 512  # process ids that the file has room for
 class ProcessLock:
     """Excludes the threads of all processes that were given the lock; may be entered again by the thread inside.
 
-    A pickled lock and one that a forked process inherited are the same lock; as long as there is none, it is one of
+    A pickled lock and one that a forked process inherited are the same lock; until there is one, it excludes only
     threads, and the file ``path`` is left alone. Processes enter in the order in which they came. The operating system
     takes a process that ends out of the queue, however it ends. Waiting longer than ``timeout_s`` raises
     ``DeadlineError``, which names a process that is in the way.
 
-    The queue: who comes takes the next number, which the file holds, and locks the byte of that number. It is its turn
-    once no byte before is locked. Record locks belong to the open file, so two locks of one process exclude each other.
+    The queue: a process takes the next number, which the file holds, and locks the byte of that number. Its turn comes
+    once no byte before it is locked. Record locks belong to the open file, so two locks of one process exclude
+    each other.
     """
 
     def __init__(self, path: Path, timeout_s: float = 600.0) -> None:
@@ -86,10 +87,10 @@ class ProcessLock:
         if not self._alone:
             return
         left = self._thread.acquire(timeout=self.timeout_s)
-        self._alone = False
+        self._alone = False  # even if late: the fork that asks for it takes place anyhow
         if not left:
             raise self._late(f"another thread of this process ({os.getpid()})")
-        if self._depth:  # this thread is inside
+        if self._depth:  # this thread is inside, so far without a place in the queue of processes
             self._acquire()
         self._thread.release()
 
@@ -101,11 +102,13 @@ class ProcessLock:
                 f"ReplayBuffer: a shared buffer lives as long as its owner: {self.path} does not exist any more."
             )
         deadline = time.monotonic() + self.timeout_s
+        # The gate makes reading the last number and writing the next one a single step for all processes.
         self._wait(deadline, lambda: self._lock(_GATE))
         try:
             ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
-            self._lock(ticket)
+            self._lock(ticket)  # before the next process can read the number
             os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
+            # The process behind the number, for the error of one that waits in vain.
             os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)
         finally:
             self._unlock(_GATE)
@@ -127,7 +130,7 @@ class ProcessLock:
                 ahead = self._ahead() if self._ticket else 0
                 number = int.from_bytes(os.pread(self._file, 8, 8 + ahead % _NUMBERS * 8), "little") if ahead else 0
                 raise self._late(f"process {number}" if number else "another process")
-            time.sleep(pause)
+            time.sleep(pause)  # a record lock cannot be waited for with a deadline
             pause = min(2 * pause, 5e-4)
 
     def _lock(self, byte: int) -> bool:

@@ -1,7 +1,7 @@
 """A proxy of a replay buffer in another process; the ways there are ``remote`` and ``ray_buffer``.
 
-What is asked there is a function of the buffer; what comes back is its result, or the error that it raised, with the
-traceback of the other process as a note.
+A call sends a function of the buffer; the answer is its result, or the error that it raised, with the traceback of the
+other process as a note.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ __all__ = ["BufferProxy"]
 
 Answer = tuple[bool, Any]
 
+# The methods of a buffer that can be called from another process: their arguments and results travel.
+METHODS = (
+    "add", "extend", "empty", "sample", "next", "__getitem__", "__setitem__", "__len__", "mark_update",
+    "update_priority", "update_tensordict_priority", "set_storage", "set_sampler", "set_writer", "state_dict",
+    "load_state_dict", "dumps", "save", "dump", "loads", "load", "register_save_hook", "register_load_hook",
+)  # fmt: skip
+
 
 def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
     """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the other process."""
     try:
         return True, make(*arguments, **keywords)
-    except Exception as error:
+    except Exception as error:  # the notes of an error travel with it, its traceback does not
         error.add_note("In the other process:\n" + traceback.format_exc().rstrip())
         return False, error
 
@@ -54,7 +61,7 @@ def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BufferProxy(ABC):
-    """Calls a buffer in another process: the methods of ``ReplayBuffer``, and those of what it is there.
+    """Calls a buffer in another process: it has the methods of ``ReplayBuffer`` and ``update_tensordict_priority``.
 
     Every call waits for its answer, at most ``timeout_s`` seconds. Errors of the buffer are raised here as they are.
     Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part there,
@@ -80,33 +87,12 @@ class BufferProxy(ABC):
     def apply(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """``function(buffer, *arguments, **keywords)``, run where the buffer is; its result travels.
 
-        The way to what has no method here: ``proxy.apply(set_version, 7)`` with a function of the module level.
+        For anything without a method here: ``proxy.apply(set_version, 7)``, with a function at the top of a module.
         """
         returned, result = self._ask(function, *arguments, **keywords)
         if not returned:
             raise result
         return result
-
-    add = _forward(ReplayBuffer.add)
-    extend = _forward(ReplayBuffer.extend)
-    empty = _forward(ReplayBuffer.empty)
-    sample = _forward(ReplayBuffer.sample)
-    next = _forward(ReplayBuffer.next)
-    update_priority = _forward(ReplayBuffer.update_priority)
-    update_tensordict_priority = _forward(TensorDictReplayBuffer.update_tensordict_priority)
-    mark_update = _forward(ReplayBuffer.mark_update)
-    set_storage = _forward(ReplayBuffer.set_storage)
-    set_sampler = _forward(ReplayBuffer.set_sampler)
-    set_writer = _forward(ReplayBuffer.set_writer)
-    state_dict = _forward(ReplayBuffer.state_dict)
-    load_state_dict = _forward(ReplayBuffer.load_state_dict)
-    dumps = save = dump = _forward(ReplayBuffer.dumps)
-    loads = load = _forward(ReplayBuffer.loads)
-    register_save_hook = _forward(ReplayBuffer.register_save_hook)
-    register_load_hook = _forward(ReplayBuffer.register_load_hook)
-    __getitem__ = _forward(ReplayBuffer.__getitem__)
-    __setitem__ = _forward(ReplayBuffer.__setitem__)
-    __len__ = _forward(ReplayBuffer.__len__)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform after the others, in the buffer's process."""
@@ -128,7 +114,7 @@ class BufferProxy(ABC):
         return self.apply(getattr, "write_count")
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends, which all who use the buffer share."""
+        """Batches until the sampler's pass ends; all users of the buffer share the pass."""
         size = self.batch_size
         if size is None:
             raise RuntimeError(f"{type(self).__name__}: iterating needs a batch_size at construction: got none.")
@@ -136,3 +122,7 @@ class BufferProxy(ABC):
         while not ran_out:
             data, _, ran_out = self.apply(call, "_next", size)
             yield data
+
+
+for _name in METHODS:
+    setattr(BufferProxy, _name, _forward(getattr(TensorDictReplayBuffer, _name)))

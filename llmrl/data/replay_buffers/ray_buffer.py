@@ -24,7 +24,7 @@ class RayReplayBuffer(BufferProxy):
     ``name``, ...). The first call waits until Ray has placed the actor.
 
     The object may be handed to other actors and tasks, which then use the same buffer. ``close`` ends the actor, and so
-    does Ray once no reference is left: rows that are to be kept are saved before, by ``dumps`` or ``state_dict``.
+    does Ray once no reference is left: save rows that you want to keep before that, by ``dumps`` or ``state_dict``.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class RayReplayBuffer(BufferProxy):
         self._name = f"Ray actor {self._actor._actor_id.hex()[:8]}, which Ray has not placed yet"
         try:
             self._name = self._wait(self._actor.where.remote())
+            # Apart from placing the actor, so that its name is known when the buffer cannot be built.
             returned, result = self._wait(self._actor.build.remote(recipe))
             if not returned:
                 raise result

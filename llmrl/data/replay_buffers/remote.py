@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.replay_buffers.proxy import Answer, BufferProxy, answer, check_arguments
+from llmrl.data.replay_buffers.proxy import METHODS, Answer, BufferProxy, answer, check_arguments
 from llmrl.data.replay_buffers.tensordict import TensorDictReplayBuffer
 from llmrl.errors import DeadlineError, WorkerError
 
@@ -45,22 +45,6 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     [0, 1, 2]
     """
 
-    add = _at_owner(TensorDictReplayBuffer.add)
-    extend = _at_owner(TensorDictReplayBuffer.extend)
-    empty = _at_owner(TensorDictReplayBuffer.empty)
-    sample = _at_owner(TensorDictReplayBuffer.sample)
-    next = _at_owner(TensorDictReplayBuffer.next)
-    update_priority = _at_owner(TensorDictReplayBuffer.update_priority)
-    update_tensordict_priority = _at_owner(TensorDictReplayBuffer.update_tensordict_priority)
-    mark_update = _at_owner(TensorDictReplayBuffer.mark_update)
-    state_dict = _at_owner(TensorDictReplayBuffer.state_dict)
-    load_state_dict = _at_owner(TensorDictReplayBuffer.load_state_dict)
-    dumps = save = dump = _at_owner(TensorDictReplayBuffer.dumps)
-    loads = load = _at_owner(TensorDictReplayBuffer.loads)
-    __getitem__ = _at_owner(TensorDictReplayBuffer.__getitem__)
-    __setitem__ = _at_owner(TensorDictReplayBuffer.__setitem__)
-    __len__ = _at_owner(TensorDictReplayBuffer.__len__)
-
     @classmethod
     def on(cls, worker: str, *, timeout_s: float = 600.0, **arguments: Any) -> RemoteBuffer:
         """Builds the buffer in the process that is called ``worker`` there; ``arguments`` are those of the class."""
@@ -74,6 +58,10 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
                 f"{owner!r}, of a former group, for {worker!r}; use remote buffers in a process of their own."
             )
         return RemoteBuffer(result, timeout_s=timeout_s)
+
+
+for _name in METHODS:
+    setattr(RemoteTensorDictReplayBuffer, _name, _at_owner(getattr(TensorDictReplayBuffer, _name)))
 
 
 class RemoteBuffer(BufferProxy):

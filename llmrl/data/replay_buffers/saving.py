@@ -22,23 +22,23 @@ from llmrl.data.replay_buffers.directory import (
     write_manifest,
     write_object,
 )
-from llmrl.data.replay_buffers.utils import load_transforms, transform_states
+from llmrl.data.replay_buffers.utils import Transforms
 from llmrl.errors import CheckpointError
 
 _FORMAT, _FORMAT_VERSION = "llmrl.buffer", 4
 _TRANSFORMS = "transform.t"
 
 
-def dump_parts(path: Path, parts: dict[str, Any], transforms: Sequence[Any]) -> None:
+def dump_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> None:
     """Writes storage, sampler, writer and the states of the transforms; replaces an older dump once this is whole."""
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
-        write_object(transform_states(transforms), folder / _TRANSFORMS)
+        write_object(transforms.state_dict(), folder / _TRANSFORMS)
         write_manifest(folder, _FORMAT, _FORMAT_VERSION, {"parts": part_names(parts), "transforms": len(transforms)})
 
 
-def load_parts(path: Path, parts: dict[str, Any], transforms: Sequence[Any]) -> None:
+def load_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> None:
     """Reads what ``dump_parts`` wrote into parts of the same kinds.
 
     Raises: CheckpointError, with nothing changed, if the directory is missing, damaged or of other parts, or does not
@@ -54,13 +54,13 @@ def load_parts(path: Path, parts: dict[str, Any], transforms: Sequence[Any]) -> 
     _load(parts, transforms, lambda name, part: part.loads(folder / name), states)
 
 
-def parts_state(parts: dict[str, Any], transforms: Sequence[Any]) -> dict[str, Any]:
+def parts_state(parts: dict[str, Any], transforms: Transforms) -> dict[str, Any]:
     """The states of parts and transforms, as copies."""
     states = {name: part.state_dict() for name, part in parts.items()}
-    return {**states, "parts": part_names(parts), "transforms": transform_states(transforms)}
+    return {**states, "parts": part_names(parts), "transforms": transforms.state_dict()}
 
 
-def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: Sequence[Any]) -> None:
+def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: Transforms) -> None:
     """Takes over what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
     missing = {*parts, "parts", "transforms"} - state.keys()
     if missing:
@@ -70,22 +70,23 @@ def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: S
 
 
 def _load(
-    parts: dict[str, Any], transforms: Sequence[Any], load: Callable[[str, Any], None], states: Sequence[Any]
+    parts: dict[str, Any], transforms: Transforms, load: Callable[[str, Any], None], states: Sequence[Any]
 ) -> None:
     """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    transforms_before = copy.deepcopy(transform_states(transforms))
+    # A copy: a transform's state may be the very tensors that it goes on changing.
+    transforms_before = copy.deepcopy(transforms.state_dict())
     try:
         for name, part in small.items():
             load(name, part)
-        load_transforms(transforms, states)
+        transforms.load_state_dict(states)
         load("storage", parts["storage"])
     except BaseException as error:
         for name, part in small.items():
             part.load_state_dict(before[name])
-        load_transforms(transforms, transforms_before)
-        if type(error) is KeyError:
+        transforms.load_state_dict(transforms_before)
+        if type(error) is KeyError:  # of a part whose state lacks an entry; MissingKeyError explains itself
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
 
@@ -94,7 +95,7 @@ def part_names(parts: dict[str, Any]) -> dict[str, str]:
     return {name: type(part).__name__ for name, part in parts.items()}
 
 
-def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, transforms: Sequence[Any]) -> None:
+def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: int, transforms: Transforms) -> None:
     expected = {**part_names(parts), "transforms": len(transforms)}
     got = {**names, "transforms": num_transforms}
     if got != expected:

@@ -30,8 +30,6 @@ from llmrl.data.ragged.layout import Layout, Leaf, is_leaf, put_rows_together, p
 from llmrl.data.ragged.tensordicts import dim_names, inner
 from llmrl.errors import CheckpointError
 
-__all__ = ["ITEM", "decode", "encode", "encode_rows", "object_bytes", "object_from"]
-
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
 
@@ -67,6 +65,7 @@ def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
         return {kind.__name__: [[key, encode(entry, put, (*path, str(key)))] for key, entry in value.items()]}
     if isinstance(value, Tensor):
         return _encode_tensor(value, put, path)
+    # A class before its instances: a tensorclass itself also passes for a tensor collection.
     if isinstance(value, type) and _is_row_class(value):
         return {"class": _class_name(value)}
     if is_tensor_collection(value):
@@ -90,6 +89,10 @@ def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
     if _is_record(value):
         entries = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
         return {"class": _class_name(kind), "entries": [encode(entry, put, (*path, ITEM)) for entry in entries]}
+    return _encode_object(value, put, path)
+
+
+def _encode_object(value: Any, put: Put, path: tuple[str, ...]) -> Any:
     return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
 
 
@@ -98,7 +101,7 @@ def _encode_tensor(value: Tensor, put: Put, path: tuple[str, ...]) -> Any:
         lengths = (*path[:-1], f"{path[-1] if path else ''}.lengths")
         return {"jagged": [put(path, value.values()), put(lengths, value.offsets().diff())]}
     if value.is_nested or value.layout is not torch.strided:
-        return {"object": put(path, _as_tensor(object_bytes(value, f"the entry {'.'.join(path)!r} of the rows")))}
+        return _encode_object(value, put, path)
     return {"tensor": put(path, value)}
 
 
@@ -117,13 +120,11 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
     value = value if value.device is None else value.to("cpu")
     rows = len(value) if value.batch_dims else None
     layout, columns = take_apart(value, stacked=rows is not None)
-    write = encode if rows is None else _encode_column
-    nodes = [write(column, put, (*path, str(number))) for number, column in enumerate(columns)]
+    nodes = []
+    for number, column in enumerate(columns):
+        write = encode_rows if rows is not None and type(column) is list else encode
+        nodes.append(write(column, put, (*path, str(number))))
     return {"rows": rows, "layout": encode(layout, put), "columns": nodes}
-
-
-def _encode_column(column: Any, put: Put, path: tuple[str, ...]) -> Any:
-    return encode_rows(column, put, path) if type(column) is list else encode(column, put, path)
 
 
 def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
@@ -133,6 +134,7 @@ def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
     """
     if _is_exact_json(rows):
         return _encode_plain(rows, put, path)
+    # One column needs one form: rows of several are written group by group, with the numbers of the rows.
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(_form(row), []).append(number)
@@ -242,6 +244,7 @@ def _is_message_class(cls: type) -> bool:
 @cache
 def _class_name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
+    # Looked up now: a local class could never be found again, and the dump would be lost.
     _find_class(name, lambda found: found is cls)
     return name
 
@@ -256,6 +259,7 @@ def decode(node: Any, get: Get) -> Any:
     """
     try:
         return _decode(node, get)
+    # A manifest of another writer may be wrong in any way: whatever it breaks is one error for the caller.
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise CheckpointError(
             f"a dump must hold values as dumps writes them: got {type(error).__name__} ({error}); load another one."
@@ -346,11 +350,6 @@ def _decode_class(node: Any, get: Get) -> Any:
     return out
 
 
-def _decode_message(node: Any, get: Get) -> Any:
-    cls = _find_class(node["message"], _is_message_class)
-    return cls.from_message(_decode(node["value"], get))
-
-
 _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "tensor": lambda node, get: get(node["tensor"]),
     "jagged": _decode_jagged,
@@ -362,7 +361,9 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "dtype": lambda node, get: find_dtype(node["dtype"]),
     "spec": lambda node, get: pytree.tree_structure(_decode(node["spec"], get), is_leaf=is_leaf),
     "class": _decode_class,
-    "message": _decode_message,
+    "message": lambda node, get: _find_class(node["message"], _is_message_class).from_message(
+        _decode(node["value"], get)
+    ),
     "data": lambda node, get: NonTensorData(_decode(node["data"], get), batch_size=node["batch_size"]),
     "tensordict": _decode_tensordict,
     "rows": _decode_collection,
@@ -395,7 +396,7 @@ def _find_class(name: str, fits: Callable[[type], bool]) -> type:
             importlib.import_module(module)
         found: Any = sys.modules[module]
         for part in path.split("."):
-            found = vars(found)[part]
+            found = vars(found)[part]  # not getattr, which may run a module's __getattr__ or a descriptor
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the class {name} of rows in a dump cannot be found ({error!r}); define it at the top of a module, and "
@@ -417,6 +418,7 @@ def object_bytes(value: Any, who: str) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(value, file)
+        # Reading it back shows what would be refused later, when the buffer is gone.
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(

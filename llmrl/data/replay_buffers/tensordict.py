@@ -1,4 +1,4 @@
-"""A replay buffer of tensordicts, whose batches carry what the sampler says about their rows."""
+"""A replay buffer of tensordicts, whose batches carry the sampler's info about their rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
         with self._storage.lock:
-            priority = self._priorities(data, single=True)
+            priority = self._priorities(data, single=True)  # first: a bad priority must not leave a row behind
             index = super().add(data)
             if priority is not None and index is not None:
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
@@ -80,11 +80,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Gives the rows of a sampled batch new priorities.
 
         *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. Dimensions that a row has after
-        the index are reduced as the sampler says. Raises: MissingKeyError.
+        the index are reduced by the sampler. Raises: MissingKeyError.
         """
         priority, index = (read_entry(type(self).__name__, data, key) for key in (self.priority_key, "index"))
         size = len(self._storage.trailing) + 1
         rows = index.unsqueeze(-1) if size == 1 else index  # [*batch, coordinates]
+        # Positions that are the same along all inner dimensions name one row with several priorities, which the sampler
+        # reduces; else every priority has a row of its own.
         if rows.ndim > 2 and bool((rows == rows.flatten(1, -2)[:, :1].view(-1, *[1] * (rows.ndim - 2), size)).all()):
             rows = rows.flatten(1, -2)[:, 0]  # one position per row, expanded to its steps
         elif rows.ndim > 2:
@@ -95,7 +97,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _priorities(self, data: Any, *, single: bool = False) -> Tensor | None:
         """The priorities that rows bring with them, [N, ...] in the order of positions, if the sampler wants them.
 
-        Raises what the sampler says of them, before the rows are written.
+        Raises the sampler's errors for bad priorities before the rows are written.
         """
         if type(self._sampler).update_priority is Sampler.update_priority:
             return None
@@ -106,7 +108,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if isinstance(data, list) or (single and ndim == 1):
             priority = torch.stack(parts)
         elif data.batch_dims + single < max(ndim, time + 1):
-            return None  # the write says what is wrong
+            return None  # the write raises a better error
         else:
             priority = (parts[0].unsqueeze(time) if single else parts[0]).movedim(time, 0).flatten(0, ndim - 1)
         self._sampler.check_priority(priority)
@@ -131,7 +133,7 @@ def with_info(data: TensorDictBase, info: dict[Any, Any]) -> TensorDictBase:
             after = value.shape[1:] if key == "index" else value.shape[dims:]
             between = [1] * (dims - 1) if key == "index" else [*value.shape[1:dims], *[1] * (dims - value.ndim)]
             value = value.reshape(count, *between, *after).expand(*data.batch_size, *after)
-            value = value.clone()
+            value = value.clone()  # an expanded tensor cannot be written to in place
         set_entry(data, key, value)
     return data
 

@@ -1,9 +1,9 @@
 """The trajectories of a storage: where they begin and end, kept up to date at the cost of what was written.
 
-What is kept is one number per row: its *age*, how many rows of its trajectory there were up to and with it. Ages never
-change while rows are only written, and they answer everything: two rows of one stream are of one trajectory if their
-ages differ as much as their times do. The ring is respected: the newest row at the physical end goes on at the start,
-and rows that were overwritten are gone from their trajectory.
+The index keeps one number per row: its *age*, the number of rows of its trajectory up to and including it. Ages never
+change while rows are only written, and they answer every question: two rows of a stream belong to one trajectory if
+their ages differ as much as their times do. A full ring goes on from its physical end to its start, and rows that were
+overwritten are gone from their trajectory.
 
 Legend: T time, E parallel streams (``storage.columns``); cell ``t * E + e`` of the storage. ``time`` counts rows of a
 stream from 0, the oldest.
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.samplers.base import WriteJournal
-from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.storages.base import Key, Storage
 from llmrl.errors import MissingKeyError
 
-Key = str | tuple[str, ...]
 _TRAJ_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
 _END_KEY: Key = ("next", "done")
 _CHUNK = 1 << 20
@@ -83,6 +82,7 @@ class TrajectoryIndex:
 
     def rows_up_to(self, cells: np.ndarray) -> np.ndarray:
         """The number of rows of its trajectory up to and with each cell."""
+        # The age also counts rows that the ring has overwritten since.
         return np.minimum(self._ages[cells], self.time(cells) + 1)
 
     def same(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
@@ -97,6 +97,7 @@ class TrajectoryIndex:
 
     def rows_from(self, cells: np.ndarray, limit: int) -> np.ndarray:
         """The number of rows of its trajectory from each cell on, with it; at most ``limit`` are counted."""
+        # Binary search: the trajectory either goes on for so many steps, or ends before.
         rows = np.ones(cells.size, dtype=np.int64)
         step = 1 << max(limit - 1, 1).bit_length() - 1
         while step:
@@ -131,7 +132,7 @@ class TrajectoryIndex:
             if changes is None or not self._append(storage, changes[0]) or not self._agrees(storage, changes[1]):
                 self._rebuild(storage)
         except BaseException:
-            self.journal.forget()
+            self.journal.forget()  # what it held was not taken note of: the next update reads everything
             raise
         return True
 
@@ -157,7 +158,7 @@ class TrajectoryIndex:
         self.length = 0
         total = cells // self.streams
         chunk = max(1, _CHUNK // self.streams)
-        for start in range(0, total, chunk):
+        for start in range(0, total, chunk):  # bounds the memory of what is read at once
             self._extend(storage, np.arange(start, min(start + chunk, total)))
 
     def _append(self, storage: Storage, written: np.ndarray) -> bool:
@@ -182,7 +183,7 @@ class TrajectoryIndex:
         self._ages = _room(self._ages, len(storage))
         times = np.arange(self.length, self.length + steps)
         overwritten = self.length + steps - length
-        if overwritten:
+        if overwritten:  # time 0 moves to the oldest row that is left, and all times with it
             self._oldest = (self._oldest + overwritten) % self._size
             self.length -= overwritten
             times = times - overwritten
@@ -193,12 +194,14 @@ class TrajectoryIndex:
         """Ages for the rows at ``times``, which follow those that have one."""
         streams, first = self.streams, int(times[0])
         cells = self.at(times[:, None], np.arange(streams)[None, :])
+        # 1. True where a row begins a trajectory; the very first row of a stream does.
         begin = np.ones(cells.shape, dtype=bool)
         before = self.at(np.arange(first - 1, first), np.arange(streams))
         if first:
             begin[:] = self._boundary(np.concatenate([before[None, :], cells[:-1]]), cells)
         elif times.size > 1:
             begin[1:] = self._boundary(cells[:-1], cells[1:])
+        # 2. The age is the distance to the last beginning; rows before the first one carry on that of the row before.
         step = np.arange(times.size)[:, None]
         start = np.maximum.accumulate(np.where(begin, step, -1), 0)
         carried = self._ages[before][None, :] if first else 0
@@ -211,6 +214,7 @@ class TrajectoryIndex:
             return True
         replaced = np.unique(replaced[replaced < self.cells])
         time = self.time(replaced)
+        # A row decides two boundaries: the one before it, and the one before the next row.
         after = self.ahead(replaced[time + 1 < self.length], 1)
         cells = np.unique(np.concatenate([replaced[time > 0], after]))
         if not cells.size:
@@ -245,13 +249,9 @@ class TrajectoryIndex:
         return boundary
 
     def _default_keys(self, storage: Storage) -> tuple[Key | None, Key | None]:
-        row = torch.zeros(1, dtype=torch.int64)
         for key in (*_TRAJ_KEYS, _END_KEY):
-            try:
-                storage.entry(key, row)
-            except MissingKeyError:
-                continue
-            return (None, key) if key == _END_KEY else (key, None)
+            if storage.has_entry(key):
+                return (None, key) if key == _END_KEY else (key, None)
         raise MissingKeyError(
             f"{self._who}: rows must tell where trajectories end: got no entry {', '.join(map(repr, _TRAJ_KEYS))} or "
             f"{_END_KEY!r}; name one by traj_key or end_key."
@@ -280,6 +280,6 @@ def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells
 def _room(ages: np.ndarray, cells: int) -> np.ndarray:
     if cells <= ages.size:
         return ages
-    grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)
+    grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)  # doubled: growing row by row stays linear
     grown[: ages.size] = ages
     return grown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +53,7 @@ def _known(cls: type) -> Iterator[str]:
 # --- transforms ---
 
 
-class Stage(NamedTuple):
+class _Stage(NamedTuple):
     """A transform with what it does on reads and on writes; ``None`` if it does nothing."""
 
     transform: Any
@@ -61,29 +61,61 @@ class Stage(NamedTuple):
     write: Callable[[Any], Any] | None
 
 
-def as_stage(transform: Any, *, invert: bool = False) -> Stage:
-    """Finds the two directions of a transform.
+class Transforms:
+    """The transforms of a buffer, in the order in which they run on reads; writes run them backwards."""
 
-    Reads run ``forward`` if there is one (through the call, for an ``nn.Module``), else the callable itself; writes
-    run ``inv`` if there is one.
-    """
-    if hasattr(transform, "eval") and hasattr(transform, "train"):
-        transform.eval()
-        read = transform
-    else:
-        read = getattr(transform, "forward", transform)
-    if not callable(read):
-        raise TypeError(f"ReplayBuffer: a transform must be callable: got {type(transform).__name__}.")
-    write = getattr(transform, "inv", None)
-    return Stage(transform, write, read) if invert else Stage(transform, read, write)
+    def __init__(self, *transforms: Any) -> None:
+        self._stages: tuple[_Stage, ...] = ()  # replaced, never changed: a copy has its own
+        for transform in transforms:
+            self.insert(len(self), transform)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (stage.transform for stage in self._stages)
+
+    def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
+        """Reads run ``forward`` if there is one (through the call, for an ``nn.Module``), else the callable itself;
+        writes run ``inv`` if there is one. ``invert`` swaps the two.
+        """
+        if hasattr(transform, "eval") and hasattr(transform, "train"):
+            transform.eval()
+            read = transform
+        else:
+            read = getattr(transform, "forward", transform)
+        if not callable(read):
+            raise TypeError(f"ReplayBuffer: a transform must be callable: got {type(transform).__name__}.")
+        write = getattr(transform, "inv", None)
+        stage = _Stage(transform, write, read) if invert else _Stage(transform, read, write)
+        self._stages = (*self._stages[:index], stage, *self._stages[index:])
+
+    def read(self, data: Any) -> Any:
+        for stage in self._stages:
+            if stage.read is not None:
+                data = stage.read(data)
+        return data
+
+    def write(self, data: Any) -> Any:
+        """The data to store; None if a transform dropped it."""
+        for stage in reversed(self._stages):
+            if stage.write is not None and (data := stage.write(data)) is None:
+                return None
+        return data
+
+    def state_dict(self) -> list[Any]:
+        return transform_states(self)
+
+    def load_state_dict(self, states: Sequence[Any]) -> None:
+        load_transforms(self, states)
 
 
-def transform_states(transforms: Sequence[Any]) -> list[Any]:
+def transform_states(transforms: Iterable[Any]) -> list[Any]:
     """The ``state_dict()`` of each transform, ``None`` for one that has none."""
     return [transform.state_dict() if hasattr(transform, "state_dict") else None for transform in transforms]
 
 
-def load_transforms(transforms: Sequence[Any], states: Sequence[Any]) -> None:
+def load_transforms(transforms: Collection[Any], states: Sequence[Any]) -> None:
     if len(states) != len(transforms):
         raise CheckpointError(
             f"ReplayBuffer: a state is loaded into a buffer with the same transforms: got {len(states)}, expected "

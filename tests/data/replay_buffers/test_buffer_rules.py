@@ -33,7 +33,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError, UnsupportedError
-from tests.support.buffers import rows
+from tests.support.buffers import holding, rows
 
 
 @dataclass
@@ -45,18 +45,15 @@ class Step:
 def test_a_write_transform_runs_before_rows_are_written():
     """The documented recipe: a batch [2, 3] is stored as six rows. What is given as transform runs on reads."""
     data = TensorDict(a=torch.arange(6).view(2, 3), batch_size=[2, 3])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), write_transform=lambda td: td.reshape(-1), batch_size=4)
-    buffer.extend(data)
+    buffer = holding(data, write_transform=lambda td: td.reshape(-1), batch_size=4)
     assert (len(buffer), len(buffer.sample()), buffer["a"].tolist()) == (6, 4, [0, 1, 2, 3, 4, 5])
-    literal = ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.reshape(-1))
-    literal.extend(data)
+    literal = holding(data, transform=lambda td: td.reshape(-1))
     assert (len(literal), len(literal.sample(5))) == (2, 15)
 
 
 def test_an_epoch_ends_for_every_sampler():
     for sampler, sizes in ((RandomSampler(), [4, 4, 4]), (SamplerWithoutReplacement(), [4, 4, 2])):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
-        buffer.extend(rows(*range(10)))
+        buffer = holding(rows(*range(10)), sampler=sampler, batch_size=4)
         for _ in range(2):
             assert [len(batch) for batch in buffer.epoch()] == sizes
     endless = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)  # a RandomSampler has no passes
@@ -65,8 +62,7 @@ def test_an_epoch_ends_for_every_sampler():
 
 
 def test_the_path_of_a_container_may_begin_with_data():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
-    buffer.extend(TensorDict(a=torch.arange(3), next=TensorDict(b=torch.arange(3)), batch_size=[3]))
+    buffer = holding(TensorDict(a=torch.arange(3), next=TensorDict(b=torch.arange(3)), batch_size=[3]))
     assert torch.equal(buffer["_data", "a"], buffer["a"])
     assert torch.equal(buffer["_data", "next", "b"], buffer["next", "b"])
     with pytest.raises(MissingKeyError, match=r"\('next', 'bb'\).*Did you mean 'b'"):
@@ -80,8 +76,7 @@ def test_reading_a_full_buffer_twice_in_place_gives_the_same():
         return batch
 
     for storage in (LazyTensorStorage(3), LazyMemmapStorage(3), LazyStackStorage(3), ListStorage(3)):
-        buffer = ReplayBuffer(storage=storage, transform=double)
-        buffer.extend(rows(1, 2, 3))
+        buffer = holding(rows(1, 2, 3), storage, transform=double)
         assert [buffer[:]["b"].tolist() for _ in range(3)] == [[2, 4, 6]] * 3
 
 
@@ -102,8 +97,7 @@ def test_rows_of_named_dimensions_are_stored():
     data = TensorDict(a=torch.arange(3), next=TensorDict(a=torch.arange(3), batch_size=[3]), batch_size=[3])
     data.names = ["time"]
     for storage in (LazyTensorStorage(4), ListStorage(4), LazyStackStorage(4)):
-        buffer = ReplayBuffer(storage=storage)
-        buffer.extend(data)
+        buffer = holding(data, storage)
         assert buffer["next", "a"].tolist() == [0, 1, 2]
 
 
@@ -145,8 +139,7 @@ def test_every_change_of_the_content_moves_the_count_of_mutations():
 
 
 def test_counters_do_not_overflow():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.extend(rows(1, 2, 3))
+    buffer = holding(rows(1, 2, 3), LazyTensorStorage(4))
     buffer.storage.counters.write_count = 2**40
     buffer.extend(rows(4, 5))
     assert buffer.write_count == 2**40 + 2
@@ -193,8 +186,7 @@ def test_compilable_is_taken_by_all_parts():
 
 
 def test_include_info_is_taken_with_a_warning():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-    buffer.extend(rows(1, 2))
+    buffer = holding(rows(1, 2), LazyTensorStorage(4), kind=TensorDictReplayBuffer, batch_size=2)
     with pytest.warns(DeprecationWarning, match="include_info is deprecated"):
         assert "index" in buffer.sample(include_info=False)
 

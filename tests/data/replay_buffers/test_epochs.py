@@ -309,13 +309,6 @@ def test_uniform_draws_reach_every_row_about_equally_often():
     assert not sampler.ran_out
 
 
-def test_without_shuffling_a_pass_is_the_order_of_positions():
-    sampler = SamplerWithoutReplacement(shuffle=False)
-    storage = filled(5)
-    draws = [sampler.sample(storage, 2)[0].tolist() for _ in range(4)]
-    assert draws == [[0, 1], [2, 3], [4], [0, 1]]
-
-
 def test_a_pass_whose_rows_were_all_overwritten_has_ended():
     sampler = SamplerWithoutReplacement(shuffle=False)
     storage = filled(3)

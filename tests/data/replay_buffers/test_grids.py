@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells
 from llmrl.errors import DataError, ShapeError
+from tests.support.buffers import holding
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -32,8 +33,7 @@ def test_the_size_is_rounded_up_to_whole_steps_and_time_comes_last(storage):
 
 
 def test_indexing_the_buffer_is_indexing_what_it_shows():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
-    buffer.extend(steps(2, 0, 5))
+    buffer = holding(steps(2, 0, 5), LazyTensorStorage(12, ndim=2))
     shown = buffer[:]["a"]
     mask = shown % 2 == 0
     for index in (0, slice(1, 2), (0, 3), (slice(None), slice(1, 4)), (slice(None), -1), mask, torch.tensor([1, 0, 1])):
@@ -52,8 +52,7 @@ def test_indexing_the_buffer_is_indexing_what_it_shows():
 
 def test_three_dimensions_and_trees_of_tensors():
     data = torch.arange(2 * 3 * 4).view(2, 3, 4)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(48, ndim=3))
-    buffer.extend({"x": data, "y": (data.unsqueeze(-1) * 2,)})
+    buffer = holding({"x": data, "y": (data.unsqueeze(-1) * 2,)}, LazyTensorStorage(48, ndim=3))
     assert torch.equal(buffer[:]["x"], data)
     assert (buffer.storage[:]["y"][0].shape, buffer.storage.max_size) == ((4, 2, 3, 1), 48)
     cells = torch.arange(24)
@@ -62,8 +61,7 @@ def test_three_dimensions_and_trees_of_tensors():
 
 
 def test_another_number_of_streams_or_dimensions_is_refused():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
-    buffer.extend(steps(2, 0, 2))
+    buffer = holding(steps(2, 0, 2), LazyTensorStorage(10, ndim=2))
     with pytest.raises(DataError, match=r"got \[3\], expected \[2\]"):
         buffer.extend(steps(3, 0, 2))
     with pytest.raises(ShapeError, match="2 dimensions"):
@@ -81,8 +79,7 @@ def test_time_may_come_first():
         buffer.dim_extend = 1
     with pytest.raises(ValueError, match="dim_extend"):
         ReplayBuffer(dim_extend=-1)
-    other = ReplayBuffer(storage=LazyTensorStorage(10), dim_extend=1)
-    other.extend(steps(2, 0, 4))
+    other = holding(steps(2, 0, 4), dim_extend=1)
     assert (len(other), other[0]["a"].tolist()) == (4, [0, 100])
 
 

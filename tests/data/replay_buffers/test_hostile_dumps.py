@@ -27,7 +27,7 @@ from llmrl.data.replay_buffers import (
 from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.directory import MANIFEST, _own_digest, current_directory, write_manifest
 from llmrl.errors import CheckpointError
-from tests.support.buffers import Counting
+from tests.support.buffers import Counting, holding
 
 
 @tensorclass
@@ -47,8 +47,7 @@ class Payload:
 
 
 def buffer_of(*rows: Any) -> ReplayBuffer:
-    buffer = ReplayBuffer(storage=ListStorage(4), sampler=SamplerWithoutReplacement(), transform=Counting())
-    buffer.extend(list(rows))
+    buffer = holding(list(rows), ListStorage(4), sampler=SamplerWithoutReplacement(), transform=Counting())
     return buffer
 
 
@@ -189,7 +188,8 @@ def test_a_name_in_a_dump_imports_no_foreign_module(tmp_path, monkeypatch):
     buffer_of(Answer(torch.ones(2), source=None)).dumps(dump)
     (tmp_path / "planted.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("planted:Answer", "os:system", "os:path.join", "llmrl.data.replay_buffers:ReplayBuffer"):
+    foreign = ("planted:Answer", "os:system", "os:path.join")
+    for name in (*foreign, "llmrl.data.replay_buffers:ReplayBuffer", "llmrl.nowhere:Answer", "llmrl.data:Nowhere"):
         edit(current_directory(dump), lambda node, name=name: node.update({"class": name}) if "class" in node else None)
         reseal(current_directory(dump))
         refuse(buffer_of("mine"), dump, ran, match=f"{name}.*(before loading|load another one)")

@@ -20,7 +20,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
-from tests.support.buffers import refusals_after_fork, restore
+from tests.support.buffers import holding, refusals_after_fork, restore
 
 
 def scored(*scores: float) -> TensorDict:
@@ -109,8 +109,7 @@ def test_ranks_are_part_of_the_state(by_file, tmp_path):
 
 
 def test_rows_that_were_there_before_the_writer_are_ranked():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
-    buffer.extend(scored(5, 1, 4))
+    buffer = holding(scored(5, 1, 4), LazyTensorStorage(3), kind=TensorDictReplayBuffer, batch_size=2)
     buffer.set_writer(TensorDictMaxValueWriter(rank_key="score"))
     assert buffer.extend(scored(0, 2)).tolist() == [-1, 1]
 

@@ -30,6 +30,7 @@ from llmrl.data.replay_buffers import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
+from tests.support.buffers import holding
 
 STREAMS = {1: (), 2: (2,), 3: (2, 2)}
 CAPACITY = {1: 7, 2: 8, 3: 16}  # cells, a multiple of the streams
@@ -352,8 +353,7 @@ def test_a_thousand_operations_agree_with_lists(storage, ndim, sampler):
 
 
 def test_a_row_replaced_in_the_middle_of_a_pass_does_not_begin_the_pass_anew():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False))
-    buffer.extend(torch.arange(6))
+    buffer = holding(torch.arange(6), sampler=SamplerWithoutReplacement(shuffle=False))
     assert buffer.sample(2).tolist() == [0, 1]
     buffer[0] = torch.tensor(50)
     buffer[4] = torch.tensor(54)
@@ -362,8 +362,7 @@ def test_a_row_replaced_in_the_middle_of_a_pass_does_not_begin_the_pass_anew():
 
 def test_positions_that_are_handed_out_are_not_the_samplers_own():
     """They were its own permutation: writing to them and then to the buffer made a pass that never ended."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SamplerWithoutReplacement(), batch_size=3)
-    buffer.extend(torch.arange(9))
+    buffer = holding(torch.arange(9), LazyTensorStorage(12), sampler=SamplerWithoutReplacement(), batch_size=3)
     drawn = []
     for _ in range(3):
         data, info = buffer.sample(return_info=True)

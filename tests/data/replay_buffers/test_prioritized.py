@@ -22,7 +22,7 @@ from llmrl.data.replay_buffers import (
 )
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.errors import CheckpointError, DataError, ShapeError
-from tests.support.buffers import refusals_after_fork, restore
+from tests.support.buffers import holding, refusals_after_fork, restore
 
 
 def build(priorities=(), capacity: int = 10, alpha: float = 1.0, beta: float = 1.0, **arguments) -> ReplayBuffer:
@@ -131,23 +131,6 @@ def probabilities(buffer: ReplayBuffer, total: float) -> list[float]:
     return (buffer.sampler.probabilities() * total).tolist()
 
 
-def test_a_priority_below_one_does_not_lower_that_of_new_rows():
-    buffer = build([0.1, 0.2], eps=0.0)
-    buffer.add("new")
-    assert probabilities(buffer, 1.3) == pytest.approx([0.1, 0.2, 1.0])
-
-
-def test_within_the_buffer_it_is_the_largest_of_the_rows_that_are_left():
-    buffer = build([0.1, 0.5, 0.3], eps=0.0, capacity=3, max_priority_within_buffer=True)
-    buffer.add("over the first")
-    assert probabilities(buffer, 1.3) == pytest.approx([0.5, 0.5, 0.3])
-    buffer.update_priority(0, 0.2)
-    buffer.add("over the largest")
-    assert probabilities(buffer, 0.8) == pytest.approx([0.2, 0.3, 0.3])
-    buffer.extend(["all", "are", "new"])
-    assert probabilities(buffer, 3) == pytest.approx([1, 1, 1])
-
-
 @pytest.mark.parametrize("within", [False, True])
 def test_priorities_agree_with_a_list_after_any_operations(within):
     generator = torch.Generator().manual_seed(int(within))
@@ -173,7 +156,7 @@ def test_priorities_agree_with_a_list_after_any_operations(within):
                     buffer.sampler.probabilities()
             else:
                 rows = [number(len(oracle)) for _ in range(1 + number(3))]
-                values = [1.0 + number(8) for _ in rows]
+                values = [number(8) / 4 + 0.125 for _ in rows]  # also below 1, the priority of a first row
                 buffer.update_priority(torch.tensor(rows), torch.tensor(values))
                 oracle |= dict(zip(rows, values, strict=True))
                 largest = max(largest, *values)
@@ -188,8 +171,7 @@ def test_replaced_rows_are_as_new_ones():
 
 
 def test_rows_that_were_there_before_the_sampler_are_new_to_it():
-    buffer = ReplayBuffer(storage=ListStorage(10))
-    buffer.extend(["a", "b", "c"])
+    buffer = holding(["a", "b", "c"], ListStorage(10))
     buffer.set_sampler(PrioritizedSampler(10, 1.0, 1.0))
     assert set(buffer.sample(100)) == {"a", "b", "c"}
 
@@ -270,8 +252,7 @@ def test_sampling_needs_a_row_with_mass_and_a_tree_of_the_storage_s_size():
         buffer.sample(2)
     with pytest.raises(RuntimeError, match="priority above 0"):
         build([0.0, 0.0], eps=0.0).sample(2)
-    large = ReplayBuffer(storage=ListStorage(10), sampler=PrioritizedSampler(3, 1.0, 1.0))
-    large.extend(["a", "b", "c"])
+    large = holding(["a", "b", "c"], ListStorage(10), sampler=PrioritizedSampler(3, 1.0, 1.0))
     large.sample(2)
     large.add("d")
     with pytest.raises(ValueError, match="got 3, 4 rows of at most 10"):
@@ -307,26 +288,6 @@ def test_a_loaded_sampler_is_equal_to_the_last_bit(tmp_path):
             buffer.extend(list(range(70)))
     with pytest.raises(CheckpointError, match=r"got 5000 .*max_capacity=10"):
         PrioritizedSampler(10, 1.0, 1.0).load_state_dict(first.sampler.state_dict())
-
-
-def test_prefetching_changes_nothing():
-    plain, ahead = (
-        PrioritizedReplayBuffer(alpha=1.0, beta=1.0, batch_size=8, storage=ListStorage(100), prefetch=prefetch)
-        for prefetch in (None, 3)
-    )
-    for buffer in (plain, ahead):
-        buffer.set_rng(torch.Generator().manual_seed(0))
-        buffer.extend([torch.tensor(number) for number in range(90)])
-    for step in range(6):
-        for _ in range(3):
-            batch, info = plain.sample(return_info=True)
-            again, other = ahead.sample(return_info=True)
-            assert torch.equal(batch, again)
-            assert torch.equal(info["priority_weight"], other["priority_weight"])
-        for buffer in (plain, ahead):
-            buffer.update_priority(info["index"], 0.5 + step)
-            buffer.extend([torch.tensor(1000 + step)] * 7)
-    ahead.close()
 
 
 def test_an_emptied_buffer_starts_again():

@@ -13,6 +13,7 @@ from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies import containers
+from tests.support.buffers import holding
 from tests.support.conversation_rows import Tokens, conversations, ids
 
 
@@ -70,8 +71,7 @@ def test_rows_with_different_keys_can_be_stored_side_by_side():
 
 def test_what_was_written_and_what_was_read_share_no_memory_with_the_rows():
     given = conversations(3, 1)
-    buffer = ReplayBuffer(storage=LazyStackStorage(10))
-    buffer.extend(given)
+    buffer = holding(given, LazyStackStorage(10))
     for batch in (given, buffer[:], buffer.sample(2)):
         for row in batch.get(("tokens", "full"), as_list=True):
             row.fill_(-1)
@@ -127,8 +127,7 @@ def ragged_buffer() -> ReplayBuffer:
     numbers = [torch.arange(3), torch.arange(1), torch.arange(5)]
     tokens = containers.Tokens.from_rows({"full": numbers})
     log_probs = containers.LogProbs.from_rows({"full": [number / 2 for number in numbers]})
-    buffer = ReplayBuffer(storage=LazyStackStorage(4))
-    buffer.extend(TensorDict({"tokens": tokens, "log_probs": log_probs}, batch_size=[3]))
+    buffer = holding(TensorDict({"tokens": tokens, "log_probs": log_probs}, batch_size=[3]), LazyStackStorage(4))
     return buffer
 
 

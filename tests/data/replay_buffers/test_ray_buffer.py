@@ -13,7 +13,6 @@ from llmrl.data.llm import History
 from llmrl.data.replay_buffers import (
     LazyStackStorage,
     LazyTensorStorage,
-    PrioritizedSampler,
     RandomSampler,
     RayReplayBuffer,
     SamplerWithoutReplacement,
@@ -21,7 +20,7 @@ from llmrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 from llmrl.errors import DeadlineError, WorkerError
-from tests.support.buffers import check_errors_of_proxies, check_proxy
+from tests.support.buffers import check_errors_of_proxies, check_priorities_of_proxies, check_proxy
 from tests.support.buffers import numbered as rows
 from tests.support.processes import wait_until
 
@@ -99,29 +98,9 @@ def test_conversations_of_any_length_go_there_and_back(make):
     assert buffer.sample()["policy_version"].tolist() == [4]
 
 
-def test_priorities_are_set_from_here(make):
-    buffer = make(
-        replay_buffer_cls=TensorDictPrioritizedReplayBuffer,
-        alpha=1.0,
-        beta=1.0,
-        eps=0.0,
-        storage=functools.partial(LazyTensorStorage, 10),
-        batch_size=16,
-    )
-    buffer.extend(rows(0, 4))
-    batch = buffer[:]  # a sample might miss a row, which would keep its priority
-    batch["td_error"] = (batch["index"] == 2).float()
-    buffer.update_tensordict_priority(batch)
-    assert buffer.sample()["number"].unique().tolist() == [2]
-    buffer.update_priority(torch.arange(4), torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    batch = buffer.sample()
-    assert batch["number"].unique().tolist() == [0]
-    assert batch["priority_weight"].tolist() == [1.0] * 16
-    plain = make(
-        storage=functools.partial(LazyTensorStorage, 4), sampler=functools.partial(PrioritizedSampler, 4, 0.5, 0.5)
-    )
-    plain.extend(rows(0, 4))
-    assert len(plain.sample(3)) == 3
+def test_priorities_and_ragged_rows_travel(make):
+    masses = {"alpha": 1.0, "beta": 1.0, "eps": 0.0, "storage": functools.partial(LazyStackStorage, 10)}
+    check_priorities_of_proxies(make(replay_buffer_cls=TensorDictPrioritizedReplayBuffer, batch_size=6, **masses))
 
 
 def test_other_tasks_use_the_same_buffer(cluster, make):

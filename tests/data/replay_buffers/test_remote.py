@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch.distributed import FileStore, autograd, rpc
 
 from llmrl.data.replay_buffers import (
@@ -21,7 +21,7 @@ from llmrl.data.replay_buffers import (
     SamplerWithoutReplacement,
 )
 from llmrl.errors import DeadlineError, WorkerError
-from tests.support.buffers import check_errors_of_proxies, check_proxy
+from tests.support.buffers import check_errors_of_proxies, check_priorities_of_proxies, check_proxy
 from tests.support.buffers import numbered as rows
 
 pytestmark = pytest.mark.slow
@@ -139,13 +139,7 @@ def test_priorities_and_ragged_rows_travel(processes):
         sampler=functools.partial(PrioritizedSampler, 10, 1.0, 1.0, eps=0.0),
         batch_size=6,
     )
-    buffer.extend(lazy_stack([TensorDict(ids=torch.arange(length), text="a" * length) for length in (3, 1, 5)]))
-    batch = buffer.sample()
-    assert [len(ids) for ids in batch.get("ids", as_list=True)] == [len(text) for text in batch.get("text").tolist()]
-    batch["td_error"] = (batch["index"] == 2).float()
-    buffer.update_tensordict_priority(batch)
-    buffer.update_priority(torch.tensor([0, 1, 2]), torch.tensor([0.0, 2.0, 0.0]))
-    assert {len(ids) for ids in buffer.sample().get("ids", as_list=True)} == {1}
+    check_priorities_of_proxies(buffer)
 
 
 def test_errors_of_the_buffer_reach_the_caller_unchanged(processes):

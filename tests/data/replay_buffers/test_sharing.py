@@ -28,6 +28,7 @@ from llmrl.data.replay_buffers import (
 )
 from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.errors import DeadlineError, UnsupportedError
+from tests.support.buffers import holding
 from tests.support.processes import wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -83,8 +84,7 @@ def check_zeros_and_extend(buffer: ReplayBuffer) -> None:
 @pytest.mark.parametrize("kind", ["memmap", "shared memory"])
 def test_another_process_reads_and_writes_the_same_rows(method, kind):
     """The documented example."""
-    buffer = TensorDictReplayBuffer(storage=SHARED[kind]())
-    buffer.extend(constant(0.0))
+    buffer = holding(constant(0.0), SHARED[kind](), kind=TensorDictReplayBuffer)
     run(method, check_zeros_and_extend, buffer)
     assert len(buffer) == buffer.write_count == 20
     assert buffer["_data", "a"].tolist() == [0.0] * 10 + [1.0] * 10
@@ -112,8 +112,7 @@ def test_whoever_writes_first_allocates_for_all(method, kind):
 @pytest.mark.parametrize("method", ["fork", SPAWN])
 def test_rows_that_were_there_before_sharing_are_shared_too(method):
     for storage in (LazyTensorStorage(20), TensorStorage(TensorDict(a=torch.zeros(20), batch_size=[20]), filled=False)):
-        buffer = ReplayBuffer(storage=storage)
-        buffer.extend(constant(0.0))
+        buffer = holding(constant(0.0), storage)
         buffer.share()
         run(method, check_zeros_and_extend, buffer)
         assert buffer["a"].tolist() == [0.0] * 10 + [1.0] * 10
@@ -149,8 +148,7 @@ def read_and_extend_steps(buffer: ReplayBuffer) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dataclasses_are_shared(method):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(9))
-    buffer.extend(Step(obs=torch.arange(3)))
+    buffer = holding(Step(obs=torch.arange(3)), LazyMemmapStorage(9))
     run(method, read_and_extend_steps, buffer)
     assert buffer[:].obs.tolist() == [0, 1, 2, 0, 1]
 
@@ -168,8 +166,7 @@ def test_trees_of_any_form_are_shared():
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
 def test_a_storage_of_one_process_is_refused_at_the_hand_over(storage):
-    buffer = ReplayBuffer(storage=storage(20))
-    buffer.extend(constant(0.0))
+    buffer = holding(constant(0.0), storage(20))
     with pytest.raises(RuntimeError, match="LazyMemmapStorage"):
         multiprocessing.get_context("spawn").Process(target=extend_by_ones, args=(buffer,)).start()
     # fork hands over without asking: the first write says so, and the rows here are what they were
@@ -182,8 +179,7 @@ def test_a_storage_of_one_process_is_refused_at_the_hand_over(storage):
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
 def test_a_copy_of_a_buffer_of_one_process_has_rows_and_draws_of_its_own(storage, copied):
     sampler = PrioritizedSampler(20, alpha=1.0, beta=1.0)
-    buffer = TensorDictReplayBuffer(storage=storage(20), sampler=sampler, batch_size=3, prefetch=1)
-    buffer.extend(constant(0.0))
+    buffer = holding(constant(0.0), storage(20), kind=TensorDictReplayBuffer, sampler=sampler, batch_size=3, prefetch=1)
     buffer.sample()
     other = copied(buffer)
     assert torch.equal(other.sample()["index"], buffer.sample()["index"])
@@ -226,8 +222,7 @@ def test_a_buffer_of_factories_is_built_where_it_is_used():
 
 
 def test_a_pickle_outlives_its_owner_with_a_clear_error():
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(20))
-    buffer.extend(constant(3.0))
+    buffer = holding(constant(3.0), LazyMemmapStorage(20))
     pickled = pickle.dumps(buffer)
     again = pickle.loads(pickled)
     assert again["a"].tolist() == [3.0] * 10

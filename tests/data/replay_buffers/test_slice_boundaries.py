@@ -14,7 +14,7 @@ from llmrl.data.replay_buffers import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from tests.support.buffers import restore
+from tests.support.buffers import holding
 from tests.support.buffers import steps as rows
 
 
@@ -31,8 +31,7 @@ def stored(count: int) -> TensorDict:
 
 
 def test_the_end_of_every_slice_is_marked_in_the_form_of_the_stored_flags():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=3), batch_size=6)
-    buffer.extend(stored(10))
+    buffer = holding(stored(10), kind=TensorDictReplayBuffer, sampler=SliceSampler(slice_len=3), batch_size=6)
     for _ in range(20):
         batch = buffer.sample()
         ends = torch.tensor([[False], [False], [True]] * 2)
@@ -53,8 +52,7 @@ def test_transforms_of_a_plain_buffer_see_where_slices_end():
         return batch
 
     sampler = SliceSampler(slice_len=4, traj_key="episode", truncated_key=None)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=8, transform=look)
-    buffer.extend(rows([0] * 4))
+    buffer = holding(rows([0] * 4), LazyTensorStorage(8), sampler=sampler, batch_size=8, transform=look)
     assert buffer.sample()["step"].tolist() == [0, 1, 2, 3] * 2
     assert seen == [([False] * 3 + [True]) * 2]
     assert "slice_end" not in buffer.storage[:].keys()
@@ -62,8 +60,7 @@ def test_transforms_of_a_plain_buffer_see_where_slices_end():
 
 def test_without_a_key_for_truncation_the_flags_are_as_stored():
     sampler = SliceSampler(slice_len=2, truncated_key=None)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=6)
-    buffer.extend(stored(10))
+    buffer = holding(stored(10), kind=TensorDictReplayBuffer, sampler=sampler, batch_size=6)
     batch, info = buffer.sample(return_info=True)
     assert set(info) == {"index", "slice_end"}
     assert torch.equal(batch["next", "done"], (batch["step"] % 5 == 4).unsqueeze(1))
@@ -71,8 +68,7 @@ def test_without_a_key_for_truncation_the_flags_are_as_stored():
 
 def test_rows_that_store_no_flags_get_them():
     sampler = SliceSampler(slice_len=2, traj_key="episode", truncated_key=("a", "truncated"))
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
-    buffer.extend(rows([0] * 5))
+    buffer = holding(rows([0] * 5), kind=TensorDictReplayBuffer, sampler=sampler, batch_size=4)
     batch = buffer.sample()
     assert batch["a", "truncated"].tolist() == batch["a", "done"].tolist() == [[False], [True]] * 2
     assert ("a", "terminated") not in batch.keys(True)
@@ -132,22 +128,6 @@ def test_a_filled_buffer_takes_another_sampler_and_an_emptied_one_starts_again(r
         buffer.sample()
     buffer.extend(TensorDict(t=torch.zeros(3, dtype=torch.int64), s=torch.arange(20, 23), batch_size=[3]))
     assert buffer.sample()["s"].tolist() == [20, 21, 22]
-
-
-def test_a_loaded_buffer_continues_with_the_same_slices(tmp_path, ring_of_eight):
-    def build() -> ReplayBuffer:
-        sampler = SliceSampler(slice_len=3, traj_key="t")
-        return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=6)
-
-    first, by_state, by_file = build(), build(), build()
-    first.extend(ring_of_eight[:].exclude("index"))
-    first.extend(TensorDict(t=torch.tensor([2, 2, 2]), s=torch.arange(3), batch_size=[3]))
-    first.sample()
-    restore(by_state, first, None)
-    restore(by_file, first, tmp_path)
-    for _ in range(5):
-        batch = first.sample()["s"].tolist()
-        assert by_state.sample()["s"].tolist() == by_file.sample()["s"].tolist() == batch
 
 
 def test_a_pickled_sampler_reads_the_storage_anew(ring_of_eight):

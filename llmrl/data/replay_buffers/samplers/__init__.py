@@ -1,6 +1,6 @@
 """Samplers: which rows the next batch holds."""
 
-from llmrl.data.replay_buffers.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slice_samplers import (
@@ -8,6 +8,7 @@ from llmrl.data.replay_buffers.samplers.slice_samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from llmrl.data.replay_buffers.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 
 __all__ = [
     "PrioritizedSampler",

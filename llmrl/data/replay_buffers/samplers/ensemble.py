@@ -92,7 +92,7 @@ class SamplerEnsemble(Members, Sampler):
     def draw(
         self, storage: StorageEnsemble, batch_size: int, draw: Callable[[int, int], tuple[Tensor, Drawn]]
     ) -> list[tuple[int, Drawn]]:
-        """Chooses members; ``draw(member, rows)`` gives the positions of its part, and what is returned for it."""
+        """Chooses members; ``draw(member, rows)`` gives the positions of its part, and the value to return for it."""
         size, rest = divmod(batch_size, self.num_buffer_sampled)
         if rest or not size:
             raise ValueError(
@@ -105,10 +105,14 @@ class SamplerEnsemble(Members, Sampler):
                     f"SamplerEnsemble: every member that may be drawn must have rows: member {number} has none; write "
                     "to it, or give it the probability 0 by p."
                 )
+        # All or nothing: a member that fails must not leave the others one draw ahead.
         before, marks = self.generator.get_state(), [sampler.bookmark() for sampler in self.samplers]
         try:
             parts, self._ran_out = [], False
-            for number in self._choose():
+            numbers: Any = range(len(self))
+            if not self.sample_from_all:
+                numbers = torch.multinomial(self.p, self.num_buffer_sampled, True, generator=self.generator).tolist()
+            for number in numbers:
                 index, drawn = draw(number, size)
                 if len(index) != size:
                     raise RuntimeError(
@@ -124,11 +128,6 @@ class SamplerEnsemble(Members, Sampler):
             self.generator.set_state(before)  # last: it may be that of the samplers too
             raise
         return parts
-
-    def _choose(self) -> list[int]:
-        if self.sample_from_all:
-            return list(range(len(self)))
-        return torch.multinomial(self.p, self.num_buffer_sampled, True, generator=self.generator).tolist()
 
     def update_priority(self, index: TensorDictBase, priority: Tensor) -> None:
         for number, positions, values in by_member(index, priority):

@@ -135,15 +135,17 @@ class PrioritizedSampler(ProcessLocal, Sampler):
                 f"{self._who}: a row must have a priority above 0 (eps={self._eps}): got only zeros; with eps > 0 such "
                 "rows can be drawn."
             )
+        # float32 is too coarse to reach every one of many rows.
         points = torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
         return self._tree.find(points * total)
 
     def _weights(self, index: np.ndarray) -> Tensor:
+        # Divided by the largest weight of all rows, not of the batch: so weights of different batches compare.
         weights = (self._tree.masses[index] / self._tree.minimum) ** -self._beta
         return torch.from_numpy(weights).to(dtype=self.dtype, device=self.device)
 
     def _catch_up(self, storage: Storage) -> None:
-        """Rows that were there before the sampler came, or are there no more."""
+        """Adds rows written before the sampler was attached, and forgets rows that are gone."""
         self._check_process()
         length = self._length(storage)
         if length > self.max_capacity:
@@ -190,6 +192,7 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             return
         self._check_values(where, values)
         masses = self._masses(values, where, self._alpha)
+        # Everything is checked before anything is set.
         if not self._is_all_written(where):
             self._flush()
             if not 0 <= _highest(where) < self._num_rows:
@@ -231,6 +234,7 @@ class PrioritizedSampler(ProcessLocal, Sampler):
 
     def _set_default(self, where: np.ndarray) -> None:
         if self.max_priority_within_buffer and where.size:
+            # The largest priority may be among those that are overwritten: it is looked up when it is needed.
             if self._largest is not None and (self._priorities[where] == self._largest).any():
                 self._largest = None
             self._priorities[where] = np.nan
@@ -324,6 +328,7 @@ class PrioritizedSampler(ProcessLocal, Sampler):
 
 def _highest(where: np.ndarray) -> int:
     """The largest position; negative if one is."""
+    # As an unsigned number a negative one is larger than all others: one pass instead of two.
     return int(np.maximum.reduce(where.view(np.uint64)).view(np.int64))
 
 

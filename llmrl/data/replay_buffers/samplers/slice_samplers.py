@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import EpochSampler, Sampler
+from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.samplers.epochs import EpochSampler
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slices import (
     Cut,
@@ -27,10 +28,9 @@ from llmrl.data.replay_buffers.samplers.slices import (
     slice_rows,
     slices_from,
 )
-from llmrl.data.replay_buffers.storages import Storage
-from llmrl.data.replay_buffers.trajectory_index import Key, TrajectoryIndex
+from llmrl.data.replay_buffers.storages.base import Key, Storage
+from llmrl.data.replay_buffers.trajectory_index import TrajectoryIndex
 from llmrl.data.replay_buffers.utils import near_names
-from llmrl.errors import MissingKeyError
 
 SLICE_END = "slice_end"
 _MOST_DRAWS = 1 << 16
@@ -39,7 +39,7 @@ Span = bool | int | Sequence[bool | int]
 
 
 class SliceSampler(Sampler):
-    """Draws slices of trajectories with replacement; every slice that there is is as likely as any other.
+    """Draws slices of trajectories with replacement; all slices are equally likely.
 
     A batch of N rows is ``num_slices`` slices of ``N / num_slices`` rows, or slices of ``slice_len`` rows: give exactly
     one of the two. The rows come flat, slice after slice; ``batch.view(num_slices, -1)`` is the usual next step.
@@ -160,7 +160,10 @@ class SliceSampler(Sampler):
         if self.truncated_key is None:
             return positions, info
         if self._flags is None or self._flags[0] is not storage:
-            self._flags = (storage, *self._stored_flags(storage, positions[:1]))
+            key = self.truncated_key
+            keys = {name: name if isinstance(key, str) else (*key[:-1], name) for name in ("done", "terminated")}
+            keys["truncated"] = key
+            self._flags = (storage, keys, [name for name in keys if storage.has_entry(keys[name])])
         _, keys, present = self._flags
         stored = {name: storage.entry(keys[name], positions) for name in present}
         flag = next(iter(stored.values())) if stored else ends.unsqueeze(1)
@@ -170,19 +173,6 @@ class SliceSampler(Sampler):
         if "terminated" in stored:
             info[keys["terminated"]] = stored["terminated"]
         return positions, info
-
-    def _stored_flags(self, storage: Storage, row: Tensor) -> tuple[dict[str, Key], list[str]]:
-        """The keys of the flags, and which of them rows have."""
-        key, present = self.truncated_key, []
-        keys = {name: name if isinstance(key, str) else (*key[:-1], name) for name in ("done", "terminated")}
-        keys["truncated"] = key
-        for name, key in keys.items():
-            try:
-                storage.entry(key, row)
-            except MissingKeyError:
-                continue
-            present.append(name)
-        return keys, present
 
     # --- what the buffer says ---
 
@@ -232,10 +222,12 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         number, cut = self._plan(storage, batch_size)
         index = self._index
         waiting = self._epoch.waiting()  # last cells of trajectories
+        # They may have lost rows to the ring since the pass began.
         self._epoch.drop(waiting[cut.count(index.rows_up_to(waiting)) == 0])
         last = self._take(number, lambda: self._lasts(number, cut))
         rows = index.rows_up_to(last)
         choices = cut.count(rows)
+        # One number per trajectory picks among its slices; the minimum guards against rounding up to ``choices``.
         points = torch.rand(last.size, generator=self.generator, dtype=torch.float64).numpy()
         end, lengths = cut.piece(rows, np.minimum((points * choices).astype(np.int64), choices - 1))
         return self._batch(storage, cut, index.ahead(last, end - rows), lengths)
@@ -304,7 +296,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         """Starts by priority: proposed among all rows, or, if hardly any can be one, listed."""
 
         def propose(count: int) -> tuple[np.ndarray]:
-            cells = self._draw(count)
+            cells = self._draw(count)  # by mass; keeping the legal ones leaves their proportions as they are
             return (cells[slices_from(self._index, cut, cells)],)
 
         found = accepted(number, min(self._index.cells, _MOST_DRAWS), propose)
@@ -321,5 +313,5 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
                 f"only zeros for {cells.size} of them."
             )
         points = torch.rand(number, generator=self.generator, dtype=torch.float64).numpy()
-        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))
+        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))  # rounding must not reach behind the last
         return cells[sums.searchsorted(points, side="right")]

@@ -22,10 +22,10 @@ Slices = tuple[np.ndarray, np.ndarray]  # last cells and lengths, int64[N] each
 
 
 class Cut(NamedTuple):
-    """Cuts slices of ``length`` rows, of which ``left`` may lie before the trajectory and ``right`` behind it.
+    """Cuts slices of ``length`` rows; up to ``left`` of them may lie before the trajectory, and ``right`` behind it.
 
-    What lies outside is left out, so such slices are shorter. ``strict``: trajectories shorter than ``length`` have no
-    slices; else, and if none fits otherwise, they have one, which is the whole trajectory.
+    Rows outside of the trajectory are left out, so such slices are shorter. With ``strict`` a trajectory shorter than
+    ``length`` has no slices; without, if no other fits, it has one, which is the whole trajectory.
     """
 
     length: int
@@ -39,27 +39,29 @@ class Cut(NamedTuple):
         return self.strict and not self.left and not self.right
 
     def count(self, rows: np.ndarray) -> np.ndarray:
-        """The number of slices of trajectories of so many rows."""
+        """The number of slices of trajectories with this many rows."""
+        # As many as a window of this length has places that reach over neither end too far.
         fitting = np.maximum(rows - self.length + 1 + self.left + self.right, 0)
         return np.where(rows >= self.length, fitting, 0) if self.strict else np.maximum(fitting, 1)
 
     def piece(self, rows: np.ndarray, number: np.ndarray) -> Slices:
-        """Of the slice of that number of such a trajectory: the row that it ends before, and its length."""
+        """The row that slice ``number`` of a trajectory of ``rows`` rows ends before, and the length of the slice."""
         end = self.length - self.left + number  # as if the trajectory went on on both sides
         last = np.minimum(end, rows)
-        whole = end > rows + self.right
+        whole = end > rows + self.right  # no place fits: the one slice that a short trajectory has all the same
         return last, np.where(whole, rows, last - np.maximum(end - self.length, 0))
 
 
 def slices_at(
     index: TrajectoryIndex, cut: Cut, cells: np.ndarray, behind: np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """True where a slice ends so many rows ``behind`` each cell (0: at it), and its length."""
+    """True where a slice ends ``behind`` rows after each cell (0: at the cell), and the lengths of these slices."""
     rows = index.rows_up_to(cells)
     lengths = np.minimum(rows, cut.length - behind)
     if cut.plain:
         return rows >= cut.length, lengths
     fits = rows + behind >= cut.length - cut.left
+    # Only the last row of a trajectory has slices that end behind it.
     last, at = index.is_last(cells), np.equal(behind, 0)
     fits &= last | at
     if not cut.strict:
@@ -92,9 +94,10 @@ def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: tor
     Proposes ends anywhere and keeps those that are ends of slices, at a cost that does not depend on the number of
     rows.
     """
-    copies = 1 + cut.right  # a last row stands for the slices that reach behind it too: it is proposed so many times
+    copies = 1 + cut.right  # a last row also ends the slices that reach behind it: it is proposed once for each
 
     def propose(count: int) -> Slices:
+        # Rejection: every (cell, behind) is as likely as any other, so every slice that is accepted is.
         cells = torch.randint(index.cells * copies, (count,), generator=generator).numpy()
         behind: np.ndarray | int = 0
         if copies > 1:
@@ -106,9 +109,9 @@ def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: tor
 
 
 def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...] | None:
-    """``number`` entries of what is proposed, as columns; None if they are rare: not there after ``most`` proposals.
+    """``number`` accepted proposals, as columns; None if they are rare: not found within ``most`` proposals.
 
-    ``propose`` makes so many proposals, and returns those that are good.
+    ``propose(count)`` makes ``count`` proposals and returns the accepted ones.
     """
     parts: list[tuple[np.ndarray, ...]] = []
     missing, proposals, proposed = number, 2 * number + 8, 0
@@ -118,7 +121,7 @@ def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, 
         parts.append(tuple([column[:missing] for column in propose(proposals)]))
         missing -= parts[-1][0].size
         proposed += proposals
-        proposals *= 4
+        proposals *= 4  # few were accepted: make more at a time
     return parts[0] if len(parts) == 1 else tuple([np.concatenate(column) for column in zip(*parts, strict=True)])
 
 

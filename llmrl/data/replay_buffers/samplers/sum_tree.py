@@ -1,8 +1,8 @@
 """A sum tree over an array of masses: batched updates and batched draws in proportion to them.
 
 Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
-three levels for a million rows. Sums are always recomputed from what is below them, so they do not drift; minima when
-the smallest mass is asked for.
+three levels for a million rows. Sums are always recomputed from what is below them, so they do not drift; minima are
+recomputed when the smallest mass is read.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class SumTree:
         run = last - first == index.size - 1 and bool((index[1:] - index[:-1] == 1).all())  # as a writer's rows are
         for level, sums in enumerate(self._sums[1:]):
             first, last = first // _FANOUT, last // _FANOUT
+            # A run needs each parent once; scattered positions may name one twice, which does no harm.
             index = np.arange(first, last + 1) if run else index // _FANOUT
             sums[index] = np.add.reduce(_groups(self._sums[level], index), 0)
             if level == 0:
@@ -86,11 +87,13 @@ class SumTree:
 
     def find(self, points: np.ndarray) -> np.ndarray:
         """The position whose share of the total each point, float64[N] in [0, total), lies in."""
+        # The top level is searched directly ...
         top = self._sums[-1].cumsum()
         points = np.minimum(points, np.nextafter(top[-1], 0))
         index = top.searchsorted(points, side="right")
         points = points - (top[index] - self._sums[-1][index])
         numbers = np.arange(points.size)
+        # ... and every level below by the sixteen running sums of the group that was found above.
         for level in reversed(self._sums[:-1]):
             steps = _groups(level, index)
             for child in range(1, _FANOUT):

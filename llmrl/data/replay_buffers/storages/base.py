@@ -1,4 +1,4 @@
-"""The storage: rows at integer positions, and the counters that say how many there are."""
+"""The storage: rows at integer positions, and their counters."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Counters:
     Counters(length=3, cursor=3, write_count=0)
     """
 
-    length = _word(0, "How many rows (cells, if the storage has several dimensions) there are.")
-    cursor = _word(1, "Where the next row goes.")
-    write_count = _word(2, "How many rows were ever written by a writer.")
-    mutations = _word(3, "How often the content was changed: by a write, replacement, load or empty.")
+    length = _word(0, "Number of rows (cells, if the storage has several dimensions).")
+    cursor = _word(1, "Position of the next row.")
+    write_count = _word(2, "Number of rows ever written by a writer.")
+    mutations = _word(3, "Number of changes of the content: writes, replacements, loads, empty.")
     allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
 
     def __init__(self) -> None:
@@ -191,6 +191,14 @@ class Storage(ABC):
         rows = self.batch(index)
         return read_entry(type(self).__name__, rows, key)
 
+    def has_entry(self, key: Key) -> bool:
+        """True if the first row has this entry."""
+        try:
+            self.entry(key, torch.zeros(1, dtype=torch.int64))
+        except MissingKeyError:
+            return False
+        return True
+
     def may_have(self, name: str) -> bool:
         """False if rows have a fixed schema without an entry of this name."""
         return True
@@ -313,8 +321,8 @@ class Storage(ABC):
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
         """The content of a checkpoint: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
-        The rows are None if there are none. They are a copy, unless the caller neither changes nor keeps them and says
-        so by ``copy=False``: rows may exceed the memory.
+        The rows are None if there are none. They are a copy unless ``copy`` is False, for a caller that neither changes
+        nor keeps them: rows may exceed the memory.
         """
         return (self._all_rows(copy) if len(self) else None), self._counter_state()
 
@@ -329,10 +337,16 @@ class Storage(ABC):
                 f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
                 f"{counters['ndim']}, expected {self.ndim}."
             )
+        # Lists of rows are replaced below, not changed, and tensors are checked before they are written: so putting the
+        # old attributes back undoes everything.
         length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
             self.prepare(tuple(counters["trailing"]))
-            self.check_state(length, counters["max_size"])
+            if length > self.max_size or (length >= counters["max_size"] and counters["max_size"] != self.max_size):
+                raise CheckpointError(  # a full ring goes on only at its own size
+                    f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
+                    f"max_size {counters['max_size']}, expected max_size {self.max_size}."
+                )
             self._forget()
             self.counters.length = 0
             if length:
@@ -347,15 +361,7 @@ class Storage(ABC):
             self.__dict__.update(rows_before)
             self.counters.length = before
             raise
-        self.counters.load(counters)
-
-    def check_state(self, length: int, max_size: int) -> None:
-        """Raises if a saved state cannot go on here: it is too long, or was full at another size."""
-        if length > self.max_size or (length >= max_size and max_size != self.max_size):
-            raise CheckpointError(
-                f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
-                f"max_size {max_size}, expected max_size {self.max_size}."
-            )
+        self.counters.load(counters)  # last: the write above has counted too
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """``hook`` changes the content on its way to the disk."""
@@ -397,7 +403,7 @@ class Storage(ABC):
     def _all_rows(self, copy: bool) -> Any:
         return self[:]
 
-    def _forget(self) -> None:  # noqa: B027  what is allocated once is kept
+    def _forget(self) -> None:  # noqa: B027  preallocated memory is kept
         """Lets go of the rows, by replacing what holds them, not by changing it."""
 
     def _rows_at(self, index: Index) -> int | slice | Tensor:
@@ -407,21 +413,16 @@ class Storage(ABC):
 
     def _places_at(self, index: Index) -> int | slice | Tensor:
         """An index of rows that are written: the same, if the rows may be new."""
-        if isinstance(index, slice):
-            plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
-            if plain and 0 <= index.start <= index.stop:
-                return index
+        if type(index) is int and index >= 0:
+            return index
         who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
-            index = range(*index.indices(max(length, index.stop or 0)))
+            index = range(*index.indices(max(length, index.stop or 0)))  # it may end behind the last row
         if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop:
             return slice(index.start, index.stop)
-        if isinstance(index, range | list):
-            index = torch.tensor(list(index), dtype=None if len(index) else torch.int64)
         if not isinstance(index, Tensor):
-            if index < -length:
-                raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
-            return index + length if index < 0 else index
+            index = list(index) if isinstance(index, range) else index
+            index = torch.tensor(index, dtype=None if index != [] else torch.int64)
         if index.dtype is torch.bool:
             if index.ndim != 1 or len(index) not in (length, self.max_size):
                 raise IndexError(
@@ -429,13 +430,11 @@ class Storage(ABC):
                     f"{self.max_size}."
                 )
             return index.nonzero().squeeze(1)
-        if not index.ndim:
-            return self._places_at(int(index))
         if index.numel() and int(index.min()) < 0:
             if int(index.min()) < -length:
                 raise IndexError(f"{who}: positions must lie in the {length} rows, or follow them: got {index}.")
-            return torch.where(index < 0, index + length, index)
-        return index
+            index = torch.where(index < 0, index + length, index)
+        return index if index.ndim else int(index)
 
     def _check_run(self, where: Sequence[int], num_rows: int) -> None:
         """Raises unless there is one position per row and writing them in this order leaves no gap."""

@@ -108,6 +108,7 @@ class StorageEnsemble(Members, Storage):
                 restore(storage, state)
         except BaseException:
             load_transforms(self.transforms, kept)
+            # Those that were reached, and the one that failed, which is all or nothing itself.
             for storage, (content, counters) in zip(self.storages, before, strict=False):
                 storage.restore(content, counters)
             raise

@@ -1,12 +1,11 @@
 """Storages of rows in a Python list, which grows as they come: of any objects, and of tensordicts of any length.
 
-A tensordict is kept as its ``Row``, anything else as it is. ``to_rows`` and ``from_rows`` also serve those who keep
-rows outside of a storage.
+A tensordict is kept as its ``Row``, anything else as it is. ``to_rows`` and ``from_rows`` also serve other
+modules, which keep rows outside of a storage.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -80,7 +79,7 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     forms = ragged_forms(layout, columns)
     copies = copy_columns(layout, columns, device, forms)
-    if device is not None:
+    if device is not None:  # the form names the device, which is another one now
         forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
@@ -115,11 +114,6 @@ def to_row_like(single: Any, layout: Layout) -> Row | None:
     return Row(layout, tuple(leaves), None) if known else None
 
 
-def copy_row(row: Row) -> Row:
-    """The same row in memory of its own."""
-    return _rows(row.layout, [[leaf] for leaf in row.leaves], 1)[0]
-
-
 def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) -> TensorDictBase:
     """A batch made of copies of the rows.
 
@@ -130,6 +124,7 @@ def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) ->
     lazy = lazy or type(layout.root) is LazyBranch
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
         return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
+    # Rows of one batch size make a stack that knows its own before any row is built; others are built at once.
     sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
     if len(sizes) == 1 and None not in sizes:
         batch_size = torch.Size((len(rows), *sizes.pop()))
@@ -186,6 +181,7 @@ def unpack(state: dict[str, Any]) -> list[Row]:
 
 def _by_layout(rows: Sequence[Row]) -> list[tuple[Layout, list[int]]]:
     """The rows' numbers by layout; a layout is compared with others of its entries only."""
+    # Most rows share a few layout objects: the identity is looked up before anything is compared.
     groups: dict[int, tuple[Layout, list[int]]] = {}  # by the layout object: the group of its equals
     alike: dict[Any, list[tuple[Layout, list[int]]]] = {}
     for position, row in enumerate(rows):
@@ -216,17 +212,23 @@ class RowList(Storage):
     def _forget(self) -> None:
         self._rows: list[Any] = []
         self._blocks: list[_Block | None] = []  # of the row at each position; None: the row has its own memory
+        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
 
     def empty(self) -> None:
         super().empty()
         self._forget()
 
-    @abstractmethod
     def _known(self, layout: Layout) -> Layout:
         """The equal layout that earlier rows have, so that equal ones need no comparing."""
+        for known in self._layouts:
+            if known == layout:
+                return known
+        self._layouts.append(layout)
+        return layout
 
-    def _put(self, where: Sequence[int], rows: list[Any]) -> None:
+    def _put(self, index: int | slice | Tensor, rows: list[Any]) -> None:
         self.counters.check_writable(type(self).__name__)
+        where = positions(index, self.max_size)
         self._check_run(where, len(rows))
         held, rows = self._rows, self._with_known_layouts(rows)
         if isinstance(where, range):
@@ -238,8 +240,11 @@ class RowList(Storage):
                 else:
                     held.append(row)
         for position in self._note_block(where):
-            row = self._rows[position]
-            self._rows[position] = copy_row(row) if type(row) is Row else copy_object(row)
+            row = held[position]
+            if type(row) is Row:
+                held[position] = _rows(row.layout, [[leaf] for leaf in row.leaves], 1)[0]
+            else:
+                held[position] = copy_object(row)
         self.counters.length = len(self._rows)
         self.counters.changed()
 
@@ -305,20 +310,17 @@ class ListStorage(RowList):
     ) -> None:
         super().__init__(max_size, device)
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
-
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
         if isinstance(index, int):
-            self._put([index], [self._kept(data)])
+            rows = [self._kept(data)]
         elif isinstance(data, Tensor):
-            self._put(positions(index, self.max_size), list(copy_object(data, self.device).unbind(0)))
+            rows = list(copy_object(data, self.device).unbind(0))
         elif _is_row(data) and data.batch_dims:
-            self._put(positions(index, self.max_size), to_rows(data, self.device))
+            rows = to_rows(data, self.device)
         else:
-            self._put(positions(index, self.max_size), [self._kept(row) for row in _split(data)])
+            rows = [self._kept(row) for row in _split(data)]
+        self._put(index, rows)
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -344,13 +346,6 @@ class ListStorage(RowList):
 
     def _kept(self, value: Any) -> Any:
         return to_row(value, self.device) if _is_row(value) else copy_object(value, self.device)
-
-    def _known(self, layout: Layout) -> Layout:
-        for known in self._layouts:
-            if known == layout:
-                return known
-        self._layouts.append(layout)
-        return layout
 
 
 class LazyStackStorage(RowList):
@@ -381,10 +376,10 @@ class LazyStackStorage(RowList):
         super().__init__(max_size, device)
         self.stack_dim = stack_dim
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._layout: Layout | None = None  # of all rows, as long as they have one
-        self._mixed = False
+    @property
+    def _mixed(self) -> bool:
+        """True once rows of different layouts were written."""
+        return len(self._layouts) > 1
 
     def count(self, data: Any) -> int:
         if isinstance(data, list):
@@ -398,16 +393,16 @@ class LazyStackStorage(RowList):
 
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
-        if isinstance(index, int) and self._layout is not None and self.device is None:
-            row = to_row_like(data, self._layout)
+        if isinstance(index, int) and self._layouts and self.device is None:
+            row = to_row_like(data, self._layouts[-1])
             if row is not None:
-                return self._put([index], [row])
+                return self._put(index, [row])
         singles = [data] if isinstance(index, int) else data
         if isinstance(singles, list):
             for row in singles:
                 if not is_tensor_collection(row):
                     raise DataError(f"LazyStackStorage: a row must be a tensordict: got {_describe(row)}.")
-        self._put(positions(index, self.max_size), to_rows(singles, self.device))
+        self._put(index, to_rows(singles, self.device))
 
     def get(self, index: Index) -> Any:
         index = self._rows_at(index)
@@ -421,14 +416,6 @@ class LazyStackStorage(RowList):
 
     def _all_rows(self, copy: bool) -> Any:
         return from_rows(self._rows, lazy=self._mixed)
-
-    def _known(self, layout: Layout) -> Layout:
-        if self._layout is None:
-            self._layout = layout
-        if layout == self._layout:
-            return self._layout
-        self._mixed = True
-        return layout
 
 
 class _Block:

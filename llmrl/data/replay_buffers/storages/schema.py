@@ -30,11 +30,11 @@ class Schema:
     def match(self, data: Any, num_rows: int | None) -> list[Tensor] | None:
         """The columns of a plain tensordict or tensor that has this schema and ``num_rows`` rows (None: is one row).
 
-        None says that a closer look is needed, not that something is wrong.
+        None does not mean that the data is wrong: the slow path decides.
         """
         expected = self._single
         if num_rows is not None:
-            if num_rows != self._num_rows:
+            if num_rows != self._num_rows:  # batches mostly have one size: the shapes of the last one are kept
                 self._batched = [shape if shape is None else torch.Size((num_rows, *shape)) for shape in self._single]
                 self._num_rows = num_rows
             expected = self._batched

@@ -24,9 +24,8 @@ _PREFIX = "buffer."  # of the names of all files
 class SharedFolder:
     """A folder of tensors. A pickled one maps the files of its owner; only the owner removes them.
 
-    ``path`` None is a temporary folder, in memory with ``in_memory``. ``existsok`` lets files be replaced that are
-    there already. ``cleanup`` removes the files when the owner has no use for them any more; by default that is done
-    for temporary folders only.
+    ``path`` None is a temporary folder, in memory with ``in_memory``. ``existsok`` allows files that are there to be
+    replaced. ``cleanup`` removes the files when the owner is garbage-collected; by default only in temporary folders.
     """
 
     def __init__(
@@ -53,12 +52,13 @@ class SharedFolder:
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         if path is None if cleanup is None else cleanup:
+            # Bound to this process: a forked copy of this object must not remove what its parent uses.
             weakref.finalize(self, _remove, self.path, os.getpid())
 
     def file(self, name: str) -> Path:
-        """The path of a file that is to be rewritten; processes that map an older one keep it."""
+        """The path for a new file in place of an older one; processes that map the older one keep it."""
         path = self.find(name)
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a new file: truncating the old one would empty it under those that map it
         return path
 
     def find(self, name: str) -> Path:
@@ -75,11 +75,12 @@ class SharedFolder:
             )
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in a new file, with its disk space: a disk that is full says so here, not at a write."""
+        """A tensor of zeros in a new file whose disk space is taken now, so that a full disk is an error here."""
         path, size = self.file(name), prod(shape)
         with path.open("wb") as file:
             if size:
                 try:
+                    # A sparse file would be granted now, and kill the process by SIGBUS at a write on a full disk.
                     os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
                 except OSError as error:
                     path.unlink()
@@ -110,7 +111,7 @@ class SharedFolder:
 
 
 def _remove(path: Path, owner: int) -> None:
-    """Removes what is ours, also what another process made; of a folder that holds something else, no more."""
+    """Removes our files, also those of other processes, and the folder if nothing else is in it."""
     if os.getpid() != owner or not path.is_dir():
         return
     for file in path.glob(f"{_PREFIX}*"):

@@ -63,11 +63,11 @@ class TensorStorage(Storage):
     ) -> None:
         if storage is None:
             raise ValueError("TensorStorage: storage must be the allocation: got None; LazyTensorStorage allocates.")
-        rows, trailing = time_first(storage, 0, _dimensions("TensorStorage", ndim))
+        rows, trailing = time_first(storage, 0, ndim)
         size = self.count(rows)
         if max_size is not None and max_size != size:
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
-        self._begin("TensorStorage", size, device, ndim)
+        self._begin(size, device, ndim)
         self._trailing = trailing
         if self.device is None:  # where the allocation is, so that batches that name no device fit it
             tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
@@ -78,11 +78,14 @@ class TensorStorage(Storage):
         self._hold(layout, columns)
         self.counters.length = size if filled else 0
 
-    def _begin(self, who: str, max_size: int, device: torch.device | str | None, ndim: int) -> None:
+    def _begin(self, max_size: int, device: torch.device | str | None, ndim: int) -> None:
         super().__init__()
+        who = type(self).__name__
+        if ndim < 1:
+            raise ValueError(f"{who}: ndim counts the dimensions that hold rows and must be at least 1: got {ndim}.")
         self._max_size = self._asked_size = row_limit(who, max_size)
         self._trailing: tuple[int, ...] = ()
-        self.ndim = _dimensions(who, ndim)
+        self.ndim = ndim
         self._auto_device = device == "auto"
         self.device = None if device is None or self._auto_device else torch.device(device)
         self._schema: Schema | None = None
@@ -121,7 +124,7 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:
+        if end > length:  # after the rows: a reader of the length must find them
             counters.length = end
         counters.changed()
 
@@ -184,7 +187,7 @@ class TensorStorage(Storage):
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
-        """Moves the rows to shared memory; what is written first may then also be written by another process.
+        """Moves the rows to shared memory; the first write may then come from any process.
 
         Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
         """
@@ -213,6 +216,7 @@ class TensorStorage(Storage):
 
     def _known_schema(self) -> Schema | None:
         """The schema, even if another process has fixed it."""
+        # The flag lies in shared memory: another process may have written first, and its schema is in the folder.
         if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
@@ -248,7 +252,7 @@ class TensorStorage(Storage):
         return shape_cells(put_together(self._known_schema().layout, rows, len(self)), self.shape)
 
     def _leaves(self, data: Any, count: int | None) -> list[Any]:
-        """The columns of what is to be written, checked against the schema, which the first write fixes."""
+        """The columns of the data to write, checked against the schema, which the first write fixes."""
         schema = self._known_schema()
         if schema is not None:
             leaves = schema.match(data, count)
@@ -270,7 +274,7 @@ class TensorStorage(Storage):
         if isinstance(data, list) and not single:
             data = _stack(data)
         layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
-        if not layout.dense:
+        if not layout.dense:  # a lazy stack or list whose rows may have one shape all the same
             try:
                 dense = tree_map(lambda leaf: leaf.contiguous() if hasattr(leaf, "contiguous") else leaf, data)
             except RuntimeError as error:
@@ -327,7 +331,7 @@ class TensorStorage(Storage):
             for number, kind in enumerate(layout.kinds)
         ]
         state = {"layout": encode(layout, _no_tensors), "max_size": self.max_size, "trailing": self.trailing}
-        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))
+        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # read by others once ``allocated`` is set
         return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:
@@ -372,7 +376,7 @@ class LazyTensorStorage(TensorStorage):
                 "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
                 "consolidated=True; leave it out, and call consolidate() on a batch that is to be sent somewhere."
             )
-        self._begin("LazyTensorStorage", max_size, device, ndim)
+        self._begin(max_size, device, ndim)
         self._cleanup = cleanup_memmap
         if shared_init:
             self.share()
@@ -386,7 +390,7 @@ class LazyMemmapStorage(TensorStorage):
     ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
 
     Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
-    the first to write: ``shared_init`` says so and changes nothing.
+    the first to write; ``shared_init`` changes nothing.
 
     >>> storage = LazyMemmapStorage(100)
     >>> storage.set(slice(0, 3), {"obs": torch.zeros(3, 4)})
@@ -411,18 +415,12 @@ class LazyMemmapStorage(TensorStorage):
                 f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
                 "samples, for instance by a transform."
             )
-        self._begin("LazyMemmapStorage", max_size, device, ndim)
+        self._begin(max_size, device, ndim)
         self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
 
 
 def _no_tensors(*reference: Any) -> Any:
     raise CheckpointError("the layout of shared rows must hold no tensors: got one in a field of a tensorclass.")
-
-
-def _dimensions(who: str, ndim: int) -> int:
-    if ndim < 1:
-        raise ValueError(f"{who}: ndim counts the dimensions that hold rows and must be at least 1: got {ndim}.")
-    return ndim
 
 
 def _stack(rows: list[Any]) -> Any:

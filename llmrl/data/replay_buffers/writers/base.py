@@ -1,4 +1,4 @@
-"""Writers: they decide where in the storage the next rows go, and count them."""
+"""Writers: choose the positions of the next rows in the storage, and count them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Writer(StateFile, ABC):
         """Writes a batch and returns the position of every row, int64[N]."""
 
     def as_stored(self, data: Any, index: int | Tensor) -> Any:
-        """The rows as they are to be stored at these positions (int: one row). Raises if they must not be."""
+        """The rows in the form to store at these positions (int: one row). Raises if they must not be stored."""
         return data
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -108,7 +108,7 @@ class RoundRobinWriter(Writer):
             storage.set(slice(start, end), data)
         else:
             self._wrap(start, count, data)
-        counters.cursor = end % size
+        counters.cursor = end % size  # after the rows: a write that is refused moves nothing
         counters.write_count += count
         return index
 
@@ -160,7 +160,7 @@ class ImmutableDatasetWriter(Writer):
 
 
 class WriterEnsemble(Members, Writer):
-    """Several writers. ``ensemble[i].add(row)`` writes; the ensemble itself does not know where to: RuntimeError."""
+    """Several writers. ``ensemble[i].add(row)`` writes; the ensemble itself raises RuntimeError."""
 
     _held_in = "writers"
 

@@ -80,12 +80,13 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
         self._check_process()
         storage = self.storage
         self._know_ranks()
+        # On copies, which count once the storage has taken the rows.
         heap, written, size = list(self._heap), self._written, storage.max_size
         index, holder = [-1] * len(ranks), {}
         for row, rank in enumerate(ranks):
             if len(heap) < size:
                 position = len(heap)
-                heapq.heappush(heap, (rank, -written, position))
+                heapq.heappush(heap, (rank, -written, position))  # of equal ranks the newest goes first
             elif rank > heap[0][0]:
                 position = heap[0][2]
                 heapq.heapreplace(heap, (rank, -written, position))
@@ -132,6 +133,7 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
             return
         length = len(storage)
         ranks = self._reduced(storage.entry(self.rank_key, torch.arange(length)), length) if length else []
+        # Rows of equal rank keep their order: by the number of their write, or where it is not known, by position.
         numbers = {position: number for _, number, position in self._heap}
         self._heap = [(rank, numbers.get(position, -position), position) for position, rank in enumerate(ranks)]
         heapq.heapify(self._heap)

@@ -1,0 +1,148 @@
+"""Passes over rows: every position once, then again in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmrl.data.replay_buffers.samplers.base import Sampler, flat_positions
+
+_ABSENT, _WAITING, _DRAWN = 0, 1, 2  # of a position in an epoch
+
+
+class Epoch:
+    """Hands out positions in a given order, each once, but for those that were dropped before their turn.
+
+    >>> epoch = Epoch(np.array([2, 0, 3, 1]))
+    >>> epoch.take(1), epoch.left
+    (array([2]), 3)
+    >>> epoch.drop(np.array([2, 3, 8]))
+    >>> epoch.take(5), epoch.left
+    (array([0, 1]), 0)
+    """
+
+    def __init__(self, order: np.ndarray) -> None:
+        self._order = order
+        self.place = 0
+        self._status: np.ndarray | None = None  # of each position; needed once some are dropped
+        self.left = order.size
+
+    def take(self, count: int) -> np.ndarray:
+        """The next ``count`` positions, or as many as are left."""
+        if self._status is None:
+            part = self._order[self.place : self.place + count].copy()  # the caller may write to it
+            self.place += part.size
+            self.left -= part.size
+            return part
+        parts: list[np.ndarray] = []
+        while count and self.left:
+            part = self._order[self.place : self.place + count]
+            self.place += part.size
+            part = part[self._status[part] == _WAITING]
+            self._status[part] = _DRAWN
+            self.left -= part.size
+            count -= part.size
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self._order[:0]
+
+    def drop(self, positions: np.ndarray) -> None:
+        """Removes positions from the pass; those that were handed out already, or are not in it, are ignored."""
+        if not self.left or not positions.size:
+            return
+        if self._status is None:  # made when it is first needed: most passes lose no row
+            self._status = np.full(int(self._order.max()) + 1, _ABSENT, dtype=np.uint8)
+            self._status[self._order] = _WAITING
+            self._status[self._order[: self.place]] = _DRAWN
+        known = positions[positions < self._status.size]
+        waiting = np.unique(known[self._status[known] == _WAITING])
+        self._status[waiting] = _ABSENT
+        self.left -= waiting.size
+
+    def waiting(self) -> np.ndarray:
+        """The positions still to be handed out, in order."""
+        rest = self._order[self.place :]
+        return rest if self._status is None else rest[self._status[rest] == _WAITING]
+
+    def go_back(self, place: int) -> Epoch:
+        """Takes back what was handed out since ``place``, if nothing was dropped since; returns the epoch."""
+        again = self._order[place : self.place]
+        if self._status is not None:
+            again = again[self._status[again] == _DRAWN]
+            self._status[again] = _WAITING
+        self.place = place
+        self.left += again.size
+        return self
+
+
+class EpochSampler(Sampler):
+    """Goes through an `Epoch`, then through the next one. A position that is overwritten leaves the one it is in."""
+
+    def __init__(self, drop_last: bool, shuffle: bool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._drop_last = drop_last
+        self.shuffle = shuffle
+        self._end()
+
+    def _end(self) -> None:
+        self._epoch = Epoch(np.empty(0, dtype=np.int64))
+        self._ran_out = False
+
+    @property
+    def ran_out(self) -> bool:
+        return self._ran_out
+
+    @property
+    def drop_last(self) -> bool:
+        return self._drop_last
+
+    def _take(self, count: int, begin: Callable[[], np.ndarray]) -> np.ndarray:
+        """The next positions of the pass; ``begin`` gives those of a new pass once this one is over."""
+        if self._too_short(count):
+            rows = begin()
+            if self.shuffle:
+                rows = rows[torch.randperm(rows.size, generator=self.generator).numpy()]
+            self._epoch = Epoch(rows)
+        taken = self._epoch.take(count)
+        self._ran_out = self._too_short(count)
+        return taken
+
+    def _too_short(self, count: int) -> bool:
+        return self._epoch.left < (count if self._drop_last else 1)
+
+    def extend(self, index: int | Tensor) -> None:
+        super().extend(index)
+        if self._epoch.left:
+            self._epoch.drop(flat_positions(index))
+            self._ran_out = self._ran_out or not self._epoch.left
+
+    def empty(self) -> None:
+        super().empty()
+        self._end()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "remaining": torch.from_numpy(self._epoch.waiting().copy()),
+            "ran_out": self._ran_out,
+            "drop_last": self._drop_last,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._epoch = Epoch(state["remaining"].numpy().copy())
+        self._ran_out = state["ran_out"]
+        self._drop_last = state["drop_last"]
+        self.shuffle = state["shuffle"]
+
+    def bookmark(self) -> Any:
+        return super().bookmark(), self._epoch, self._epoch.place, self._ran_out
+
+    def go_back(self, bookmark: Any) -> None:
+        draws, epoch, place, self._ran_out = bookmark
+        super().go_back(draws)
+        self._epoch = epoch.go_back(place)
