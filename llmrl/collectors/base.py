@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,7 +20,7 @@ from llmrl.collectors.utils import split_trajectories
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
 
-__all__ = ["CollectorOptions", "DataCollectorBase", "registered"]
+__all__ = ["CollectorOptions", "DataCollectorBase"]
 
 Device = torch.device | str | None
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
@@ -83,7 +84,7 @@ class CollectorOptions:
     timeout_s: float = 10.0
 
     @classmethod
-    def of(cls, who: str, given: Mapping[str, Any], more: Sequence[str] = ()) -> CollectorOptions:
+    def of(cls, who: str, given: Mapping[str, Any], more: Iterable[str]) -> CollectorOptions:
         """The options in the keywords of a constructor. ``more`` are keywords that the constructor reads itself.
 
         Raises  TypeError for an unknown keyword, with the nearest one; ConfigError for values that cannot be used
@@ -92,8 +93,7 @@ class CollectorOptions:
         for name in given:
             if name not in known and name not in _WITHOUT_EFFECT:
                 raise TypeError(
-                    f"{who}: an argument must be one that it has: got {name!r}."
-                    f"{did_you_mean(name, [*known, *more, 'policy', 'policy_factory'])}"
+                    f"{who}: an argument must be one that it has: got {name!r}.{did_you_mean(name, [*known, *more])}"
                 )
         if "frames_per_batch" not in given:
             raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
@@ -154,21 +154,35 @@ class CollectorOptions:
 class DataCollectorBase(abc.ABC):
     """Runs a policy in environments, and hands out what happened batch by batch.
 
-    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and
-    ``_update_weights``; one that can collect in the background also ``start`` and ``pause``.
+    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and ``_send``;
+    one that can collect in the background also ``start`` and ``pause``.
 
     counters  frames that were "produced" = "delivered" + "dropped" (those under way when the collection was ended)
     """
 
-    options: CollectorOptions
+    counters: Mapping[str, int]
     frames_per_batch: int
-    total_frames: int
+    _more_keywords: tuple[str, ...] = ()  # beside those in the signatures and in `CollectorOptions`
+    _senders: Mapping[str, Any]  # of weights, by model id
 
-    def __init__(self) -> None:
-        self.counters = {"produced": 0, "delivered": 0, "dropped": 0}
+    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]) -> None:
+        who = type(self).__name__
+        if policy is not None and policy_factory is not None:
+            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
+        signatures = [inspect.signature(base.__init__) for base in type(self).__mro__]
+        named = [own.name for one in signatures for own in one.parameters.values() if own.kind is own.KEYWORD_ONLY]
+        self.options = CollectorOptions.of(who, options, [*named, *self._more_keywords, "policy"])
+        self.total_frames, self.replay_buffer = self.options.total_frames, self.options.replay_buffer
         self._batches_out = 0
         self._version: int | str = 0
         self._iterator: Iterator[TensorDictBase | None] | None = None
+        self._weight_updater: WeightUpdaterBase | None = None
+
+    def _register_updater(self) -> None:
+        """Takes the weight updater of the options, which may be a function that makes one."""
+        if (updater := self.options.weight_updater) is not None:
+            self._weight_updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
+            self._weight_updater.register_collector(self)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -235,6 +249,10 @@ class DataCollectorBase(abc.ABC):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    @property
+    def weight_updater(self) -> WeightUpdaterBase | None:
+        return self._weight_updater
+
     def update_policy_weights_(
         self,
         policy_or_weights: Weights | None = None,
@@ -259,9 +277,28 @@ class DataCollectorBase(abc.ABC):
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         self._update_weights(updates, ids)
 
-    @abc.abstractmethod
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         """Hands over weights by model id, and moves the version."""
+        for model_id, weights in updates.items():
+            if model_id == "policy" and self._weight_updater is not None:
+                self._weight_updater.push_weights(weights, worker_ids)
+            elif model_id in self._senders:
+                self._send(self._senders[model_id], weights, worker_ids)
+            elif model_id == "policy" and weights is None:
+                self.increment_version()
+            else:
+                raise ConfigError(
+                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
+                    f"for {list(self._senders)}."
+                )
+
+    @abc.abstractmethod
+    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        """Hands weights over, and moves the version if they are the policy's."""
+
+    def increment_version(self) -> None:
+        """Called by a weight updater when its receivers have the weights."""
+        self._version += 1
 
     def receive_weights(
         self,
@@ -297,11 +334,3 @@ class DataCollectorBase(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``."""
-
-
-def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
-    """The weight updater, made if a function was given, and registered with its collector."""
-    if updater is not None:
-        updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
-        updater.register_collector(collector)
-    return updater

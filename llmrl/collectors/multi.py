@@ -15,8 +15,9 @@ import cloudpickle
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.collectors.base import DataCollectorBase, Weights
+from llmrl.collectors.base import Weights
 from llmrl.collectors.collector import SyncDataCollector
+from llmrl.collectors.nested import NestedCollector
 from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
 from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
@@ -44,8 +45,6 @@ class _MultiDataCollector(PooledCollector):
     shared ``replay_buffer`` themselves. `start` has them do so without end; then the policy may be some steps behind.
     """
 
-    own_arguments: tuple[str, ...] = ("num_workers", "collector_class", "update_at_each_batch", "num_threads")
-    own_arguments += ("num_sub_threads", "cat_results", "preemptive_threshold")
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float | None = None
     sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
@@ -63,7 +62,7 @@ class _MultiDataCollector(PooledCollector):
         num_sub_threads: int = 1,
         **options: Any,
     ):
-        super().__init__(policy, policy_factory, options, self.own_arguments)
+        super().__init__(policy, policy_factory, options)
         who = type(self).__name__
         makers = _makers(create_env_fn, num_workers, who)
         self.num_workers = len(makers)
@@ -85,10 +84,6 @@ class _MultiDataCollector(PooledCollector):
             self._move_version(None, None)
 
     # -- processes -----------------------------------------------------------------------------------------------------
-
-    def _builder(self) -> Callable[..., DataCollectorBase]:
-        """The function that makes a worker's collector, in the worker."""
-        return _build
 
     def _default_scheme(self) -> Any:
         return SharedMemWeightSyncScheme(timeout=self.options.timeout_s)
@@ -123,7 +118,7 @@ class _MultiDataCollector(PooledCollector):
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
             }
-            build = partial(self._builder(), parts, Packed(self._buffer_of_workers()))
+            build = partial(_build, parts, Packed(self._buffer_of_workers()))
             recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
         return recipes
 
@@ -141,7 +136,7 @@ class _MultiDataCollector(PooledCollector):
     def _take(self, worker: Worker) -> TensorDictBase | None:
         self._pool.arrivals.remove(worker)
         frames, batch = worker.batches.popleft()
-        self._delivered += frames
+        self._pool.delivered += frames
         return batch
 
     def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
@@ -219,20 +214,16 @@ class _MultiDataCollector(PooledCollector):
                     "MultiaSyncDataCollector for envs that differ."
                 )
 
-    def _counted(self) -> tuple[int, int]:
-        produced, delivered, _ = self._shared_counters.sum(0).tolist()
-        return produced, delivered
-
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         who = type(self).__name__
         if self.replay_buffer is None:
             raise ConfigError(f"{who}.start: workers write into a replay_buffer: give one.")
-        if self._is_started or self._batches_out:
+        if self._pool.is_started or self._batches_out:
             raise ConfigError(f"{who}.start: the collection has begun already.")
         self._pool.check_open("start")
-        self._is_started = True
+        self._pool.is_started = True
         limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
         for worker in self._pool.workers:
             worker.send("run", limit)
@@ -364,11 +355,14 @@ def _packed(value: Any, what: str, remedy: str = "") -> bytes:
         ) from error
 
 
-def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
+def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector | NestedCollector:
+    """In the worker: its collector."""
     cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
     if buffer.value is not None:
         options["replay_buffer"] = buffer.value
-    return cls(env, policy, policy_factory=factory, interruptor=stop, **options)
+    if issubclass(cls, SyncDataCollector):
+        return cls(env, policy, policy_factory=factory, **{"interruptor": stop, **options})
+    return NestedCollector(cls(env, policy if factory is None else factory(), **options))
 
 
 def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:

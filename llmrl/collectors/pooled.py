@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
@@ -30,19 +30,12 @@ class PooledCollector(DataCollectorBase):
     """
 
     _pool: Any
-    _senders: dict[str, Any]
     _frames_of: list[int]
-    _is_started = False
 
-    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any], known: Sequence[str]):
-        super().__init__()
-        who = type(self).__name__
-        if policy is not None and policy_factory is not None:
-            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
-        self.options = CollectorOptions.of(who, options, known)
-        self.policy, self.replay_buffer = policy, self.options.replay_buffer
-        self.total_frames, self._delivered = self.options.total_frames, 0
-        self._updater = registered(self.options.weight_updater, self)
+    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]):
+        super().__init__(policy, policy_factory, options)
+        self.policy = policy
+        self._register_updater()
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -87,32 +80,21 @@ class PooledCollector(DataCollectorBase):
         self._pool.close(timeout)
 
     def _check_iterates(self) -> None:
-        if self._is_started:
+        if self._pool.is_started:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
         self._pool.check_open("collect")
 
     # -- counters and state --------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _counted(self) -> tuple[int, int]:
-        """Frames that the workers have produced, and delivered."""
-
     @property
     def counters(self) -> dict[str, int]:
         """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
-        produced, delivered = self._counted()
-        delivered = delivered if self._is_started else self._delivered
-        dropped = 0 if self._pool.is_open else produced - delivered
-        return {"produced": produced, "delivered": delivered, "dropped": dropped}
-
-    @counters.setter
-    def counters(self, value: Mapping[str, int]) -> None:
-        self._delivered = value["delivered"]
+        return self._pool.counters
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
         states = self._ask_each("state_dict", [()] * len(self._frames_of))
-        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
+        own = {"frames": self._pool.delivered, "iter": self._batches_out, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,41 +102,17 @@ class PooledCollector(DataCollectorBase):
         if missing := [name for name in names if name not in state]:
             raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
         self._ask_each("load_state_dict", [(state[name],) for name in names])
-        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
+        self._pool.delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def weight_updater(self) -> Any:
-        return self._updater
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         self._pool.check_open("take weights")
         count = len(self._frames_of)
         if unknown := [index for index in worker_ids or () if index not in range(count)]:
             raise ConfigError(f"{type(self).__name__}: worker_ids must be from 0 to {count - 1}: got {unknown}.")
-        for model_id, weights in updates.items():
-            sender = self._senders.get(model_id)
-            if self._updater is not None and model_id == "policy":
-                self._updater.push_weights(weights, worker_ids)
-            elif sender is not None:
-                self._settle([sender])
-                self._send(sender, weights, worker_ids)
-            elif model_id == "policy" and weights is None:
-                self.increment_version()
-            else:
-                raise ConfigError(
-                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
-                    f"for {list(self._senders)}."
-                )
-
-    @abstractmethod
-    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        """Hands weights over, and moves the version if they are the policy's."""
-
-    def increment_version(self) -> None:
-        """Called by a weight updater, when its workers have the weights."""
-        self._version += 1
+        self._settle(self._senders[model_id] for model_id in updates if model_id in self._senders)
+        super()._update_weights(updates, worker_ids)
 
     def _settle(self, senders: Iterable[Any] | None = None) -> None:
         """Waits until the workers have the weights that were handed over."""
@@ -180,7 +138,7 @@ class PooledCollector(DataCollectorBase):
         under_way = sum(worker.ahead for worker in workers)
         for _ in range(AHEAD):
             for worker in workers:
-                asked = self._delivered + under_way * self.frames_per_batch
+                asked = self._pool.delivered + under_way * self.frames_per_batch
                 if worker.ahead < AHEAD and not 0 <= self.total_frames <= asked:
                     self._pool.grant(worker)
                     under_way += 1

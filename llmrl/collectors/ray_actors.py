@@ -189,7 +189,7 @@ class ActorPool(FailingPool):
             ray.init(**(init or {}))
         for config in configs:
             check_room(wanted_of({"num_cpus": 1, **config}), f"{who}: remote_configs")
-        self.is_open, self.is_started = True, False
+        self.is_open = True
         self.workers: list[Member] = []
         actor_class = ray.remote(CollectorActor)
         with self.failing():
@@ -223,6 +223,7 @@ class ActorPool(FailingPool):
             frames, member.counters["produced"], batch = self._value(member, found, "collect a batch")
             member.due.popleft()
             member.has_ended |= frames is None
+            self.delivered += frames or 0
             return member, frames, batch
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -337,13 +338,11 @@ class ActorPool(FailingPool):
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """ "produced" and "delivered", as the actors count them."""
+    def _counted(self) -> tuple[int, int]:
         if self.is_open and self.is_started:
             for member, counters in zip(self.workers, self.ask("counters"), strict=True):
                 member.counters = counters
-        return {name: sum(m.counters[name] for m in self.workers) for name in ("produced", "delivered")}
+        return tuple(sum(member.counters[name] for member in self.workers) for name in ("produced", "delivered"))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the collectors, with their last counters, and the actors; 0: the actors at once."""

@@ -26,7 +26,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.base import DataCollectorBase
-from llmrl.collectors.collector import SyncDataCollector
 from llmrl.concurrency import parent_watchdog
 from llmrl.data.ted_utils import leaf_keys
 from llmrl.envs.batched import Declared
@@ -34,7 +33,7 @@ from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
 __all__ = ["AHEAD", "DELIVERED", "PRODUCED", "STOP", "Closed", "Recipe", "WorkerLoop"]
-__all__ += ["direct", "report", "serve", "shape_of", "spec_of"]
+__all__ += ["direct", "report", "serve", "shape_of"]
 
 AHEAD = 2  # batches of a worker that its owner can have at a time
 _WORK = ("grant", "run", "share")  # requests that are for after a pause; the owner waits for the answer to others
@@ -69,7 +68,7 @@ class WorkerLoop:
     def __init__(self, connection: Connection, recipe: Recipe, counters: Tensor):
         self._connection, self._counters = connection, counters.numpy()
         self.collector: Any = recipe.collector(SimpleNamespace(collection_stopped=lambda: bool(self._counters[STOP])))
-        self._number_trajectories(recipe.index, recipe.count)
+        self.collector.number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
         self._pauses = 0  # that have begun and not ended
@@ -85,12 +84,6 @@ class WorkerLoop:
         for model_id, (scheme, end) in recipe.schemes.items():
             self._receive_weights(model_id, scheme, end)
 
-    def _number_trajectories(self, first: int, stride: int) -> None:
-        if isinstance(self.collector, SyncDataCollector):
-            self.collector.next_id, self.collector.id_stride = first, stride
-        else:
-            self.collector.number_trajectories(first, stride)
-
     def _receive_weights(self, model_id: str, scheme: Any, end: Any) -> None:
         """From now on. Weights without a descriptor of their own are announced by the owner."""
         receiver = self._receivers[model_id] = scheme.create_receiver()
@@ -103,8 +96,7 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Until the owner closes."""
-        is_one = isinstance(self.collector, SyncDataCollector)
-        self._send("ready", spec_of(self.collector.env) if is_one else self.collector.spec)
+        self._send("ready", self.collector.spec)
         try:
             while True:
                 while self._later or not self._credits:
@@ -205,8 +197,6 @@ class WorkerLoop:
             self._tells, [self._credits] = False, arguments
         elif name == "share":
             [self._slots] = arguments
-        elif name == "number_trajectories":
-            self._send("reply", self._number_trajectories(*arguments))
         elif name == "set_seed":
             torch.manual_seed(arguments[0])
             self._send("reply", self.collector.set_seed(*arguments))
@@ -233,16 +223,6 @@ def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
         if not isinstance(value, Tensor) or value.is_nested:
             return None
         found[key] = Declared(value.shape, value.dtype)
-    return found
-
-
-def spec_of(env: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every declared entry, with the batch size under ""; to be compared between workers."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {"": (tuple(env.batch_size), "")}
-    for part in ("observation", "action", "reward", "done"):
-        spec = getattr(env, f"full_{part}_spec")
-        for key in spec.leaf_keys:
-            found[str(key)] = (tuple(spec[key].shape), str(spec[key].dtype))
     return found
 
 

@@ -26,7 +26,7 @@ import cloudpickle
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.collectors.worker import AHEAD, PRODUCED, Recipe, serve, shape_of
+from llmrl.collectors.worker import AHEAD, DELIVERED, PRODUCED, Recipe, serve, shape_of
 from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.envs.batched import keyed
 from llmrl.envs.parallel_worker import SharedRows
@@ -116,6 +116,8 @@ class FailingPool(abc.ABC):
 
     _who: str
     is_open: bool
+    is_started = False  # in the background
+    delivered = 0  # frames that the owner has taken; workers that were started count theirs
     failure: BaseException | None = None
 
     def check_open(self, what: str) -> None:
@@ -133,6 +135,17 @@ class FailingPool(abc.ABC):
             self.failure = error if isinstance(error, LLMRLError) else None
             self.close(0.0)
             raise
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        produced, delivered = self._counted()
+        delivered = delivered if self.is_started else self.delivered
+        return {"produced": produced, "delivered": delivered, "dropped": 0 if self.is_open else produced - delivered}
+
+    @abc.abstractmethod
+    def _counted(self) -> tuple[int, int]:
+        """Frames that the workers have produced, and delivered."""
 
     @abc.abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
@@ -248,6 +261,9 @@ class WorkerPool(FailingPool):
         worker.begin()
         worker.due += 1
         worker.send("grant", 1)
+
+    def _counted(self) -> tuple[int, int]:
+        return tuple(self._counters[:, [PRODUCED, DELIVERED]].sum(0).tolist())
 
     @property
     def is_open(self) -> bool:

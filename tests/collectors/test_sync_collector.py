@@ -13,7 +13,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from llmrl.collectors import SyncDataCollector, VanillaWeightUpdater
-from llmrl.collectors.policy_setup import placed
+from llmrl.collectors.collector import placed
 from llmrl.data import LazyTensorStorage, ReplayBuffer
 from llmrl.envs import NextStateReconstructor, StepCounter, Transform, TransformedEnv
 from llmrl.errors import ConfigError, WeightSyncError, WorkerError

@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.distributed.launchers import delayed_jobs, delayed_port, launcher_of
 from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_backend
-from llmrl.collectors.distributed.nested import build
 from llmrl.collectors.distributed.pool import RemotePool
 from llmrl.collectors.distributed.rendezvous import Rendezvous
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, _MultiDataCollector
@@ -93,7 +92,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             step for ``timeout_s``. Both name the worker, and all workers have ended by then
     """
 
-    own_arguments = tuple(field.name for field in fields(RemoteOptions))
+    _more_keywords = tuple(field.name for field in fields(RemoteOptions))
 
     def __init__(self, create_env_fn: Any, policy: Any, factory: Any, options: Mapping[str, Any]):
         who = type(self).__name__
@@ -159,9 +158,6 @@ class _RemoteDataCollector(_MultiDataCollector):
         """The channel of batches and weights: a process group, or RPC."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
-
-    def _builder(self) -> Callable[..., Any]:
-        return build
 
     def _options_of(self, index: int) -> dict[str, Any]:
         given = self.remote.collector_kwargs or {}
@@ -321,7 +317,6 @@ class DistributedDataCollector(_RemoteDataCollector):
     """
 
     framework, scheme_class = "distributed", GroupLink.scheme
-    own_arguments = (*_RemoteDataCollector.own_arguments, "backend")
 
     def __init__(
         self,
@@ -355,8 +350,6 @@ class DistributedSyncDataCollector(DistributedDataCollector):
     update_interval  batches after which all workers get the weights of ``policy``
     """
 
-    own_arguments = (*DistributedDataCollector.own_arguments, "update_interval")
-
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any):
         who = type(self).__name__
         if update_interval < 1:
@@ -381,7 +374,6 @@ class RPCDataCollector(_RemoteDataCollector):
     """
 
     framework, scheme_class = "rpc", RPCLink.scheme
-    own_arguments = (*_RemoteDataCollector.own_arguments, "visible_devices", "tensorpipe_options")
 
     def __init__(
         self,

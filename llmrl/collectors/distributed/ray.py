@@ -21,9 +21,6 @@ from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncSchem
 
 __all__ = ["RayCollector"]
 
-_OWN = ("collector_class", "collector_kwargs", "num_workers_per_collector", "num_collectors", "sync", "ray_init_config")
-_OWN += ("remote_configs", "update_after_each_batch", "max_weight_update_interval", "use_env_creator")
-
 
 class RayCollector(PooledCollector):
     """Collectors in Ray actors, each with envs and a copy of the policy.
@@ -68,7 +65,7 @@ class RayCollector(PooledCollector):
         use_env_creator: bool = False,  # functions are pickled whatever they are
         **options: Any,
     ):
-        super().__init__(policy, policy_factory, options, _OWN)
+        super().__init__(policy, policy_factory, options)
         who, self.sync = type(self).__name__, sync
         count = _count(who, create_env_fn, num_collectors, remote_configs)
         if num_workers_per_collector < 1:
@@ -166,8 +163,7 @@ class RayCollector(PooledCollector):
             self._pool.grant(member)
         parts = {}
         for _ in self._pool.workers:
-            member, frames, batch = self._pool.take()
-            self._delivered += frames
+            member, _, batch = self._pool.take()
             parts[member.index] = batch
         return [parts[index] for index in sorted(parts)]
 
@@ -175,17 +171,8 @@ class RayCollector(PooledCollector):
         """The batch that comes first, while each actor collects ahead; none at the end."""
         if not self._grant_ahead():
             return []
-        self._last, frames, batch = self._pool.take()
-        self._delivered += frames
+        self._last, _, batch = self._pool.take()
         return [batch]
-
-    def _counted(self) -> tuple[int, int]:
-        found = self._pool.counters
-        return found["produced"], found["delivered"]
-
-    @property
-    def _is_started(self) -> bool:
-        return self._pool.is_started
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -232,7 +219,7 @@ def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any
         options["postproc"] = partial(_unique, index=index, count=count, then=given)
     collector = cls(env, policy, policy_factory=factory, **options)
     if single:
-        collector.next_id, collector.id_stride = index, count
+        collector.number_trajectories(index, count)
     return collector
 
 

@@ -78,7 +78,7 @@ class RayLLMCollector:
         self.replay_buffer = options.get("replay_buffer")
         self.sync_iter, self.dialog_turns_per_batch = sync_iter, dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
-        self._delivered, self._version = 0, 0
+        self._version = 0
         options["dialog_turns_per_batch"] = -(-dialog_turns_per_batch // count) if sync_iter else dialog_turns_per_batch
         shares = [
             -1 if total_dialog_turns < 0 else total_dialog_turns // count + (index < total_dialog_turns % count)
@@ -126,7 +126,6 @@ class RayLLMCollector:
                     self._pool.grant(member)
             member, turns, batch = self._pool.take()
             if turns is not None:
-                self._delivered += turns
                 found[member.index] = batch
             if found and (not self.sync_iter or not any(m.due for m in members)):
                 break
@@ -137,10 +136,7 @@ class RayLLMCollector:
     @property
     def counters(self) -> dict[str, int]:
         """Turns "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
-        counted = self._pool.counters
-        delivered = counted["delivered"] if self._pool.is_started else self._delivered
-        dropped = 0 if self._pool.is_open else counted["produced"] - delivered
-        return {"produced": counted["produced"], "delivered": delivered, "dropped": dropped}
+        return self._pool.counters
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -195,7 +191,7 @@ class RayLLMCollector:
     def state_dict(self) -> dict[str, Any]:
         """The states of the actors' collectors; conversations on their way are not part of it."""
         states = self._pool.ask("call", [("state_dict",)] * len(self._pool.workers))
-        own = {"turns": self._delivered, "version": self._version}
+        own = {"turns": self._pool.delivered, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -205,7 +201,7 @@ class RayLLMCollector:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
             self._pool.ask("call", [("load_state_dict", state[name])], [member])
             member.has_ended = False
-        self._delivered, self._version = state["turns"], state["version"]
+        self._pool.delivered, self._version = state["turns"], state["version"]
 
 
 def _make(env: Any, policy: Any, factory: Any, options: Mapping[str, Any]) -> LLMCollector:
