@@ -16,6 +16,7 @@ from llmrl.errors import ConfigError, LLMRLError
 from llmrl.report.page import as_json, page, report_data
 from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import read_run
+from llmrl.run.run_dir import RunDir
 
 __all__ = ["ReportServer", "watch"]
 
@@ -115,12 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing for a request."""
 
 
-def watch(run_dir: Path, *, port: int) -> int:
+def watch(run: RunDir, *, port: int) -> int:
     """Serves until Ctrl-C, at a low priority; a run that trains on this machine goes first."""
     os.nice(10)
-    with ReportServer(run_dir, port) as server:
+    with ReportServer(run.path, port) as server:
         print(f"watch     {server.url}", flush=True)
-        print(f"          {run_dir}, read only; Ctrl-C ends this page and not the run", flush=True)
+        print(f"          {run.path}, read only; Ctrl-C ends this page and not the run", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
