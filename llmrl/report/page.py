@@ -77,6 +77,7 @@ def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, 
         "rollouts_script": scripts[0],
         "script": scripts[1],
     }
+    # One pass: braces in the text of a run are not replaced in their turn.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 

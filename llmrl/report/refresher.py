@@ -46,6 +46,7 @@ class ReportRefresher(AbstractContextManager):
             return
         self._began = time.monotonic()
         self._next = self._began + PAUSE_S
+        # -P: a file of the working directory, json.py say, must not be imported in place of a module.
         command = [sys.executable, "-P", "-c", _SCRIPT, str(self._run_dir)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:

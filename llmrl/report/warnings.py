@@ -108,6 +108,7 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
         return
     best = max(statistics.fmean(reward.values[i : i + 5]) for i in range(len(reward.values) - 4))
     span = max(reward.values) - min(reward.values)
+    # From differences of neighbours, which a trend does not widen; they have twice the variance of a value.
     noise = statistics.stdev(b - a for a, b in pairwise(reward.values)) / math.sqrt(2 * 5)  # of a mean of five steps
     if best - reward.last > max(0.3 * span, 6 * noise) and not reward.rose:
         yield Finding(

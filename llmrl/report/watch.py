@@ -64,6 +64,7 @@ class ReportServer(ThreadingHTTPServer):
             return None
         with self._lock:
             try:
+                # | and not or: both parts are looked at, also if the first has changed.
                 if self._read_part("report") | self._read_part("rollouts"):
                     clock = time.thread_time()
                     self._made = {"": page(*self._parts.values(), live=True), "data": as_json(self._parts)}
@@ -92,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = re.fullmatch("/([^/?]*)/([^/?]*)", self.path)
         token, name = asked.groups() if asked else ("", "")
+        # In constant time: the token cannot be guessed letter by letter.
         known = secrets.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(403, "text/plain", "llmrl watch answers to its own address only\n")

@@ -330,6 +330,7 @@ def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: S
 
 def _begun_by(launch: str, root: Path) -> RunDir | None:
     """The run that this launch began before its launcher restarted the ranks."""
+    # The newest first: it is among the last ones that were begun.
     for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
         with suppress(ConfigError):
             if run.read_info().get("launch") == launch:
@@ -374,11 +375,13 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
 
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
+    # A key for each restart: the store outlives the ranks and still has the answer to the start before.
     key = f"llmrl/run/{_num_restarts()}"
     if rank == 0:
         try:
             run = create()
         except ConfigError:
+            # Tells the others now, who would else wait for the deadline.
             store.set(key, "")
             raise
         store.set(key, str(run.path.absolute()))

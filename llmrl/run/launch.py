@@ -125,6 +125,7 @@ def _plan(
     gpu = gpu and replace(gpu, count=trainers + rollout.gpus)
     rows, engine = importlib.import_module(module).plan_with_engine(config, runs=runs, gpu=gpu)
 
+    # Ranks get the first GPUs and servers the last ones, by the names that this process was given.
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
 
@@ -149,6 +150,7 @@ def _served(
     """The model that servers read. One that is made on the spot is written without weights, which the run sends."""
     from llmrl.train.models import load_tokenizer, meta_model, resolve_model
 
+    # Weights come from the run before the first request, so a made-up model needs no file of them.
     if isinstance(config.model, str):
         return str(resolve_model(config.model, runs=runs)), options
     folder = runs.absolute() / ".launch" / f"model-{port}"
@@ -264,6 +266,7 @@ def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
             for server in started:
                 server.signal(signal.SIGTERM)
             end = time.monotonic() + _ENDING_S
+            # A list: each is polled, which collects those that have ended. A group may outlive its server.
             while any([server.exitcode is None or server.signal(0) for server in started]) and time.monotonic() < end:
                 time.sleep(0.1)
             for server in started:

@@ -63,6 +63,7 @@ def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: boo
     if not steps:
         print_summary(console, ["no step is finished yet"])
         return 0
+    # The evaluation before the first step has a row of its own, with nothing that was trained.
     trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
     columns = next((found for name, found in _COLUMNS.items() if any(name in row for row in steps)), SFT_COLUMNS)
     print_table(console, columns, evenly(trained, rows if rows > 0 else len(trained)))
