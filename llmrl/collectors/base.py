@@ -1,4 +1,4 @@
-"""`DataCollectorBase`, what all collectors have in common, and `CollectorOptions`, the arguments that they share."""
+"""`DataCollectorBase`, the base class of collectors, and `CollectorOptions`, the arguments that they share."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class CollectorOptions:
             raise ConfigError(f"{who}: replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}.")
         if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
             raise ConfigError(
-                f"{who}: extend_buffer=False writes every step to a replay_buffer as it is taken: it needs one, and "
-                "goes without split_trajs and postproc."
+                f"{who}: extend_buffer=False writes each step to the replay_buffer as it is taken: it needs one, and "
+                "split_trajs and postproc must be left out."
             )
         if self.split_trajs and not self.track_traj_ids:
             raise ConfigError(f"{who}: split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True.")
@@ -206,7 +206,7 @@ class DataCollectorBase(abc.ABC):
     def __len__(self) -> int:
         """The number of batches. Raises TypeError without ``total_frames``."""
         if self.total_frames < 0:
-            raise TypeError(f"{type(self).__name__}: has no length without total_frames.")
+            raise TypeError(f"{type(self).__name__}: a collector has no length without total_frames.")
         return math.ceil(self.total_frames / self.frames_per_batch)
 
     def _ended(self) -> bool:

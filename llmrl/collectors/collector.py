@@ -137,6 +137,7 @@ class SyncDataCollector(DataCollectorBase):
         try:
             if options.reset_at_each_iter:
                 self._root = None
+            # Asked once for a batch: the buffer, whose rows count, may be extended by others meanwhile.
             num_random = self._random_steps()
             with set_interaction_type(options.exploration_type):
                 for step in range(wanted):
@@ -193,6 +194,7 @@ class SyncDataCollector(DataCollectorBase):
         count = int(rows.sum())
         new = self._next_id + self._id_stride * torch.arange(count)
         self._next_id += self._id_stride * count
+        # The new numbers go to the rows that are done, in their order.
         self._ids = self._ids.masked_scatter(rows.to(self._ids.device), new)
 
     def _random_steps(self) -> int:
@@ -229,6 +231,7 @@ class SyncDataCollector(DataCollectorBase):
         if self.options.set_truncated:
             for key in ("truncated", "done"):
                 batch.get("next").get(key)[..., -1, :] = True
+        # An interrupted batch keeps its shape, for buffers and for stacks of several workers; the id -1 tells its rows.
         missing = wanted - batch.batch_size[-1]
         if missing:
             rest = torch.zeros_like(batch[..., :1]).expand(*batch.batch_size[:-1], missing).clone()
@@ -282,6 +285,7 @@ class SyncDataCollector(DataCollectorBase):
             super()._update_weights(updates, worker_ids)
 
     def _send(self, sender: WeightSender, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        # Without weights the trainer's own policy is meant; if this collector acts with that very module, it has them.
         is_policy = sender.model_id == "policy"
         has_them = is_policy and weights is None and self.policy is self._source  # the trainer's own module
         if is_policy and weights is None:
@@ -339,6 +343,7 @@ class SyncDataCollector(DataCollectorBase):
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
+            # Those of the batch under way are counted when it ends, and belong to no earlier collection.
             under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
             self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]
@@ -358,6 +363,7 @@ def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
     tensors = [*policy.parameters(), *policy.buffers()]
     if all(same_device(tensor.device, device) for tensor in tensors):
         return policy
+    # The moved tensors are the memo of the copy: ties between modules stay ties, and no tensor is copied twice.
     moved: dict[int, Any] = {}
     for tensor in tensors:
         value = tensor.detach().to(device, copy=True)

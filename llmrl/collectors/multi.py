@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from llmrl.collectors.base import Weights
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.nested import NestedCollector
-from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
+from llmrl.collectors.pooled import PooledCollector, at, moves_version
 from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
@@ -31,8 +31,8 @@ __all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollec
 class _MultiDataCollector(PooledCollector):
     """Collectors in processes of their own, one for each env function.
 
-    Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, of which
-            each process has a copy, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
+    Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, copied
+            to each process, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
     Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
             step for ``timeout_s``. Both name the worker, and all processes have ended by then
 
@@ -47,7 +47,6 @@ class _MultiDataCollector(PooledCollector):
 
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float | None = None
-    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
 
     def __init__(
         self,
@@ -107,6 +106,7 @@ class _MultiDataCollector(PooledCollector):
         self, makers: Sequence[Any], factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
     ) -> list[Recipe]:
         who = type(self).__name__
+        # In parts, each pickled by itself: an error can name the one that cannot be.
         policy = _packed(self.policy, f"{who}: the policy", "; or give policy_factory, a function that makes one")
         recipes, seed = [], torch.initial_seed() % 2**63
         for index, maker in enumerate(makers):
@@ -125,13 +125,7 @@ class _MultiDataCollector(PooledCollector):
     def _options_of(self, index: int) -> dict[str, Any]:
         return super()._options_of(index) | {"storing_device": at(self.options.storing_device, index)}
 
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._pool.ask(method, arguments)
-
     # -- data ----------------------------------------------------------------------------------------------------------
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        return self._batches_of_all() if self.sync else self._batches_of_any()
 
     def _take(self, worker: Worker) -> TensorDictBase | None:
         self._pool.arrivals.remove(worker)
@@ -139,47 +133,25 @@ class _MultiDataCollector(PooledCollector):
         self._pool.delivered += frames
         return batch
 
-    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
-        self._batches_out += 1
-        if batch is None:
-            return None
-        device = self.options.storing_device or self.options.device
-        if device is not None and not isinstance(device, (list, tuple)):
-            batch = batch.to(device)
-        return self.options.finished(batch)
-
-    def _batches_of_all(self) -> Iterator[TensorDictBase | None]:
-        while not self._ended():
-            self._check_iterates()
-            self._push_due_weights()
-            self._settle()  # all of the batch is by the new weights
-            self._shared_counters[:, STOP] = 0
-            for worker in self._pool.workers:
-                self._pool.grant(worker)
-            self._pool.wait(self._have_all_arrived, "collect its part of the batch")
-            batches = [self._take(worker) for worker in self._pool.workers]
-            yield self._handed_out(None if batches[0] is None else joined(batches, self.cat_results))
+    def _take_all(self) -> list[TensorDictBase | None]:
+        self._pool.wait(self._have_all_arrived, "collect its part of the batch")
+        self._shared_counters[:, STOP] = 0
+        return [self._take(worker) for worker in self._pool.workers]
 
     def _have_all_arrived(self) -> bool:
         arrived = sum(bool(worker.batches) for worker in self._pool.workers)
         share = self.preemptive_threshold
         if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
+            # Enough have finished: the others end their batch after the step that they are in.
             self._shared_counters[:, STOP] = 1
         return arrived == self.num_workers
 
-    def _batches_of_any(self) -> Iterator[TensorDictBase | None]:
-        """Batches of one worker each, in the order in which they come."""
-        while True:
-            self._check_iterates()
-            self._push_due_weights()
-            if not self._grant_ahead():
-                return
-            self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
-            batch = self._take(self._pool.arrivals[0])
-            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
+    def _take_first(self) -> TensorDictBase | None:
+        self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
+        batch = self._take(self._pool.arrivals[0])
+        return batch if batch is None else batch.clone()  # its memory is written again
 
     def _push_due_weights(self) -> None:
-        """Called before batches are collected."""
         if self.update_at_each_batch:
             self.update_policy_weights_()
 
@@ -249,6 +221,7 @@ class _MultiDataCollector(PooledCollector):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        # Checked before the version moves. The version goes before the weights: a worker must know theirs.
         named = sender.prepare(weights)
         if sender.model_id == "policy":
             self._move_version(sender.version + 1 if moves_version(sender) else None, worker_ids)
@@ -260,6 +233,7 @@ class _MultiDataCollector(PooledCollector):
     def _wait_for(self, sender: Any) -> None:
         """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
         self._pool.check_open("take weights")
+        # Refusals are raised after the wait: for what is raised inside it, the wait ends all workers.
         deadline, refusals = time.monotonic() + sender.scheme.timeout, []
 
         def has_settled() -> bool:

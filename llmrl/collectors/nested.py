@@ -67,6 +67,7 @@ class NestedCollector:
         if (sender := self._senders.get("policy")) is None:
             collector._tell_version(None, None)
         else:
+            # After the weights of the update before have arrived, and before those that it belongs to.
             collector._settle([sender])
             collector._tell_version(sender.version + 1, None)
             sender.update_weights()

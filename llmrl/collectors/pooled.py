@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,8 @@ class PooledCollector(DataCollectorBase):
 
     _pool: Any
     _frames_of: list[int]
+    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
+    cat_results: Literal["stack"] | int
 
     def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]):
         super().__init__(policy, policy_factory, options)
@@ -72,10 +74,6 @@ class PooledCollector(DataCollectorBase):
             sender.register_model(self.policy)
         return sender
 
-    @abstractmethod
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers of the workers' collectors."""
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self._pool.close(timeout)
 
@@ -83,6 +81,46 @@ class PooledCollector(DataCollectorBase):
         if self._pool.is_started:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
         self._pool.check_open("collect")
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while not self._ended():
+            self._check_iterates()
+            self._push_due_weights()
+            if self.sync:
+                self._settle()  # all of the batch is by the new weights
+                for worker in self._pool.workers:
+                    self._pool.grant(worker)
+                yield self._handed_out(self._take_all())
+            elif self._grant_ahead():
+                yield self._handed_out([self._take_first()])
+            else:
+                return
+
+    @abstractmethod
+    def _push_due_weights(self) -> None:
+        """Called before batches are collected."""
+
+    @abstractmethod
+    def _take_all(self) -> list[TensorDictBase | None]:
+        """A batch of each worker, in their order."""
+
+    @abstractmethod
+    def _take_first(self) -> TensorDictBase | None:
+        """The batch that comes first."""
+
+    def _handed_out(self, parts: list[TensorDictBase | None]) -> TensorDictBase | None:
+        self._batches_out += 1
+        if parts[0] is None:  # the workers have written it into the buffer
+            return None
+        batch = joined(parts, self.cat_results) if self.sync else parts[0]
+        device = self._storing_device()
+        return self.options.finished(batch if device is None else batch.to(device))
+
+    def _storing_device(self) -> Any:
+        device = self.options.storing_device or self.options.device
+        return None if isinstance(device, (list, tuple)) else device  # then each worker has moved its batch
 
     # -- counters and state --------------------------------------------------------------------------------------------
 
@@ -93,7 +131,7 @@ class PooledCollector(DataCollectorBase):
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        states = self._ask_each("state_dict", [()] * len(self._frames_of))
+        states = self._pool.ask("state_dict")
         own = {"frames": self._pool.delivered, "iter": self._batches_out, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
@@ -101,7 +139,7 @@ class PooledCollector(DataCollectorBase):
         names = [f"worker{index}" for index in range(len(self._frames_of))]
         if missing := [name for name in names if name not in state]:
             raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
-        self._ask_each("load_state_dict", [(state[name],) for name in names])
+        self._pool.ask("load_state_dict", [(state[name],) for name in names])
         self._pool.delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -129,6 +167,7 @@ class PooledCollector(DataCollectorBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the workers' envs and generators, each from the one before."""
         for worker in self._pool.workers:
+            # One after the other: each worker's seed is what the one before returned.
             [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
         return seed
 
@@ -138,6 +177,7 @@ class PooledCollector(DataCollectorBase):
         under_way = sum(worker.ahead for worker in workers)
         for _ in range(AHEAD):
             for worker in workers:
+                # Round by round, so that near the end each worker has its share of the budget.
                 asked = self._pool.delivered + under_way * self.frames_per_batch
                 if worker.ahead < AHEAD and not 0 <= self.total_frames <= asked:
                     self._pool.grant(worker)

@@ -1,4 +1,4 @@
-"""Collectors in Ray actors: the actor's side, and the owner's, which starts them, asks them, names one that fails."""
+"""Collectors in Ray actors: the actor's side, and the pool of actors on the owner's side."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _answered(method: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 class CollectorActor:
-    """Any collector in an actor of several threads: one collects, another one brings weights between two steps."""
+    """Any collector in an actor of several threads: one collects, another takes new weights between two steps."""
 
     def __init__(self) -> None:
         self.collector: Any = None
@@ -53,7 +53,7 @@ class CollectorActor:
         self._pauses: list[contextlib.ExitStack] = []
 
     def where(self) -> str:
-        """In words."""
+        """The process and its machine, in words."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     @_answered
@@ -82,14 +82,20 @@ class CollectorActor:
         return counters["delivered"] - before, counters["produced"], batch
 
     @_answered
-    def call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """A method of the collector, between two batches."""
         with self._collecting:
             return getattr(self.collector, name)(*arguments)
 
     def set_seed(self, seed: int, static_seed: bool) -> Answer:
         torch.manual_seed(seed)
-        return self.call("set_seed", seed, static_seed)
+        return self._call("set_seed", seed, static_seed)
+
+    def state_dict(self) -> Answer:
+        return self._call("state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Answer:
+        return self._call("load_state_dict", state)
 
     @_answered
     def start(self, limits: Mapping[str, int]) -> None:
@@ -162,7 +168,7 @@ class ActorPool(FailingPool):
     model_ids  models that get weights
     init       arguments of ``ray.init``, if Ray does not run yet
 
-    An actor that raised, died or does nothing for ``timeout_s`` ends them all; the error names it, and every later call
+    If an actor raises, dies or does nothing for ``timeout_s``, all are ended; the error names it, and every later call
     raises it again.
     """
 
@@ -184,6 +190,7 @@ class ActorPool(FailingPool):
             )
         self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
+        # Pickled before Ray is started, so that what cannot be is an error at once.
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
         if not ray.is_initialized():
             ray.init(**(init or {}))
@@ -198,6 +205,7 @@ class ActorPool(FailingPool):
                 self.workers.append(Member(index, actor_class.options(**options).remote()))
             for member in self.workers:
                 member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
+            # Built once all are placed: by then every message can say where its actor is.
             building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
             for member, (is_built, error) in self._each(building, "make its env and policy", _START_S):
                 if not is_built:
@@ -252,6 +260,7 @@ class ActorPool(FailingPool):
         for member in pending.values():
             member.since = time.monotonic()
         while True:
+            # Ray says nothing of an actor that hangs: those that are waited for are looked at every second.
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
             if ready:
                 return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)
@@ -264,7 +273,7 @@ class ActorPool(FailingPool):
                     )
 
     def _look_at(self, members: Sequence[Member], what: str) -> None:
-        """Raises WorkerError for an actor that has died, or whose collector failed; notes who does something."""
+        """Raises WorkerError for an actor that has died, or whose collector failed; notes which ones take steps."""
         placed = {m.handle.counters.remote(): m for m in members if m.place.startswith("process")}
         ready, _ = self._ray.wait(list(placed), num_returns=len(placed), timeout=_PERIOD_S) if placed else ((), ())
         for reference in ready:
@@ -349,6 +358,7 @@ class ActorPool(FailingPool):
         if not self.is_open:
             return
         self.is_open = False
+        # No longer open from here on: what actors fail with while they end is not a failure of the collection.
         limit_s = _CLOSE_S if timeout_s is None else timeout_s
         ended = {member.handle.finish.remote(limit_s): member for member in self.workers if limit_s}
         if ended:

@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics share a chart, and the points that are drawn."""
+"""The charts of a report: the metrics that each shows, and the points that are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings about a run, in words: what its metrics show, and what to try.
+"""Warnings about a run: a fact that its metrics show, and a remedy to try.
 
 Trends compare the first fifth of a run with its last; the thresholds are rules of thumb, not tests.
 """

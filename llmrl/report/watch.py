@@ -1,4 +1,4 @@
-"""``llmrl watch``: the report of a run on this machine's own address, newer every few seconds."""
+"""``llmrl watch``: serves the report of a run to this machine alone, updated every few seconds."""
 
 from __future__ import annotations
 

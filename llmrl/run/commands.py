@@ -157,7 +157,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         ),
         option("--merge", action="store_true", help="of a run with adapters: the model with them added in"),
         option("--push", metavar="REPO", help="upload the folder to this repository of the hub, too"),
-        option("--public", action="store_true", help="everybody can see the repository that --push makes"),
+        option("--public", action="store_true", help="make the repository of --push public"),
         prepare=_with_checkpoint,
     ),
     "show": _Command(

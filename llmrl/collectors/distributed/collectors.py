@@ -37,7 +37,7 @@ class RemoteOptions:
 
     collector_class             of a worker: a class, or "single", "sync", "async"
     collector_kwargs            more arguments of it; a list has those of each worker
-    num_workers_per_collector   envs of a worker whose collector has processes of its own
+    num_workers_per_collector   processes of a worker's collector, with an env each, if its class has several
     sync                        True: a batch has a part of each worker; False: it is that of the first that is ready
     update_after_each_batch     after a batch, the workers that collected it get the weights of ``policy``
     max_weight_update_interval  a worker gets them after so many batches of all workers at the latest; -1: never
@@ -82,7 +82,7 @@ def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
 class _RemoteDataCollector(_MultiDataCollector):
     """A collector that has a worker for each env function, on this machine or on others.
 
-    Reads   ``create_env_fn``, functions that make the envs; ``policy``, of which each worker has a copy, or
+    Reads   ``create_env_fn``, functions that make the envs; ``policy``, copied to each worker, or
             ``policy_factory``, called in each; `RemoteOptions` and `CollectorOptions` for the other arguments
     Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], *B as the worker's collector has it;
             else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
@@ -197,6 +197,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             if remote.launcher == "submitit_delayed":
                 delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
         except BaseException:
+            # The port, which no pool closes yet.
             rendezvous.close()
             raise
         start_s = remote.start_timeout_s or start_s
@@ -238,6 +239,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         with contextlib.ExitStack() as turn, contextlib.suppress(_Stopped):
 
             def take_turns() -> None:
+                # The pool calls this while it waits, also for callers of other threads, who hold the lock by a pause.
                 if not self.background.is_elsewhere:
                     turn.close()
                     turn.enter_context(self.background.step())
@@ -277,9 +279,9 @@ class _RemoteDataCollector(_MultiDataCollector):
         self._last.add(worker.index)
         return super()._take(worker)
 
-    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+    def _handed_out(self, parts: list[TensorDictBase | None]) -> TensorDictBase | None:
         self._since = [since + 1 for since in self._since]
-        batch = super()._handed_out(batch)
+        batch = super()._handed_out(parts)
         if self.replay_buffer is None:
             return batch
         self.options.extend(batch)
@@ -291,6 +293,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         if self.background.is_started:
             return  # the policy may be in the middle of an optimizer's step
         limit = self.remote.max_weight_update_interval
+        # A worker that is due both ways is sent the weights once.
         due = self._last if self.remote.update_after_each_batch else set()
         due = due | {index for index, since in enumerate(self._since) if 0 < limit <= since}
         self._last = set()

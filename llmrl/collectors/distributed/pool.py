@@ -121,6 +121,7 @@ class RemotePool(WorkerPool):
         worker = missing[0] if index is None else self.workers[index]
         worker.connect(connection, where)
         worker.fetch = lambda posted, rank=worker.index + 1: self._fetch(rank, posted)
+        # Sent when the worker has proved that it has the key: recipes hold pickled code and data.
         recipe = next(recipe for recipe in recipes if recipe.index == worker.index)
         connection.send_bytes(pickle.dumps((recipe, self.link)))
 
@@ -136,6 +137,7 @@ class RemotePool(WorkerPool):
         thread = threading.Thread(target=join, name="llmrl-join", daemon=True)  # beside which a worker's end is noticed
         thread.start()
         for worker in self.workers:
+            # All join at once: the group is made when the last of them has come.
             worker.send("join")
         self._asked = True
         self.wait(
@@ -153,6 +155,7 @@ class RemotePool(WorkerPool):
         worker = self.workers[rank - 1]
         try:
             return self.link.fetch(rank, posted, self._timeout_s)
+        # Of torch, for a peer that has gone: its words name no worker.
         except RuntimeError as error:
             raise WorkerError(f"{self.name(worker)} must send a batch: {worker.state()} ({error}).") from error
 

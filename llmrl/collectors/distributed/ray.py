@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
+from llmrl.collectors.pooled import PooledCollector, at, moves_version
 from llmrl.collectors.ray_actors import ActorPool
 from llmrl.envs.parallel import ParallelEnv
 from llmrl.errors import ConfigError, UnsupportedError
@@ -46,6 +46,8 @@ class RayCollector(PooledCollector):
     Weights go through Ray's object store (`RayWeightSyncScheme`) and are applied between two steps; with a
     ``collector_class`` of several processes between two batches. `start` fills the buffer without end.
     """
+
+    cat_results = 0
 
     def __init__(
         self,
@@ -125,9 +127,6 @@ class RayCollector(PooledCollector):
                 sender.register_worker(member.index, member.handle)
         return senders
 
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._pool.ask("call", [(method, *given) for given in arguments])
-
     @property
     def remote_collectors(self) -> list[Any]:
         """The handles of the actors."""
@@ -140,39 +139,19 @@ class RayCollector(PooledCollector):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        take = self._shares if self.sync else self._first_batch
-        while not self._ended():
-            self._check_iterates()
-            self._update_stale()
-            if not (parts := take()):
-                return
-            self._batches_out += 1
-            if self.replay_buffer is not None:
-                yield None
-                continue
-            batch = parts[0] if len(parts) == 1 else joined(parts, 0)
-            if self.options.storing_device is not None:
-                batch = batch.to(self.options.storing_device)
-            yield self.options.finished(batch)
-
-    def _shares(self) -> list[TensorDictBase | None]:
-        """A batch of each actor, by the weights that were sent last."""
-        self._settle()
-        for member in self._pool.workers:
-            self._pool.grant(member)
+    def _take_all(self) -> list[TensorDictBase | None]:
         parts = {}
         for _ in self._pool.workers:
             member, _, batch = self._pool.take()
             parts[member.index] = batch
         return [parts[index] for index in sorted(parts)]
 
-    def _first_batch(self) -> list[TensorDictBase | None]:
-        """The batch that comes first, while each actor collects ahead; none at the end."""
-        if not self._grant_ahead():
-            return []
+    def _take_first(self) -> TensorDictBase | None:
         self._last, _, batch = self._pool.take()
-        return [batch]
+        return batch
+
+    def _storing_device(self) -> Any:
+        return self.options.storing_device  # ``device`` is that of the actors: this process may have no such one
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -190,8 +169,7 @@ class RayCollector(PooledCollector):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _update_stale(self) -> None:
-        """Sends weights to the actors that are to have new ones before they are asked for a batch."""
+    def _push_due_weights(self) -> None:
         members = self._pool.workers
         due = [m.index for m in members if 0 < self._max_interval <= m.batches]
         if self._update_after_each_batch and self._batches_out:

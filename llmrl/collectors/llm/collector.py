@@ -54,7 +54,7 @@ class LLMCollector:
     ``max_dialog_turns``         truncates a conversation
     ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
     ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
-    ``async_envs``               another conversation begins as soon as one ends; whole ones, in the order of their ends
+    ``async_envs``               another conversation begins as soon as one ends; yields them in the order of their ends
     ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
     Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
 
@@ -176,6 +176,7 @@ class LLMCollector:
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         """Turns that are not handed out because the block raises count as dropped."""
+        # Rows count as delivered when they are made; `postproc` and the buffer may still refuse them.
         before = self.counters["delivered"]
         try:
             yield
@@ -185,7 +186,7 @@ class LLMCollector:
             raise
 
     def _count_dropped(self) -> None:
-        """Once nothing is under way."""
+        """Counts the turns that were not delivered; called when none is under way."""
         with self._counting:
             self.counters["dropped"] = self.counters["produced"] - self.counters["delivered"]
 
@@ -227,6 +228,7 @@ class LLMCollector:
     # -- whole conversations -------------------------------------------------------------------------------------------
 
     def _finished_conversations(self) -> TensorDictBase | None:
+        # Counted as produced, not as delivered: turns of conversations that a budget cuts off have cost as much.
         goal = self.counters["produced"] + self.dialog_turns_per_batch
         batches: list[TensorDictBase] = []
         while not batches or self.counters["produced"] < goal:
@@ -270,6 +272,7 @@ class LLMCollector:
         if self._stream is None:
             if self._exhausted:
                 return None
+            # The stream takes its turns in threads of its own, so that pauses need the lock from now on.
             self.background.allow_pauses()
             self._stream = ConversationStream(
                 self._stepper,
@@ -338,6 +341,7 @@ class LLMCollector:
             self._root, self._turns_B = fresh, torch.zeros_like(self._turns_B)
             return True
         alive = [row for row, is_done in enumerate(done) if not is_done]
+        # Those that go on and the new ones are joined, and put back in their places: a conversation keeps its row.
         going_on = self.env.step_mdp(td[alive])
         order = [0] * len(done)
         for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):

@@ -80,6 +80,7 @@ class RayLLMCollector:
         self.total_dialog_turns = total_dialog_turns
         self._version = 0
         options["dialog_turns_per_batch"] = -(-dialog_turns_per_batch // count) if sync_iter else dialog_turns_per_batch
+        # A budget that does not divide: the first ones take one turn more.
         shares = [
             -1 if total_dialog_turns < 0 else total_dialog_turns // count + (index < total_dialog_turns % count)
             for index in range(count)
@@ -190,7 +191,7 @@ class RayLLMCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the actors' collectors; conversations on their way are not part of it."""
-        states = self._pool.ask("call", [("state_dict",)] * len(self._pool.workers))
+        states = self._pool.ask("state_dict")
         own = {"turns": self._pool.delivered, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
@@ -199,7 +200,7 @@ class RayLLMCollector:
         for member in self._pool.workers:
             if (name := f"worker{member.index}") not in state:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
-            self._pool.ask("call", [("load_state_dict", state[name])], [member])
+            self._pool.ask("load_state_dict", [(state[name],)], [member])
             member.has_ended = False
         self._pool.delivered, self._version = state["turns"], state["version"]
 

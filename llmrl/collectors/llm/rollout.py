@@ -41,7 +41,7 @@ _FAILED = "_failed_rollout"
 
 
 class ConversationsStopped(Exception):
-    """Conversations that were stopped from outside, and have no result."""
+    """Raised in conversations that are stopped from outside: they have no result."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class TurnLog:
     last_turn_of: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, slots: list[int], td: TensorDictBase) -> list[bool]:
-        """Takes note of a turn; returns which of its conversations are done."""
+        """Adds a turn; returns for each of its conversations whether it is done."""
         done = td.get("next").get("done").view(-1).tolist()
         self.last_turn_of.update((slot, (len(self.turns), row)) for row, slot in enumerate(slots) if done[row])
         self.turns.append((slots, td))
@@ -88,6 +88,7 @@ class TurnLog:
         ]
         if not wanted:
             return None
+        # Rows are cut out turn by turn, once for each turn, and brought into the order of conversations at the end.
         rows_of: dict[int, list[int]] = {}
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
@@ -112,7 +113,8 @@ def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | Non
 
 
 def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
-    """Without what the row itself has; the sum of the rewards is where the conversation ended, before that it is 0."""
+    """``next`` without the entries of the row itself; its reward is 0 unless the conversation ended there."""
+    # The row itself has them up to its last turn; those of the next one belong to the record that follows.
     next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
     reward, done = next_td.get("reward", None), next_td.get("done")
     if reward is not None and not bool(done.all()):
@@ -152,6 +154,7 @@ class Stepper:
     def claim(self, wanted: int, budget: int) -> int:
         """The number of ``wanted`` turns that the budget still allows; they count as produced from here on."""
         with self._lock:
+            # Claimed before the turn is taken: threads that asked at the same time would overdraw the budget.
             granted = wanted if budget < 0 else max(0, min(wanted, budget - self.counters["produced"]))
             self.counters["produced"] += granted
             return granted
@@ -164,6 +167,7 @@ class Stepper:
         if stops[0].is_set():
             raise ConversationsStopped
         td = self.policy(root)
+        # Again after the policy: an engine that was interrupted has returned an answer that is not whole.
         if any(stop.is_set() for stop in stops):
             raise ConversationsStopped
         mark_turn(td)
@@ -177,6 +181,7 @@ class Stepper:
             self._keep(traceback.format_exc())
             count = td.batch_size[0]
             attempts = self.retries + (count > 1)  # alone, a row has not been tried yet
+            # One by one, since the exception does not tell which rows it was raised for.
             rows = [self._try_again(td[[row]], attempts) for row in range(count)]
             if self._answer is not None:
                 self.complete(rows)
@@ -185,7 +190,7 @@ class Stepper:
         return td
 
     def complete(self, tds: Sequence[TensorDictBase]) -> None:
-        """Gives rows that the env failed for the entries of ``"next"`` that its answers have.
+        """Fills in, for rows where env.step failed, the entries of ``"next"`` that its answers have.
 
         Raises  RolloutError if it has never taken a step: the setup is at fault, not a row
         """
@@ -257,6 +262,7 @@ def rollout_lockstep(
         if granted < len(slots):
             if not granted:
                 break
+            # The budget cuts off the conversations that were started last.
             slots, root = slots[:granted], root[:granted]
             returns_B = None if returns_B is None else returns_B[:granted]
         td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B, stopped)
@@ -290,6 +296,7 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
     with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
         futures: list[Future[list[TensorDictBase]]] = [pool.submit(run, slot) for slot in range(count)]
         try:
+            # Not `result()` in turn, which would notice an error of the last one only when all before it have ended.
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:  # an exception, also Ctrl-C: the others end with the turn that they are in
             stopped.set()
@@ -399,6 +406,7 @@ class ConversationStream:
     def _next(self) -> TensorDictBase | None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped.is_set() or self._waiting < self._room)
+            # Under the lock: the env draws data in one thread at a time.
             return None if self._stopped.is_set() else self._begin()
 
     def _end(self, error: BaseException | None) -> None:
