@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from llmrl.collectors.utils import split_trajectories
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
 
-__all__ = ["CollectorOptions", "DataCollectorBase"]
+__all__ = ["CollectorOptions", "DataCollectorBase", "HasBackground"]
 
 Device = torch.device | str | None
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
@@ -149,6 +150,34 @@ class CollectorOptions:
             self.replay_buffer.extend(batch)
         else:
             self.replay_buffer.extend(batch.reshape(-1))
+
+
+class HasBackground:
+    """The methods of a collector that can work in a thread of its own, ``background``, into its replay buffer."""
+
+    background: BackgroundWork
+    replay_buffer: Any
+
+    def _check_not_started(self) -> None:
+        if self.background.is_elsewhere:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+
+    def start(self) -> None:
+        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
+        raises is raised by the next call.
+        """
+        if self.replay_buffer is None:
+            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
+        self.background.start(iter(self))
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no step is taken and no row is written; one that is under way ends first."""
+        return self.background.pause()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started, after the step under way. Raises what it failed with."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+        self.background.check()
 
 
 class DataCollectorBase(abc.ABC):

@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import CudaGraphModule, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, HasBackground, Weights
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
@@ -28,7 +27,7 @@ from llmrl.weight_update.target import resolve
 __all__ = ["SyncDataCollector"]
 
 
-class SyncDataCollector(DataCollectorBase):
+class SyncDataCollector(HasBackground, DataCollectorBase):
     """Collects in this process.
 
     Reads   ``create_env_fn``, an env or a function that makes one; ``policy`` (None: random actions) or
@@ -107,8 +106,7 @@ class SyncDataCollector(DataCollectorBase):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._ended() and not self.background.stopped.is_set():
-            if self.background.is_elsewhere:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            self._check_not_started()
             if (batch := self.collect()) is None:
                 return
             yield self.deliver(batch)
@@ -246,23 +244,11 @@ class SyncDataCollector(DataCollectorBase):
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        if self.replay_buffer is None:
-            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
-        self.background.start(self.iterator())
-
-    def pause(self) -> AbstractContextManager[None]:
-        return self.background.pause()
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self.background.stop(timeout)
         self._root = self._same = None
         if close_env and not self.env.is_closed:
             self.env.close()
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self.shutdown(timeout=timeout, close_env=close_env)
-        self.background.check()
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

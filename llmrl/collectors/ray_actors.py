@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from llmrl.errors import ConfigError, DeadlineError, LLMRLError, WorkerError
 from llmrl.optional import require
 from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 
-__all__ = ["ActorPool", "Member", "check_room", "wanted_of"]
+__all__ = ["ActorOwner", "ActorPool", "Member", "check_room", "wanted_of"]
 
 _START_S = 120.0  # for an actor to import its modules and to make its env
 _CLOSE_S = 10.0  # for the step under way to end; then actors are killed
@@ -374,6 +375,34 @@ class ActorPool(FailingPool):
         if self._ray.is_initialized():
             for member in self.workers:
                 self._ray.kill(member.handle)
+
+
+class ActorOwner:
+    """The methods that a collector with an `ActorPool` hands on to it."""
+
+    _pool: ActorPool
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The handles of the actors."""
+        return [member.handle for member in self._pool.workers]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames, or turns: "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        return self._pool.counters
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no actor takes a step."""
+        return self._pool.pause()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started. Raises what an actor failed with."""
+        self._pool.finish(timeout)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends the collection and its actors, with their envs and engines; Ray goes on."""
+        self._pool.close(timeout)
 
 
 def wanted_of(config: Mapping[str, Any]) -> dict[str, float]:

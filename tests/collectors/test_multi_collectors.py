@@ -267,12 +267,12 @@ def test_seeds_are_derived_per_worker_and_repeat(make):
         return following, batch["action"].squeeze(-1)
 
     following, first = actions()
-    assert following == SyncSeeds(2, 7)
+    assert following == seed_after(2, 7)
     assert torch.equal(first, actions()[1])
     assert not torch.equal(first[0], first[1])
 
 
-def SyncSeeds(count: int, seed: int) -> int:
+def seed_after(count: int, seed: int) -> int:
     for _ in range(count):
         seed = CountingEnv().set_seed(seed)
     return seed
@@ -330,7 +330,7 @@ def test_workers_fill_the_buffer_until_they_are_shut_down_and_in_a_pause_answer_
         for scale in (2.0, 3.0):
             one.update_policy_weights_(Scale(scale))
         state = one.state_dict()
-        assert one.set_seed(7) == SyncSeeds(2, 7)
+        assert one.set_seed(7) == seed_after(2, 7)
     assert {"worker0", "worker1"} <= set(state)
     wait_until(lambda: len(rows) > count + 60)
     count = one.counters["produced"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from tensordict import TensorDictBase
 from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.pooled import PooledCollector, at, moves_version
-from llmrl.collectors.ray_actors import ActorPool
+from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.envs.parallel import ParallelEnv
 from llmrl.errors import ConfigError, UnsupportedError
 from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
@@ -22,7 +21,7 @@ from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncSchem
 __all__ = ["RayCollector"]
 
 
-class RayCollector(PooledCollector):
+class RayCollector(ActorOwner, PooledCollector):
     """Collectors in Ray actors, each with envs and a copy of the policy.
 
     Reads   ``create_env_fn``, functions that make the envs (or one, and ``num_collectors``); ``policy`` or
@@ -128,11 +127,6 @@ class RayCollector(PooledCollector):
         return senders
 
     @property
-    def remote_collectors(self) -> list[Any]:
-        """The handles of the actors."""
-        return [member.handle for member in self._pool.workers]
-
-    @property
     def local_policy(self) -> Any:
         """The policy of this process, whose weights are sent."""
         return self.policy
@@ -159,13 +153,7 @@ class RayCollector(PooledCollector):
         total, count = self.total_frames, len(self._pool.workers)
         self._pool.start({"total_frames": -1 if total < 0 else math.ceil(total / count)})
 
-    def pause(self) -> AbstractContextManager[None]:
-        return self._pool.pause()
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self._pool.finish(timeout)
-
-    stop_remote_collectors = PooledCollector.shutdown
+    stop_remote_collectors = ActorOwner.shutdown
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

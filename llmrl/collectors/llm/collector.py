@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.collectors.base import HasBackground
 from llmrl.collectors.llm.arguments import check_arguments, with_tracker
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import (
@@ -33,7 +34,6 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import EndOfData
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
-from llmrl.errors import ConfigError
 from llmrl.weight_update import publish
 
 __all__ = ["LLMCollector"]
@@ -42,7 +42,7 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 _TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines of their own
 
 
-class LLMCollector:
+class LLMCollector(HasBackground):
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
     Yields                       (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
@@ -164,8 +164,7 @@ class LLMCollector:
     @torch.no_grad()
     def _collect(self) -> TensorDictBase | None:
         self.background.check()
-        if self.background.is_elsewhere:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        self._check_not_started()
         if self.async_envs:
             return self._from_stream()
         if self._exhausted or self._left() == 0:
@@ -192,23 +191,6 @@ class LLMCollector:
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
-        raises is raised by the next call.
-        """
-        if self.replay_buffer is None:
-            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
-        self.background.start(iter(self))
-
-    def pause(self) -> AbstractContextManager[None]:
-        """A block during which no turn is taken and no row is written; one that is under way ends first."""
-        return self.background.pause()
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends a collection that was started, after the turns under way. Raises what it failed with."""
-        self.shutdown(timeout=timeout, close_env=close_env)
-        self.background.check()
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """Ends the collection; closes the environment, and with it what its transforms hold."""
         self.background.stopped.set()
@@ -232,7 +214,8 @@ class LLMCollector:
         goal = self.counters["produced"] + self.dialog_turns_per_batch
         batches: list[TensorDictBase] = []
         while not batches or self.counters["produced"] < goal:
-            batch = self._run_to_the_end()
+            root = self._start(min(self.env.batch_size[0], self._left()))
+            batch = None if root is None else self._rows(self._run_to_the_end(root))
             if batch is not None:
                 batches.append(batch)
             if self._exhausted or self._left() == 0:
@@ -256,15 +239,10 @@ class LLMCollector:
 
         return run
 
-    def _run_to_the_end(self) -> TensorDictBase | None:
-        root = self._start(min(self.env.batch_size[0], self._left()))
-        if root is None:
-            return None
+    def _run_to_the_end(self, root: TensorDictBase) -> TurnLog:
         if self.concurrency is None:
-            log = rollout_lockstep(self._stepper, root, self.total_dialog_turns)
-        else:
-            log = rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
-        return self._rows(log)
+            return rollout_lockstep(self._stepper, root, self.total_dialog_turns)
+        return rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
 
     def _from_stream(self) -> TensorDictBase | None:
         """Conversations that have ended, of ``dialog_turns_per_batch`` turns; the others go on."""

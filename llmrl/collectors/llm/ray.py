@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
-from llmrl.collectors.ray_actors import ActorPool
+from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.errors import ConfigError, did_you_mean
@@ -24,7 +23,7 @@ __all__ = ["RayLLMCollector"]
 _KNOWN = inspect.signature(LLMCollector).parameters
 
 
-class RayLLMCollector:
+class RayLLMCollector(ActorOwner):
     """`LLMCollector` in Ray actors, on any machine of a cluster.
 
     Yields  batches of ``dialog_turns_per_batch`` turns: with ``sync_iter`` one of all actors together, and nothing is
@@ -100,11 +99,6 @@ class RayLLMCollector:
         if weight_updater is not None:
             weight_updater.register_collector(self)
 
-    @property
-    def remote_collectors(self) -> list[Any]:
-        """The handles of the actors."""
-        return [member.handle for member in self._pool.workers]
-
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
@@ -134,28 +128,11 @@ class RayLLMCollector:
             self._pool.grant(member)  # it goes on while the caller trains
         return [found[index] for index in sorted(found)] or None
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Turns "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
-        return self._pool.counters
-
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """The actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
         self._pool.start({})
-
-    def pause(self) -> AbstractContextManager[None]:
-        """A block during which no actor takes a turn."""
-        return self._pool.pause()
-
-    def async_shutdown(self, timeout: float | None = None) -> None:
-        """Ends a collection that was started. Raises what an actor failed with."""
-        self._pool.finish(timeout)
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the collection and its actors, with their engines; Ray goes on."""
-        self._pool.close(timeout)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
