@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from llmrl.collectors.base import Weights
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.nested import NestedCollector
-from llmrl.collectors.pooled import PooledCollector, at, moves_version
+from llmrl.collectors.pooled import PooledCollector, at, common_count, moves_version
 from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
@@ -63,17 +63,18 @@ class _MultiDataCollector(PooledCollector):
     ):
         super().__init__(policy, policy_factory, options)
         who = type(self).__name__
-        makers = _makers(create_env_fn, num_workers, who)
-        self.num_workers = len(makers)
+        self.num_workers = common_count(who, create_env_fn=create_env_fn, num_workers=num_workers)
         if self.options.interruptor is not None:
             raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
-        self._frames_of = self._divide_frames()
+        self._frames_of = self._divide_frames(self.num_workers)
         self.update_at_each_batch = update_at_each_batch
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._shared_counters = torch.zeros(self.num_workers, 3, dtype=torch.int64).share_memory_()
         self._senders, ends = self._connect(self._schemes(policy_factory))
-        recipes = self._recipes(makers, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends)
+        recipes = self._recipes(
+            create_env_fn, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends
+        )
         self._pool = self._make_pool(recipes)
         if self.sync:
             with self._pool.failing():
@@ -103,17 +104,17 @@ class _MultiDataCollector(PooledCollector):
         return senders, ends
 
     def _recipes(
-        self, makers: Sequence[Any], factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
+        self, env_fn: Any, factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
     ) -> list[Recipe]:
         who = type(self).__name__
         # In parts, each pickled by itself: an error can name the one that cannot be.
         policy = _packed(self.policy, f"{who}: the policy", "; or give policy_factory, a function that makes one")
         recipes, seed = [], torch.initial_seed() % 2**63
-        for index, maker in enumerate(makers):
+        for index in range(self.num_workers):
             seed = next_seed(seed)
             parts = {
                 "class": cloudpickle.dumps(cls),
-                "env": _packed(maker, f"{who}: create_env_fn[{index}]"),
+                "env": _packed(at(env_fn, index), f"{who}: create_env_fn[{index}]"),
                 "policy": policy,
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
@@ -154,25 +155,6 @@ class _MultiDataCollector(PooledCollector):
     def _push_due_weights(self) -> None:
         if self.update_at_each_batch:
             self.update_policy_weights_()
-
-    def _divide_frames(self) -> list[int]:
-        """The frames of a batch of each worker; sets ``frames_per_batch``."""
-        who, frames, count = type(self).__name__, self.options.frames_per_batch, self.num_workers
-        if not isinstance(frames, int):
-            if not self.sync:
-                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
-            if len(frames) != count:
-                raise ConfigError(
-                    f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
-                )
-            if self.cat_results == "stack" and len(set(frames)) > 1:
-                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
-            self.frames_per_batch = sum(frames)
-            return list(frames)
-        parts = count if self.sync else 1
-        self.frames_per_batch = frames
-        self._check_division(parts, "workers")
-        return [self.frames_per_batch // parts] * count
 
     def _check_equal_specs(self) -> None:
         first = self._pool.workers[0].spec
@@ -337,15 +319,3 @@ def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCol
     if issubclass(cls, SyncDataCollector):
         return cls(env, policy, policy_factory=factory, **{"interruptor": stop, **options})
     return NestedCollector(cls(env, policy if factory is None else factory(), **options))
-
-
-def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:
-    """The env functions, one for each worker."""
-    if not isinstance(create_env_fn, Sequence):
-        create_env_fn = [create_env_fn] * (num_workers or 1)
-    if not create_env_fn or (num_workers is not None and num_workers != len(create_env_fn)):
-        raise ConfigError(
-            f"{who}: create_env_fn must have one function per worker: got {len(create_env_fn)} for num_workers="
-            f"{num_workers}."
-        )
-    return list(create_env_fn)

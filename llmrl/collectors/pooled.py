@@ -15,7 +15,7 @@ from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
 
-__all__ = ["PooledCollector", "at", "joined", "moves_version"]
+__all__ = ["PooledCollector", "at", "common_count", "moves_version"]
 
 _OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # these may be lists with one for each worker
 _SAME = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
@@ -56,6 +56,25 @@ class PooledCollector(DataCollectorBase):
         elif given.init_random_frames:
             mine["init_random_frames"] = -(-given.init_random_frames // count)
         return mine
+
+    def _divide_frames(self, count: int) -> list[int]:
+        """The frames of a batch of each worker; sets ``frames_per_batch``."""
+        who, frames = type(self).__name__, self.options.frames_per_batch
+        if not isinstance(frames, int):
+            if not self.sync:
+                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
+            if len(frames) != count:
+                raise ConfigError(
+                    f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
+                )
+            if self.cat_results == "stack" and len(set(frames)) > 1:
+                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
+            self.frames_per_batch = sum(frames)
+            return list(frames)
+        parts = count if self.sync else 1
+        self.frames_per_batch = frames
+        self._check_division(parts, "workers")
+        return [self.frames_per_batch // parts] * count
 
     def _schemes(self, policy_factory: Any) -> Mapping[str, Any]:
         if self.options.weight_sync_schemes is not None:
@@ -187,6 +206,18 @@ class PooledCollector(DataCollectorBase):
 
 def moves_version(sender: Any) -> bool:
     return sender.model_id == "policy" and not isinstance(sender.scheme, NoWeightSyncScheme)
+
+
+def common_count(who: str, **arguments: Any) -> int:
+    """The number of workers that the arguments agree on: lists have an entry for each; 1 if none is a list or a number.
+
+    Raises  ConfigError if they differ
+    """
+    counts = {name: len(value) for name, value in arguments.items() if isinstance(value, (list, tuple))}
+    counts |= {name: value for name, value in arguments.items() if isinstance(value, int)}
+    if len(set(counts.values())) > 1 or min(counts.values(), default=1) < 1:
+        raise ConfigError(f"{who}: there must be one number of workers, at least 1: got {counts}.")
+    return next(iter(counts.values()), 1)
 
 
 def at(value: Any, index: int) -> Any:

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from llmrl.report.intervals import evaluations
@@ -29,37 +28,17 @@ class Finding:
     remedy: str
 
 
-@dataclass(frozen=True)
 class Trend:
-    """The values of a metric, of the steps that have one."""
+    """The values of a metric in at least `MIN_STEPS` steps, and the means of their first and their last fifth."""
 
-    values: Sequence[float]
-
-    @cached_property
-    def parts(self) -> tuple[Sequence[float], Sequence[float]]:
-        fifth = max(1, len(self.values) // 5)
-        return self.values[:fifth], self.values[-fifth:]
-
-    @cached_property
-    def first(self) -> float:
-        return statistics.fmean(self.parts[0])
-
-    @cached_property
-    def last(self) -> float:
-        return statistics.fmean(self.parts[1])
-
-    @cached_property
-    def error(self) -> float:
-        """The standard error of ``last - first``."""
-        return math.sqrt(sum(statistics.variance(part) / len(part) for part in self.parts))
-
-    @property
-    def rose(self) -> bool:
-        return self.last - self.first > _TWO_ERRORS * self.error
-
-    @property
-    def fell(self) -> bool:
-        return self.first - self.last > _TWO_ERRORS * self.error
+    def __init__(self, values: Sequence[float]):
+        fifth = len(values) // 5
+        ends = values[:fifth], values[-fifth:]
+        self.values = values
+        self.first, self.last = map(statistics.fmean, ends)
+        error = math.sqrt(sum(statistics.variance(end) / fifth for end in ends))  # of the difference of the means
+        self.rose = self.last - self.first > _TWO_ERRORS * error
+        self.fell = self.first - self.last > _TWO_ERRORS * error
 
 
 def findings(run: RunFiles) -> list[Finding]:

@@ -20,10 +20,11 @@ from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_b
 from llmrl.collectors.distributed.pool import RemotePool
 from llmrl.collectors.distributed.rendezvous import Rendezvous
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, _MultiDataCollector
+from llmrl.collectors.pooled import at, common_count
 from llmrl.collectors.worker import Recipe
 from llmrl.collectors.worker_pool import Worker
 from llmrl.concurrency.background_work import BackgroundWork
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError, check_at_least
 from llmrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 __all__ = ["DistributedDataCollector", "DistributedSyncDataCollector", "RPCDataCollector"]
@@ -101,12 +102,10 @@ class _RemoteDataCollector(_MultiDataCollector):
         self.sync = self.remote.sync
         self._class = self._check(who, options)
         rest = {name: value for name, value in options.items() if name not in mine}
-        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+        makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn]
         if issubclass(self._class, _MultiDataCollector):
             makers = [[maker] * self.remote.num_workers_per_collector for maker in makers]
-        kwargs = self.remote.collector_kwargs
-        if isinstance(kwargs, Sequence) and len(kwargs) != len(makers):
-            raise ConfigError(f"{who}: collector_kwargs must be one dict, or {len(makers)}: got {len(kwargs)}.")
+        common_count(who, create_env_fn=makers, collector_kwargs=self.remote.collector_kwargs)
         self._since = [0] * len(makers)  # batches that were handed out since a worker was given weights
         self._waits: dict[str, bool] = {}  # by model id: updates return when the workers have answered
         self._last: set[int] = set()  # the workers of the batch that was handed out last
@@ -133,8 +132,7 @@ class _RemoteDataCollector(_MultiDataCollector):
                 f"class derived from one, or one of {list(_CLASSES)}: got {cls!r}."
             )
         count = remote.num_workers_per_collector
-        if count < 1:
-            raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {count}.")
+        check_at_least(who, 1, num_workers_per_collector=count)
         if count > 1 and issubclass(cls, SyncDataCollector):
             raise ConfigError(
                 f"{who}: num_workers_per_collector={count} needs a collector of several "
@@ -160,8 +158,7 @@ class _RemoteDataCollector(_MultiDataCollector):
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def _options_of(self, index: int) -> dict[str, Any]:
-        given = self.remote.collector_kwargs or {}
-        return {**super()._options_of(index), **(given if isinstance(given, Mapping) else given[index])}
+        return {**super()._options_of(index), **at(self.remote.collector_kwargs or {}, index)}
 
     def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The senders, which workers are registered with when all have joined."""
@@ -355,8 +352,7 @@ class DistributedSyncDataCollector(DistributedDataCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any):
         who = type(self).__name__
-        if update_interval < 1:
-            raise ConfigError(f"{who}: update_interval must be at least 1: got {update_interval}.")
+        check_at_least(who, 1, update_interval=update_interval)
         for name in ("sync", "update_after_each_batch"):
             if name in options:
                 raise TypeError(

@@ -7,7 +7,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from queue import Empty
 from typing import Any
@@ -33,9 +32,6 @@ class _RemoteWorker(Worker):
         self._counters = counters
         self.where = "not connected yet"
         self.fetch: Callable[[Posted], Tensor] | None = None
-
-    def connect(self, connection: Connection, where: str) -> None:
-        self.connection, self.where, self.since = connection, where, time.monotonic()
 
     @property
     def descriptors(self) -> list[int]:
@@ -119,11 +115,10 @@ class RemotePool(WorkerPool):
                 ) from None
             return
         worker = missing[0] if index is None else self.workers[index]
-        worker.connect(connection, where)
+        worker.connection, worker.where, worker.since = connection, where, time.monotonic()
         worker.fetch = lambda posted, rank=worker.index + 1: self._fetch(rank, posted)
         # Sent when the worker has proved that it has the key: recipes hold pickled code and data.
-        recipe = next(recipe for recipe in recipes if recipe.index == worker.index)
-        connection.send_bytes(pickle.dumps((recipe, self.link)))
+        connection.send_bytes(pickle.dumps((recipes[worker.index], self.link)))
 
     def _join(self) -> None:
         failures: list[Exception] = []

@@ -12,10 +12,10 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.pooled import PooledCollector, at, moves_version
+from llmrl.collectors.pooled import PooledCollector, at, common_count, moves_version
 from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.envs.parallel import ParallelEnv
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import UnsupportedError, check_at_least
 from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
 __all__ = ["RayCollector"]
@@ -68,14 +68,15 @@ class RayCollector(ActorOwner, PooledCollector):
     ):
         super().__init__(policy, policy_factory, options)
         who, self.sync = type(self).__name__, sync
-        count = _count(who, create_env_fn, num_collectors, remote_configs)
-        if num_workers_per_collector < 1:
-            raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {num_workers_per_collector}.")
-        self._check(who)
-        self.frames_per_batch = self.options.frames_per_batch
-        self._check_division(count if sync else 1, "collectors")
+        given = {"create_env_fn": create_env_fn, "num_collectors": num_collectors, "remote_configs": remote_configs}
+        count = common_count(who, **given, collector_kwargs=collector_kwargs)
+        check_at_least(who, 1, num_workers_per_collector=num_workers_per_collector)
+        if self.options.interruptor is not None:
+            raise UnsupportedError(f"{who}: an interruptor is not shared with actors.")
+        if self.options.track_policy_version == "uuid":
+            raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
+        self._frames_of = self._divide_frames(count)
         self._update_after_each_batch, self._max_interval = update_after_each_batch, max_weight_update_interval
-        self._frames_of = [math.ceil(self.frames_per_batch / (count if sync else 1))] * count
         self._schemes_of = schemes = self._schemes(policy_factory)
         makers = [
             partial(
@@ -100,15 +101,6 @@ class RayCollector(ActorOwner, PooledCollector):
             replay_buffer=self.replay_buffer,
         )
         self._senders = self._connect(schemes)
-
-    def _check(self, who: str) -> None:
-        options = self.options
-        if not isinstance(options.frames_per_batch, int):
-            raise ConfigError(f"{who}: frames_per_batch is one number: got {options.frames_per_batch}.")
-        if options.interruptor is not None:
-            raise UnsupportedError(f"{who}: an interruptor is not shared with actors.")
-        if options.track_policy_version == "uuid":
-            raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
 
     def _options_of(self, index: int) -> dict[str, Any]:
         mine = super()._options_of(index) | {"replay_buffer": self.replay_buffer}
@@ -190,7 +182,7 @@ def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any
 
 
 def _unique(batch: TensorDictBase, *, index: int, count: int, then: Callable[..., Any] | None) -> TensorDictBase:
-    """Trajectory ids of a collector of several processes as ids that no other actor has."""
+    """Makes the trajectory ids of a collector of several processes unique among the actors."""
     if (ids := batch.get(("collector", "traj_ids"), None)) is not None:
         batch.set(("collector", "traj_ids"), torch.where(ids < 0, ids, ids * count + index))
     return batch if then is None else then(batch)
@@ -200,16 +192,3 @@ def _env(create_env_fn: Any, num_workers: int, cls: type) -> Any:
     if not issubclass(cls, SyncDataCollector):
         return [create_env_fn] * num_workers
     return create_env_fn if num_workers == 1 else partial(ParallelEnv, num_workers, create_env_fn)
-
-
-def _count(who: str, create_env_fn: Any, num_collectors: int | None, configs: Any) -> int:
-    """The number of actors. Raises ConfigError if the arguments name several."""
-    given = {
-        "create_env_fn": len(create_env_fn) if isinstance(create_env_fn, Sequence) else None,
-        "remote_configs": len(configs) if isinstance(configs, Sequence) else None,
-        "num_collectors": num_collectors,
-    }
-    counts = {name: count for name, count in given.items() if count is not None}
-    if len(set(counts.values())) > 1 or 0 in counts.values():
-        raise ConfigError(f"{who}: there must be one number of collectors, at least 1: got {counts}.")
-    return next(iter(counts.values()), 1)

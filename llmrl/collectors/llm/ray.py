@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
+from llmrl.collectors.pooled import at, common_count
 from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.envs.base import EnvBase
@@ -68,10 +69,7 @@ class RayLLMCollector(ActorOwner):
                 raise TypeError(f"{who}: no argument is called {name!r}.{did_you_mean(name, _KNOWN)}")
         if (policy is None) == (policy_factory is None):
             raise ConfigError(f"{who}: give exactly one of policy and policy_factory.")
-        envs = list(env) if isinstance(env, Sequence) else [env] * (num_collectors or 1)
-        count = len(envs)
-        if not count or num_collectors not in (None, count):
-            raise ConfigError(f"{who}: env must have one function per collector: got {count} for {num_collectors}.")
+        count = common_count(who, env=env, num_collectors=num_collectors)
         if 0 <= total_dialog_turns < count:
             raise ConfigError(f"{who}: total_dialog_turns must be one for each of {count}: got {total_dialog_turns}.")
         self.replay_buffer = options.get("replay_buffer")
@@ -85,8 +83,8 @@ class RayLLMCollector(ActorOwner):
             for index in range(count)
         ]
         makers = [
-            partial(_make, make, policy, policy_factory, options | {"total_dialog_turns": share})
-            for make, share in zip(envs, shares, strict=True)
+            partial(_make, at(env, index), policy, policy_factory, options | {"total_dialog_turns": share})
+            for index, share in enumerate(shares)
         ]
         resources = {name: n for name, n in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if n is not None}
         config = {**(remote_config or {}), **resources}
