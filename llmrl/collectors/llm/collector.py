@@ -25,7 +25,6 @@ from llmrl.collectors.llm.rollout import (
     TurnLog,
     rollout_concurrent,
     rollout_lockstep,
-    truncate,
 )
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
 from llmrl.concurrency.background_work import BackgroundWork
@@ -109,7 +108,6 @@ class LLMCollector(HasBackground):
             self.env,
             self.policy,
             max_turns=max_dialog_turns,
-            sums=self.yield_only_last_steps,
             retries=retries,
             counters=self.counters,
             background=self.background,
@@ -286,12 +284,9 @@ class LLMCollector(HasBackground):
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
             self._stepper.claim(self._root.batch_size[0], -1)
-            td = self._stepper.turn(self._root)
+            td = self._stepper.turn(self._root, self._turns_B + 1)
             self._stepper.complete([td])
-            next_td = td.get("next")
             self._turns_B += 1
-            if self.max_dialog_turns is not None:
-                truncate(next_td, (self._turns_B >= self.max_dialog_turns).view(-1, 1))
             steps.append(td)
             if not self._continue(td):
                 break

@@ -33,7 +33,6 @@ __all__ = [
     "TurnLog",
     "rollout_concurrent",
     "rollout_lockstep",
-    "truncate",
 ]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -78,7 +77,8 @@ class TurnLog:
     def rows(self, *, last_only: bool) -> TensorDictBase | None:
         """The turns of finished conversations, conversation after conversation; None if none has finished.
 
-        last_only  of each training record its last turn alone, with the reward where the conversation ended
+        last_only  of each training record its last turn alone; the row where the conversation ended has the sum of its
+                   rewards, those before it 0
         """
         begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in self.turns]
         wanted = [
@@ -92,6 +92,7 @@ class TurnLog:
         rows_of: dict[int, list[int]] = {}
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
+        returns = self._returns() if last_only else None
         pieces: list[TensorDictBase] = []
         position: dict[tuple[int, int], int] = {}
         for turn, rows in rows_of.items():
@@ -99,11 +100,29 @@ class TurnLog:
             position.update({(turn, row): len(position) + number for number, row in enumerate(rows)})
             pieces.append(td if len(rows) == len(slots) else td[rows])
             if last_only:
-                pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
+                returns_of_rows = None if returns is None else returns[[slots[row] for row in rows]]
+                pieces[-1].set("next", _end_of_record(pieces[-1].get("next"), returns_of_rows))
                 mark_whole_record(pieces[-1])
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
         return data if order == list(range(len(order))) else data[order]
+
+    def _returns(self) -> Tensor | None:
+        """The sums of the rewards of each conversation, by its slot."""
+        total: Tensor | None = None
+        for slots, td in self.turns:
+            if (reward := td.get("next").get("reward", None)) is None:
+                continue
+            if total is None:
+                total = reward.new_zeros(1 + max(max(slots) for slots, _ in self.turns), *reward.shape[1:])
+            if total.shape[1:] != reward.shape[1:]:
+                raise ShapeError(
+                    "LLMCollector: rewards that are summed over turns must have one shape: got "
+                    f"{tuple(reward.shape[1:])} after {tuple(total.shape[1:])} for a conversation; per-token rewards "
+                    "need yield_completed_trajectories without yield_only_last_steps."
+                )
+            total[slots] += reward
+        return total
 
 
 def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
@@ -112,13 +131,13 @@ def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | Non
     return [where for where, last in zip(turns, [*new, True], strict=True) if last]
 
 
-def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
-    """``next`` without the entries of the row itself; its reward is 0 unless the conversation ended there."""
+def _end_of_record(next_td: TensorDictBase, returns: Tensor | None) -> TensorDictBase:
+    """``next`` without the entries of the row itself; the reward is the return where the conversation ended, else 0."""
     # The row itself has them up to its last turn; those of the next one belong to the record that follows.
     next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
-    reward, done = next_td.get("reward", None), next_td.get("done")
-    if reward is not None and not bool(done.all()):
-        next_td.set("reward", torch.where(done.view(-1, *[1] * (reward.ndim - 1)), reward, 0.0))
+    if returns is not None:
+        done = next_td.get("done").view(-1, *[1] * (returns.ndim - 1))
+        next_td.set("reward", returns.masked_fill(~done, 0.0))
     return next_td
 
 
@@ -126,7 +145,6 @@ class Stepper:
     """Takes turns in ``env`` with ``policy``, within a budget of turns.
 
     max_turns  a conversation with as many is truncated; None: no limit
-    sums       ("next", "reward") becomes the sum over the conversation so far
     retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
                many times, and then end with a reward of NaN. Exceptions of the policy are always raised
     counters   "produced" and "failed" are counted here
@@ -139,13 +157,12 @@ class Stepper:
         policy: Policy,
         *,
         max_turns: int | None,
-        sums: bool,
         retries: int | None,
         counters: dict[str, int],
         background: BackgroundWork,
     ):
         self.env, self.policy, self.background = env, policy, background
-        self.max_turns, self.sums, self.retries = max_turns, sums, retries
+        self.max_turns, self.retries = max_turns, retries
         self.counters = counters
         self.first_error: str | None = None
         self._answer: TensorDictBase | None = None  # an answer of the env: what else a failed one has to have
@@ -159,9 +176,19 @@ class Stepper:
             self.counters["produced"] += granted
             return granted
 
-    def turn(self, root: TensorDictBase, stopped: threading.Event | None = None) -> TensorDictBase:
+    def turn(
+        self, root: TensorDictBase, number: int | Tensor, stopped: threading.Event | None = None
+    ) -> TensorDictBase:
+        """Turn ``number`` (from 1; int64[B] if the conversations are not in the same one), truncated at the limit."""
         with self.background.step():
-            return self._turn(root, (self.background.stopped, stopped or self.background.stopped))
+            td = self._turn(root, (self.background.stopped, stopped or self.background.stopped))
+        if self.max_turns is not None:
+            next_td = td.get("next")
+            done = next_td.get("done")
+            cut = torch.as_tensor(number >= self.max_turns, device=done.device).view(-1, 1)
+            next_td.set("truncated", next_td.get("truncated") | (cut & ~done))  # not if it has ended by itself
+            next_td.set("done", done | cut)
+        return td
 
     def _turn(self, root: TensorDictBase, stops: Sequence[threading.Event]) -> TensorDictBase:
         if stops[0].is_set():
@@ -208,22 +235,6 @@ class Stepper:
             td.set("next", next_td.select(*self._answer.keys()))
             td.pop(_FAILED)
 
-    def turn_of_conversation(
-        self, root: TensorDictBase, number: int, returns: Tensor | None, stopped: threading.Event | None = None
-    ) -> TensorDictBase:
-        """Turn ``number`` (from 1): truncated at the limit, its reward added to those before it."""
-        td = self.turn(root, stopped)
-        next_td = td.get("next")
-        if self.max_turns is not None and number >= self.max_turns:
-            truncate(next_td, torch.ones_like(next_td.get("done")))
-        if self.sums and (reward := next_td.get("reward", None)) is not None:
-            next_td.set("reward", reward if returns is None else _added(returns, reward))
-        return td
-
-    def returns(self, td: TensorDictBase) -> Tensor | None:
-        """The sums of rewards so far, to be handed to the next turn."""
-        return td.get("next").get("reward", None) if self.sums else None
-
     def _try_again(self, td: TensorDictBase, attempts: int) -> TensorDictBase:
         for _ in range(attempts):
             try:
@@ -256,7 +267,6 @@ def rollout_lockstep(
     """
     log = TurnLog()
     slots = list(range(root.batch_size[0]))
-    returns_B: Tensor | None = None
     while slots:
         granted = stepper.claim(len(slots), budget)
         if granted < len(slots):
@@ -264,17 +274,13 @@ def rollout_lockstep(
                 break
             # The budget cuts off the conversations that were started last.
             slots, root = slots[:granted], root[:granted]
-            returns_B = None if returns_B is None else returns_B[:granted]
-        td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B, stopped)
-        returns_B = stepper.returns(td)
+        td = stepper.turn(root, len(log.turns) + 1, stopped)
         done = log.add(slots, td)
         alive = [row for row, is_done in enumerate(done) if not is_done]
         slots = [slots[row] for row in alive]
         if not alive:
             break
-        whole = len(alive) == len(done)
-        root = stepper.env.step_mdp(td if whole else td[alive])
-        returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
+        root = stepper.env.step_mdp(td if len(alive) == len(done) else td[alive])
     stepper.complete([td for _, td in log.turns])
     return log
 
@@ -318,11 +324,9 @@ def _converse(
 ) -> tuple[list[TensorDictBase], bool]:
     """The turns of one conversation [1], and True where it has ended rather than been cut off."""
     turns: list[TensorDictBase] = []
-    returns = None
     while not stopped.is_set() and stepper.claim(1, budget):
-        td = stepper.turn_of_conversation(root, len(turns) + 1, returns)
+        td = stepper.turn(root, len(turns) + 1)
         turns.append(td)
-        returns = stepper.returns(td)
         if bool(td.get("next").get("done")):
             return turns, True
         root = stepper.env.step_mdp(td)
@@ -416,13 +420,6 @@ class ConversationStream:
             self._changed.notify_all()
 
 
-def truncate(next_td: TensorDictBase, cut: Tensor) -> None:
-    """Ends the rows where ``cut`` is True, unless they have ended by themselves."""
-    done = next_td.get("done")
-    next_td.set("truncated", next_td.get("truncated") | (cut & ~done))
-    next_td.set("done", done | cut)
-
-
 def _missing_row(value: Any, td: TensorDictBase) -> Any:
     """One row of an entry that the env failed to write: NaN, 0 or None."""
     if isinstance(value, LogProbs):
@@ -434,15 +431,6 @@ def _missing_row(value: Any, td: TensorDictBase) -> Any:
     if isinstance(value, Tensor):
         return torch.full_like(value[:1], torch.nan) if value.is_floating_point() else torch.zeros_like(value[:1])
     return column([None])
-
-
-def _added(total: Tensor, reward: Tensor) -> Tensor:
-    if total.shape != reward.shape:
-        raise ShapeError(
-            f"LLMCollector: rewards that are summed over turns must have one shape: got {tuple(reward.shape)} after "
-            f"{tuple(total.shape)}; per-token rewards need yield_completed_trajectories without yield_only_last_steps."
-        )
-    return total + reward
 
 
 def _modes_of_this_thread() -> Callable[[], object]:
