@@ -108,6 +108,7 @@ class LLMCollector(HasBackground):
             self.env,
             self.policy,
             max_turns=max_dialog_turns,
+            budget=self.total_dialog_turns,
             retries=retries,
             counters=self.counters,
             background=self.background,
@@ -213,9 +214,13 @@ class LLMCollector(HasBackground):
         batches: list[TensorDictBase] = []
         while not batches or self.counters["produced"] < goal:
             root = self._start(min(self.env.batch_size[0], self._left()))
-            batch = None if root is None else self._rows(self._run_to_the_end(root))
-            if batch is not None:
-                batches.append(batch)
+            if root is not None:
+                if self.concurrency is None:
+                    log = rollout_lockstep(self._stepper, root)
+                else:
+                    log = rollout_concurrent(self._stepper, root, concurrency=self.concurrency)
+                if (rows := self._rows(log)) is not None:
+                    batches.append(rows)
             if self._exhausted or self._left() == 0:
                 break
         return cat_rows(batches) if batches else None
@@ -233,14 +238,9 @@ class LLMCollector(HasBackground):
 
         def run(stopped: threading.Event) -> TensorDictBase:
             with torch.no_grad():
-                return self._rows(rollout_lockstep(self._stepper, root, self.total_dialog_turns, stopped))
+                return self._rows(rollout_lockstep(self._stepper, root, stopped))
 
         return run
-
-    def _run_to_the_end(self, root: TensorDictBase) -> TurnLog:
-        if self.concurrency is None:
-            return rollout_lockstep(self._stepper, root, self.total_dialog_turns)
-        return rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
 
     def _from_stream(self) -> TensorDictBase | None:
         """Conversations that have ended, of ``dialog_turns_per_batch`` turns; the others go on."""
@@ -255,7 +255,6 @@ class LLMCollector(HasBackground):
                 lambda: self._start(1) if self._left() else None,
                 width=self.concurrency or self.env.batch_size[0],
                 room=self.dialog_turns_per_batch,
-                budget=self.total_dialog_turns,
             )
         if (log := self._stream.take(self.dialog_turns_per_batch)) is None:
             self._stream, self._exhausted = None, True
@@ -283,7 +282,7 @@ class LLMCollector(HasBackground):
         steps: list[TensorDictBase] = []
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
-            self._stepper.claim(self._root.batch_size[0], -1)
+            self._stepper.claim(self._root.batch_size[0])
             td = self._stepper.turn(self._root, self._turns_B + 1)
             self._stepper.complete([td])
             self._turns_B += 1

@@ -145,6 +145,7 @@ class Stepper:
     """Takes turns in ``env`` with ``policy``, within a budget of turns.
 
     max_turns  a conversation with as many is truncated; None: no limit
+    budget     of turns over all conversations; -1: none
     retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
                many times, and then end with a reward of NaN. Exceptions of the policy are always raised
     counters   "produced" and "failed" are counted here
@@ -157,22 +158,23 @@ class Stepper:
         policy: Policy,
         *,
         max_turns: int | None,
+        budget: int,
         retries: int | None,
         counters: dict[str, int],
         background: BackgroundWork,
     ):
         self.env, self.policy, self.background = env, policy, background
-        self.max_turns, self.retries = max_turns, retries
+        self.max_turns, self.budget, self.retries = max_turns, budget, retries
         self.counters = counters
         self.first_error: str | None = None
         self._answer: TensorDictBase | None = None  # an answer of the env: what else a failed one has to have
         self._lock = threading.Lock()
 
-    def claim(self, wanted: int, budget: int) -> int:
+    def claim(self, wanted: int) -> int:
         """The number of ``wanted`` turns that the budget still allows; they count as produced from here on."""
         with self._lock:
             # Claimed before the turn is taken: threads that asked at the same time would overdraw the budget.
-            granted = wanted if budget < 0 else max(0, min(wanted, budget - self.counters["produced"]))
+            granted = wanted if self.budget < 0 else max(0, min(wanted, self.budget - self.counters["produced"]))
             self.counters["produced"] += granted
             return granted
 
@@ -258,9 +260,7 @@ class Stepper:
             self.first_error = text
 
 
-def rollout_lockstep(
-    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event | None = None
-) -> TurnLog:
+def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.Event | None = None) -> TurnLog:
     """All conversations take their turns together; the ones that are done leave the batch.
 
     Raises  ConversationsStopped after the turn in which ``stopped`` is set
@@ -268,7 +268,7 @@ def rollout_lockstep(
     log = TurnLog()
     slots = list(range(root.batch_size[0]))
     while slots:
-        granted = stepper.claim(len(slots), budget)
+        granted = stepper.claim(len(slots))
         if granted < len(slots):
             if not granted:
                 break
@@ -285,7 +285,7 @@ def rollout_lockstep(
     return log
 
 
-def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrency: int) -> TurnLog:
+def rollout_concurrent(stepper: Stepper, root: TensorDictBase, *, concurrency: int) -> TurnLog:
     """Each conversation takes its turns in a thread of its own, at most ``concurrency`` at a time.
 
     A long answer or a slow tool delays its own conversation only. The turns are handed out conversation after
@@ -296,7 +296,7 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
 
     def run(slot: int) -> list[TensorDictBase]:
         with same_modes():
-            return _converse(stepper, root[[slot]], budget, stopped)[0]
+            return _converse(stepper, root[[slot]], stopped)[0]
 
     count = root.batch_size[0]
     with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
@@ -319,12 +319,10 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
     return log
 
 
-def _converse(
-    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event
-) -> tuple[list[TensorDictBase], bool]:
+def _converse(stepper: Stepper, root: TensorDictBase, stopped: threading.Event) -> tuple[list[TensorDictBase], bool]:
     """The turns of one conversation [1], and True where it has ended rather than been cut off."""
     turns: list[TensorDictBase] = []
-    while not stopped.is_set() and stepper.claim(1, budget):
+    while not stopped.is_set() and stepper.claim(1):
         td = stepper.turn(root, len(turns) + 1)
         turns.append(td)
         if bool(td.get("next").get("done")):
@@ -339,13 +337,10 @@ class ConversationStream:
     begin   draws one conversation [1]; None if the data have ended
     width   of them at a time
     room    no other begins while finished ones of so many turns wait to be taken
-    budget  of turns
     """
 
-    def __init__(
-        self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int, budget: int
-    ):
-        self._stepper, self._begin, self._room, self._budget = stepper, begin, room, budget
+    def __init__(self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int):
+        self._stepper, self._begin, self._room = stepper, begin, room
         self._same_modes = _modes_of_this_thread()
         self._changed = threading.Condition()
         self._finished: list[list[TensorDictBase]] = []
@@ -392,7 +387,7 @@ class ConversationStream:
         try:
             with self._same_modes():
                 while (root := self._next()) is not None:
-                    turns, has_ended = _converse(self._stepper, root, self._budget, self._stopped)
+                    turns, has_ended = _converse(self._stepper, root, self._stopped)
                     if has_ended:
                         with self._changed:
                             self._finished.append(turns)
