@@ -99,41 +99,36 @@ class CollectorOptions:
         if "frames_per_batch" not in given:
             raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
         options = cls(**{name: value for name, value in given.items() if name in known})
-        options._check(who)
+        if (fault := next(options._faults(), None)) is not None:
+            raise ConfigError(f"{who}: {fault}")
         return options
 
-    def _check(self, who: str) -> None:
-        frames = self.frames_per_batch
+    def _faults(self) -> Iterator[str]:
+        frames, schemes = self.frames_per_batch, self.weight_sync_schemes
         for count in frames if isinstance(frames, Sequence) else [frames]:
             if not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{who}: frames_per_batch must be a whole number, at least 1: got {frames!r}.")
+                yield f"frames_per_batch must be a whole number, at least 1: got {frames!r}."
         if self.postproc is not None and not callable(self.postproc):
-            raise ConfigError(f"{who}: postproc must be a function of a batch: got {self.postproc!r}.")
-        schemes = self.weight_sync_schemes
+            yield f"postproc must be a function of a batch: got {self.postproc!r}."
         if schemes is not None and not (
             isinstance(schemes, Mapping) and all(hasattr(scheme, "create_sender") for scheme in schemes.values())
         ):
-            raise ConfigError(
-                f"{who}: weight_sync_schemes must give schemes by model id, such as {{'policy': "
-                f"SharedMemWeightSyncScheme()}}: got {schemes!r}."
-            )
+            example = "{'policy': SharedMemWeightSyncScheme()}"
+            yield f"weight_sync_schemes must give schemes by model id, such as {example}: got {schemes!r}."
         if self.total_frames == 0 or self.total_frames < -1:
-            raise ConfigError(f"{who}: total_frames must be positive, or -1 for no end: got {self.total_frames}.")
+            yield f"total_frames must be positive, or -1 for no end: got {self.total_frames}."
         if not self.timeout_s > 0:
-            raise ConfigError(f"{who}: timeout_s must be positive: got {self.timeout_s}.")
+            yield f"timeout_s must be positive: got {self.timeout_s}."
         if not isinstance(self.exploration_type, InteractionType | None):
-            raise ConfigError(f"{who}: exploration_type must be an InteractionType: got {self.exploration_type!r}.")
+            yield f"exploration_type must be an InteractionType: got {self.exploration_type!r}."
         if self.replay_buffer is not None and not hasattr(self.replay_buffer, "extend"):
-            raise ConfigError(f"{who}: replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}.")
+            yield f"replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}."
         if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
-            raise ConfigError(
-                f"{who}: extend_buffer=False writes each step to the replay_buffer as it is taken: it needs one, and "
-                "split_trajs and postproc must be left out."
-            )
+            yield "extend_buffer=False writes each step to a replay_buffer: give one, without split_trajs and postproc."
         if self.split_trajs and not self.track_traj_ids:
-            raise ConfigError(f"{who}: split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True.")
+            yield "split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True."
         if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
-            raise ConfigError(f"{who}: interruptor must have a method collection_stopped(): got {self.interruptor!r}.")
+            yield f"interruptor must have a method collection_stopped(): got {self.interruptor!r}."
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
         """A batch as it is handed out: split into trajectories, then through ``postproc``."""
