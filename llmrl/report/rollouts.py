@@ -57,7 +57,7 @@ def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, An
     records_of = cache(lambda step: _records(run_dir, step))
     room = max_bytes - 200
     ends_first = sorted(groups, key=lambda step: (step not in (steps[0], steps[-1]), step))
-    # Round by round, so that the steps share the room; in each the first and the last step come first.
+    # Round by round, so that the steps share the room; the first and the last step come first in each.
     in_turn = zip_longest(*(groups[step] for step in ends_first))  # the first of each step, then the second of each
     for group in (group for turn in in_turn for group in turn if group is not None):
         if room < max_bytes // 50:

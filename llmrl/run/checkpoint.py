@@ -146,7 +146,7 @@ class CheckpointStore:
             except DataError as error:
                 faults[folder] = str(error)
                 continue
-            # Set aside only now that an older one is whole: with none left, all stay for a person to look at.
+            # Set aside only now that an older one is whole: if none is, all stay where they are.
             for damaged in faults:
                 aside = damaged.with_name(_DAMAGED + damaged.name)
                 with writing(damaged):
@@ -256,7 +256,7 @@ class InterruptGuard:
         if not self.requested:
             self.requested = True
             self._first = now
-        # Only Ctrl-C is taken for impatience: batch systems and torchrun repeat SIGTERM by themselves.
+        # A second Ctrl-C alone ends the run at once: batch systems and torchrun repeat SIGTERM by themselves.
         elif number == signal.SIGINT and now - self._first > self._debounce_s:
             raise KeyboardInterrupt
 

@@ -381,7 +381,7 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
         try:
             run = create()
         except ConfigError:
-            # Tells the others now, who would else wait for the deadline.
+            # Tells the other ranks, which would otherwise wait until the deadline.
             store.set(key, "")
             raise
         store.set(key, str(run.path.absolute()))

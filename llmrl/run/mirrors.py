@@ -98,7 +98,7 @@ class MLflowMirror:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name("llmrl")
         number = experiment.experiment_id if experiment else self._client.create_experiment("llmrl", artifacts)
-        # A resumed run goes on in the run of its name.
+        # A resumed run continues in the MLflow run of its name.
         known = self._client.search_runs([number], f"attributes.run_name = '{name}'", max_results=1)
         self._id = (known[0] if known else self._client.create_run(number, run_name=name)).info.run_id
         self._client.log_dict(self._id, dict(config), "settings.json")

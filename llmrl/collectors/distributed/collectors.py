@@ -194,7 +194,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             if remote.launcher == "submitit_delayed":
                 delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
         except BaseException:
-            # The port, which no pool closes yet.
+            # There is no pool yet that would close the port.
             rendezvous.close()
             raise
         start_s = remote.start_timeout_s or start_s
