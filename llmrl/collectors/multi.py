@@ -173,10 +173,14 @@ class _MultiDataCollector(PooledCollector):
     def start(self) -> None:
         who = type(self).__name__
         if self.replay_buffer is None:
-            raise ConfigError(f"{who}.start: workers write into a replay_buffer: give one.")
+            raise ConfigError(f"{who}.start: collects into a replay_buffer: give one.")
         if self._pool.is_started or self._batches_out:
             raise ConfigError(f"{who}.start: the collection has begun already.")
         self._pool.check_open("start")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Has the workers write into the buffer, until each has its part of ``total_frames``."""
         self._pool.is_started = True
         limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
         for worker in self._pool.workers:

@@ -222,13 +222,7 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        who = type(self).__name__
-        if self.replay_buffer is None:
-            raise ConfigError(f"{who}.start: batches are written into a replay_buffer: give one.")
-        if self._batches_out:
-            raise ConfigError(f"{who}.start: the collection has begun already.")
-        self._pool.check_open("start")
+    def _begin(self) -> None:
         self.background.start(self._work())
 
     def _work(self) -> Iterator[None]:
