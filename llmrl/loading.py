@@ -64,6 +64,7 @@ def split_name(name: str, *, what: str) -> tuple[str, str]:
 
 
 def _import(module_name: str, what: str) -> ModuleType:
+    # At the end of the path: a file here never stands in for an installed module.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # a console script does not look there
         importlib.invalidate_caches()

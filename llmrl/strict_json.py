@@ -38,6 +38,8 @@ def read_json(text: str, place: int = 0) -> tuple[Any, int]:
     if start == len(text):
         raise JSONError("the arguments are missing", start)
     size = _WINDOW
+    # In windows: an error of the standard reader counts the lines before it, which over many places of a long text is
+    # quadratic. A fault near the end of a window may be that of the cut, and is looked at again in a larger one.
     while True:
         window = text[start : start + size]
         is_all = start + size >= len(text)
@@ -78,6 +80,7 @@ def parse_json(text: str) -> Any:
 
 def _check(value: Any, place: int) -> None:
     """Raises JSONError for a value nested too deeply, or with text that cannot be encoded."""
+    # Level by level and not recursively: the nesting is what is in question.
     level, depth = [value], 0
     while level:
         inner: list[Any] = []

@@ -1,4 +1,4 @@
-"""What every test gets: one thread per process, no model hub, no dashboards, a narrow and colourless terminal."""
+"""Settings of every test: one thread per process, no model hub, no dashboards, a narrow and colourless terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ settings.load_profile("llmrl")
 
 
 def pytest_collection_modifyitems(items):
-    """What takes minutes comes first, so that no worker is left alone with it at the end.
+    """Tests that take minutes come first, so that no worker is left alone with it at the end.
 
     Remote buffers come before all: torch makes references of RPC in the first group of a process only.
     """

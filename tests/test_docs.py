@@ -1,4 +1,4 @@
-"""What the documents say can be typed, and what they point at exists."""
+"""The commands and examples of the documents work, and the files that they name exist."""
 
 import dataclasses
 import doctest

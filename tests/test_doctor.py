@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmrl.run import doctor
 from llmrl.tools.sandbox import launch
 
 
-def found(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict]]:
-    code = doctor.report(as_json=True)
-    return code, {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+@pytest.fixture
+def found(run_llmrl):
+    """Runs the command, which is to end with this code; its findings by name."""
+    return lambda code=0: {check["name"]: check for check in json.loads(run_llmrl("doctor", "--json", code=code).out)}
 
 
 @pytest.fixture
@@ -38,13 +38,17 @@ def program(folder: Path, name: str, script: str) -> None:
 
 
 def torchvision(folder: Path, build: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an installed torchvision says of itself, in front of one that may be installed."""
+    """An installed torchvision of this build, found before one that may be installed."""
     package = folder / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('doctor must not import it')\n")
     (package / "version.py").write_text(f"__version__ = '{build}'\ngit_version = 'f12281517'\n")
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
+
+
+def test_without_json_there_is_a_line_for_each_finding(run_llmrl):
+    assert run_llmrl("doctor").out.startswith("ok  python")
 
 
 @pytest.mark.slow
@@ -58,10 +62,11 @@ def test_it_imports_nothing_large_beside_torch():
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_a_machine_without_bubblewrap_is_told_how_to_get_it(tmp_path, monkeypatch, capsys, fresh_sandbox):
+def test_a_machine_without_bubblewrap_is_told_how_to_get_it(tmp_path, monkeypatch, found, fresh_sandbox):
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, checks = found(capsys)
-    assert code == 0, "training works without it"
+    checks = found()
+    assert checks["cpu"]["ok"]
+    assert checks["training"]["ok"], "training works without it"
     assert checks["sandbox"]["ok"] is None
     assert "run scripts/setup" in checks["sandbox"]["detail"]
     assert checks["chromium"]["ok"] is None
@@ -69,20 +74,20 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bubblewrap is for Linux")
-def test_bubblewrap_that_is_not_allowed_to_start_is_broken_not_absent(tmp_path, monkeypatch, capsys, fresh_sandbox):
+def test_bubblewrap_that_is_not_allowed_to_start_is_broken_not_absent(tmp_path, monkeypatch, found, fresh_sandbox):
     program(tmp_path, "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    _, checks = found(capsys)
+    checks = found()
     assert checks["sandbox"]["ok"] is False
     assert "No permissions to create new namespace" in checks["sandbox"]["detail"]
     assert "kernel.apparmor_restrict_unprivileged_userns=0" in checks["sandbox"]["detail"]
 
 
-def test_the_browser_is_where_the_tool_looks_for_it(tmp_path, monkeypatch, capsys):
+def test_the_browser_is_where_the_tool_looks_for_it(tmp_path, monkeypatch, found):
     program(tmp_path, "chromium", "exit 0")
     monkeypatch.delenv("LLMRL_CHROMIUM", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    _, checks = found(capsys)
+    checks = found()
     assert checks["chromium"] == {"name": "chromium", "ok": True, "detail": f"{tmp_path}/chromium: the browser tool"}
 
 
@@ -95,11 +100,11 @@ def test_the_browser_is_where_the_tool_looks_for_it(tmp_path, monkeypatch, capsy
     ],
 )
 def test_a_torchvision_for_another_torch_is_named_because_models_cannot_be_imported_beside_it(
-    tmp_path, monkeypatch, capsys, build, ok, said
+    tmp_path, monkeypatch, found, build, ok, said
 ):
     torchvision(tmp_path, build, monkeypatch)
-    code, checks = found(capsys)
-    assert (code, checks["torchvision"]["ok"], checks["training"]["ok"]) == (0 if ok else 1, ok, ok)
+    checks = found(code=0 if ok else 1)
+    assert (checks["torchvision"]["ok"], checks["training"]["ok"]) == (ok, ok)
     assert all(words in checks["torchvision"]["detail"] for words in (build, *said))
 
 
@@ -124,12 +129,12 @@ def installed_as(folder: Path, distribution: str, version: str, monkeypatch: pyt
         ("vllm", "0.32.0", False, "0.32.0 is for GPUs"),
     ],
 )
-def test_vllm_is_judged_by_its_build(distribution, version, ok, said, tmp_path, monkeypatch, capsys):
-    _, checks = found(capsys)
+def test_vllm_is_judged_by_its_build(distribution, version, ok, said, tmp_path, monkeypatch, found):
+    checks = found()
     assert checks["vllm"]["ok"] is None
     assert "scripts/setup --vllm" in checks["vllm"]["detail"]
     installed_as(tmp_path, distribution, version, monkeypatch)
-    _, checks = found(capsys)
+    checks = found()
     assert checks["vllm"]["ok"] is ok
     assert said in checks["vllm"]["detail"]
     assert ("or vllm" in checks["training"]["detail"]) is ok

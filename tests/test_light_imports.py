@@ -1,4 +1,4 @@
-"""What an import costs and touches, each in a fresh process."""
+"""The packages that imports and commands load, each in a fresh process."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ EXTRAS = ["vllm", "ray", "gymnasium", "h5py", "mcp", "playwright", "peft", "wand
 
 
 def run(code: str, *arguments: str) -> tuple[set[str], int]:
-    """Which of the large packages ``code`` had loaded at its end, even if it left by sys.exit, and its exit code."""
+    """The large packages that ``code`` had loaded at its end, even if it left by sys.exit, and its exit code."""
     report = f"print(json.dumps([name for name in {HEAVY + EXTRAS} if name in sys.modules]), file=sys.stderr)"
     script = f"import atexit, json, sys\natexit.register(lambda: {report})\n{code}"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)

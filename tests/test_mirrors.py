@@ -37,7 +37,7 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
     assert '"lr": 0.0001' in texts("settings")[0]
     assert "a tiny one" in texts("plan")[0]
     (rollouts,) = texts("rollouts")
-    assert rollouts.count(HOSTILE) == 15, "16 rows, of which one failed"
+    assert rollouts.count(HOSTILE) == 15, "16 rows, one of them failed"
     assert all(line.startswith("    ") for line in rollouts.splitlines()), "code, which Markdown leaves as it is"
 
 

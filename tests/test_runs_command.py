@@ -6,18 +6,7 @@ import sys
 
 import pytest
 
-from llmrl.run.metrics import MetricsLog
-from llmrl.run.run_dir import RunDir
-
-
-def make_run(root, name, *steps, **info):
-    run = RunDir.create("toy", "", root=root, name=name)
-    run.write_config("steps: 4\n")
-    run.write_info({"command": "grpo", "recipe": "sums_grpo", **info})
-    with MetricsLog(run.path) as log:
-        for step, metrics in enumerate(steps):
-            log.log(step, metrics)
-    return run
+from tests.support.runs import small_run
 
 
 @pytest.fixture
@@ -28,10 +17,10 @@ def rows(tmp_path, monkeypatch, run_llmrl):
 
 def test_a_line_has_the_state_the_steps_and_the_best_measure(rows, run_llmrl):
     rewards = ({"eval/sums/mean": 0.3}, {"reward/mean": 0.5}, {"reward/mean": 0.4, "eval/sums/mean": 0.25})
-    make_run("runs", "whole", *rewards, ended="done")
-    make_run("runs", "killed", {}, {"policy/loss": 2.0}, {"policy/loss": 1.5})
-    (make_run("runs", "broken", {}).info).write_text("{")
-    strange = make_run("runs", "strange", {"reward/mean": 0.5})
+    small_run("runs", "whole", *rewards, ended="done")
+    small_run("runs", "killed", {}, {"policy/loss": 2.0}, {"policy/loss": 1.5})
+    (small_run("runs", "broken", {}).info).write_text("{")
+    strange = small_run("runs", "strange", {"reward/mean": 0.5})
     strange.metrics.write_text(strange.metrics.read_text() + '{"step": 1, "reward/mean": "high"}\n')
     found = rows()
     assert found.pop("strange")["best"] == 0.5, "a value that is not a number is left out"
@@ -41,11 +30,11 @@ def test_a_line_has_the_state_the_steps_and_the_best_measure(rows, run_llmrl):
     assert (found["killed"]["metric"], found["killed"]["best"]) == ("policy/loss", 1.5)
     assert found["whole"]["steps"] == 4
     lines = [line.split()[:6] for line in run_llmrl("runs").out.splitlines()]
-    assert ["whole", "sums_grpo", "done", "2/4", "sums", ".300"] in lines
+    assert ["whole", "toy", "done", "2/4", "sums", ".300"] in lines
 
 
 def test_a_run_that_another_process_trains_is_running_until_that_ends(rows):
-    run = make_run("runs", "live", {})
+    run = small_run("runs", "live", {})
     hold = "import sys; from llmrl.run.run_dir import RunDir\nwith RunDir.open(sys.argv[1]).lock():\n print(); input()"
     command = [sys.executable, "-uc", hold, str(run.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -92,7 +92,7 @@ def test_tools_that_are_ignored_and_an_empty_list_that_is_not_are_found(tmp_path
     assert found(diagnose(saved(tmp_path / "confused", confused)))["tools=[]"] is None
 
 
-def test_system_prompt_that_nobody_asked_for_is_shown(tmp_path: Path):
+def test_system_prompt_that_a_template_adds_by_itself_is_shown(tmp_path: Path):
     preamble = "<|im_start|>system\nYou are a very helpful assistant.<|im_end|>\n" + CHATML
     assert "You are a very helpful assistant." in detail(diagnose(saved(tmp_path, preamble)), "preamble")
     assert "preamble" not in found(diagnose("qwen"))

@@ -1,11 +1,12 @@
-"""`DataCollectorBase`, what all collectors have in common, and `CollectorOptions`, the arguments that they share."""
+"""`DataCollectorBase`, the base class of collectors, and `CollectorOptions`, the arguments that they share."""
 
 from __future__ import annotations
 
 import abc
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from llmrl.collectors.utils import split_trajectories
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
 
-__all__ = ["CollectorOptions", "DataCollectorBase", "registered"]
+__all__ = ["CollectorOptions", "DataCollectorBase", "HasBackground"]
 
 Device = torch.device | str | None
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
@@ -83,7 +85,7 @@ class CollectorOptions:
     timeout_s: float = 10.0
 
     @classmethod
-    def of(cls, who: str, given: Mapping[str, Any], more: Sequence[str] = ()) -> CollectorOptions:
+    def of(cls, who: str, given: Mapping[str, Any], more: Iterable[str]) -> CollectorOptions:
         """The options in the keywords of a constructor. ``more`` are keywords that the constructor reads itself.
 
         Raises  TypeError for an unknown keyword, with the nearest one; ConfigError for values that cannot be used
@@ -92,47 +94,41 @@ class CollectorOptions:
         for name in given:
             if name not in known and name not in _WITHOUT_EFFECT:
                 raise TypeError(
-                    f"{who}: an argument must be one that it has: got {name!r}."
-                    f"{did_you_mean(name, [*known, *more, 'policy', 'policy_factory'])}"
+                    f"{who}: an argument must be one that it has: got {name!r}.{did_you_mean(name, [*known, *more])}"
                 )
         if "frames_per_batch" not in given:
             raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
         options = cls(**{name: value for name, value in given.items() if name in known})
-        options._check(who)
+        if (fault := next(options._faults(), None)) is not None:
+            raise ConfigError(f"{who}: {fault}")
         return options
 
-    def _check(self, who: str) -> None:
-        frames = self.frames_per_batch
+    def _faults(self) -> Iterator[str]:
+        frames, schemes = self.frames_per_batch, self.weight_sync_schemes
         for count in frames if isinstance(frames, Sequence) else [frames]:
             if not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{who}: frames_per_batch must be a whole number, at least 1: got {frames!r}.")
+                yield f"frames_per_batch must be a whole number, at least 1: got {frames!r}."
         if self.postproc is not None and not callable(self.postproc):
-            raise ConfigError(f"{who}: postproc must be a function of a batch: got {self.postproc!r}.")
-        schemes = self.weight_sync_schemes
+            yield f"postproc must be a function of a batch: got {self.postproc!r}."
         if schemes is not None and not (
             isinstance(schemes, Mapping) and all(hasattr(scheme, "create_sender") for scheme in schemes.values())
         ):
-            raise ConfigError(
-                f"{who}: weight_sync_schemes must give schemes by model id, such as {{'policy': "
-                f"SharedMemWeightSyncScheme()}}: got {schemes!r}."
-            )
+            example = "{'policy': SharedMemWeightSyncScheme()}"
+            yield f"weight_sync_schemes must give schemes by model id, such as {example}: got {schemes!r}."
         if self.total_frames == 0 or self.total_frames < -1:
-            raise ConfigError(f"{who}: total_frames must be positive, or -1 for no end: got {self.total_frames}.")
+            yield f"total_frames must be positive, or -1 for no end: got {self.total_frames}."
         if not self.timeout_s > 0:
-            raise ConfigError(f"{who}: timeout_s must be positive: got {self.timeout_s}.")
+            yield f"timeout_s must be positive: got {self.timeout_s}."
         if not isinstance(self.exploration_type, InteractionType | None):
-            raise ConfigError(f"{who}: exploration_type must be an InteractionType: got {self.exploration_type!r}.")
+            yield f"exploration_type must be an InteractionType: got {self.exploration_type!r}."
         if self.replay_buffer is not None and not hasattr(self.replay_buffer, "extend"):
-            raise ConfigError(f"{who}: replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}.")
+            yield f"replay_buffer must be a ReplayBuffer: got {self.replay_buffer!r}."
         if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
-            raise ConfigError(
-                f"{who}: extend_buffer=False writes every step to a replay_buffer as it is taken: it needs one, and "
-                "goes without split_trajs and postproc."
-            )
+            yield "extend_buffer=False writes each step to a replay_buffer: give one, without split_trajs and postproc."
         if self.split_trajs and not self.track_traj_ids:
-            raise ConfigError(f"{who}: split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True.")
+            yield "split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True."
         if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
-            raise ConfigError(f"{who}: interruptor must have a method collection_stopped(): got {self.interruptor!r}.")
+            yield f"interruptor must have a method collection_stopped(): got {self.interruptor!r}."
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
         """A batch as it is handed out: split into trajectories, then through ``postproc``."""
@@ -151,24 +147,66 @@ class CollectorOptions:
             self.replay_buffer.extend(batch.reshape(-1))
 
 
+class HasBackground:
+    """The methods of a collector that can work in a thread of its own, ``background``, into its replay buffer."""
+
+    background: BackgroundWork
+    replay_buffer: Any
+
+    def _check_not_started(self) -> None:
+        if self.background.is_elsewhere:
+            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+
+    def start(self) -> None:
+        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
+        raises is raised by the next call.
+        """
+        if self.replay_buffer is None:
+            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
+        self.background.start(iter(self))
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no step is taken and no row is written; one that is under way ends first."""
+        return self.background.pause()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started, after the step under way. Raises what it failed with."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+        self.background.check()
+
+
 class DataCollectorBase(abc.ABC):
     """Runs a policy in environments, and hands out what happened batch by batch.
 
-    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and
-    ``_update_weights``; one that can collect in the background also ``start`` and ``pause``.
+    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and ``_send``;
+    one that can collect in the background also ``start`` and ``pause``.
 
     counters  frames that were "produced" = "delivered" + "dropped" (those under way when the collection was ended)
     """
 
-    options: CollectorOptions
+    counters: Mapping[str, int]
     frames_per_batch: int
-    total_frames: int
+    _more_keywords: tuple[str, ...] = ()  # beside those in the signatures and in `CollectorOptions`
+    _senders: Mapping[str, Any]  # of weights, by model id
 
-    def __init__(self) -> None:
-        self.counters = {"produced": 0, "delivered": 0, "dropped": 0}
+    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]) -> None:
+        who = type(self).__name__
+        if policy is not None and policy_factory is not None:
+            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
+        signatures = [inspect.signature(base.__init__) for base in type(self).__mro__]
+        named = [own.name for one in signatures for own in one.parameters.values() if own.kind is own.KEYWORD_ONLY]
+        self.options = CollectorOptions.of(who, options, [*named, *self._more_keywords, "policy"])
+        self.total_frames, self.replay_buffer = self.options.total_frames, self.options.replay_buffer
         self._batches_out = 0
         self._version: int | str = 0
         self._iterator: Iterator[TensorDictBase | None] | None = None
+        self._weight_updater: WeightUpdaterBase | None = None
+
+    def _register_updater(self) -> None:
+        """Takes the weight updater of the options, which may be a function that makes one."""
+        if (updater := self.options.weight_updater) is not None:
+            self._weight_updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
+            self._weight_updater.register_collector(self)
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -192,7 +230,7 @@ class DataCollectorBase(abc.ABC):
     def __len__(self) -> int:
         """The number of batches. Raises TypeError without ``total_frames``."""
         if self.total_frames < 0:
-            raise TypeError(f"{type(self).__name__}: has no length without total_frames.")
+            raise TypeError(f"{type(self).__name__}: a collector has no length without total_frames.")
         return math.ceil(self.total_frames / self.frames_per_batch)
 
     def _ended(self) -> bool:
@@ -235,6 +273,10 @@ class DataCollectorBase(abc.ABC):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    @property
+    def weight_updater(self) -> WeightUpdaterBase | None:
+        return self._weight_updater
+
     def update_policy_weights_(
         self,
         policy_or_weights: Weights | None = None,
@@ -259,9 +301,28 @@ class DataCollectorBase(abc.ABC):
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         self._update_weights(updates, ids)
 
-    @abc.abstractmethod
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         """Hands over weights by model id, and moves the version."""
+        for model_id, weights in updates.items():
+            if model_id == "policy" and self._weight_updater is not None:
+                self._weight_updater.push_weights(weights, worker_ids)
+            elif model_id in self._senders:
+                self._send(self._senders[model_id], weights, worker_ids)
+            elif model_id == "policy" and weights is None:
+                self.increment_version()
+            else:
+                raise ConfigError(
+                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
+                    f"for {list(self._senders)}."
+                )
+
+    @abc.abstractmethod
+    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        """Hands weights over, and moves the version if they are the policy's."""
+
+    def increment_version(self) -> None:
+        """Called by a weight updater when its receivers have the weights."""
+        self._version += 1
 
     def receive_weights(
         self,
@@ -297,11 +358,3 @@ class DataCollectorBase(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from ``state``."""
-
-
-def registered(updater: Any, collector: DataCollectorBase) -> WeightUpdaterBase | None:
-    """The weight updater, made if a function was given, and registered with its collector."""
-    if updater is not None:
-        updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
-        updater.register_collector(collector)
-    return updater

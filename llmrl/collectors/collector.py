@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from tensordict.nn import set_interaction_type
+from tensordict.nn import CudaGraphModule, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
-from llmrl.collectors.policy_setup import acting, placed, same_device
-from llmrl.collectors.weight_updaters import WeightUpdaterBase
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, HasBackground, Weights
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
@@ -28,7 +27,7 @@ from llmrl.weight_update.target import resolve
 __all__ = ["SyncDataCollector"]
 
 
-class SyncDataCollector(DataCollectorBase):
+class SyncDataCollector(HasBackground, DataCollectorBase):
     """Collects in this process.
 
     Reads   ``create_env_fn``, an env or a function that makes one; ``policy`` (None: random actions) or
@@ -59,18 +58,15 @@ class SyncDataCollector(DataCollectorBase):
         policy_factory: Callable[[], Any] | None = None,
         **options: Any,
     ):
-        super().__init__()
+        super().__init__(policy, policy_factory, options)
         who = type(self).__name__
-        if policy is not None and policy_factory is not None:
-            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
-        self.options = CollectorOptions.of(who, options)
         if not isinstance(self.options.frames_per_batch, int):
             raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
         self.env = _make_env(create_env_fn, self.options, who)
-        self.frames_per_batch, self.total_frames = self.options.frames_per_batch, self.options.total_frames
+        self.frames_per_batch = self.options.frames_per_batch
+        self.counters = {"produced": 0, "delivered": 0, "dropped": 0}
         self._num_envs = max(1, self.env.batch_size.numel())
         self._check_division(self._num_envs, "envs")
-        self.replay_buffer = self.options.replay_buffer
         self._source = policy if policy_factory is None else policy_factory()
         if self._source is not None and not callable(self._source):
             raise ConfigError(f"{who}: the policy must be a function of a tensordict: got {self._source!r}.")
@@ -78,11 +74,11 @@ class SyncDataCollector(DataCollectorBase):
         self._act = self.env.rand_action if self.policy is None else acting(self.policy, self.env, self.options)
         self._tracker = _tracker(self.options.track_policy_version)
         self._version = 0 if self._tracker is None else self._tracker.version
-        self._weight_updater = registered(self.options.weight_updater, self)
+        self._register_updater()
         self._senders = self._make_senders()
         transforms = self.env.transform.leaves() if isinstance(self.env, TransformedEnv) else ()
         self._step_counter = next((t for t in transforms if isinstance(t, StepCounter)), None)
-        self.next_id, self.id_stride = 0, 1  # of trajectories; worker i of n counts i, i + n, ..., which is unique
+        self.number_trajectories(0, 1)
         self.before_step: Callable[[], None] | None = None  # called where weights may change: between two steps
         self._root: TensorDictBase | None = None  # where the next step begins
         self._steps: list[TensorDictBase] = []  # of the batch under way
@@ -92,12 +88,25 @@ class SyncDataCollector(DataCollectorBase):
         self.frames_taken = 0  # of the batch that was collected last
         self.background = BackgroundWork(who, self.options.timeout_s)
 
+    def number_trajectories(self, first: int, stride: int) -> None:
+        """Has the ids of trajectories be ``first``, ``first + stride``, ...: worker i of n counts i, i + n, ..."""
+        self._next_id, self._id_stride = first, stride
+
+    @property
+    def spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every declared entry, with the batch size under ""; to be compared between workers."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {"": (tuple(self.env.batch_size), "")}
+        for part in ("observation", "action", "reward", "done"):
+            spec = getattr(self.env, f"full_{part}_spec")
+            for key in spec.leaf_keys:
+                found[str(key)] = (tuple(spec[key].shape), str(spec[key].dtype))
+        return found
+
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._ended() and not self.background.stopped.is_set():
-            if self.background.is_elsewhere:
-                raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+            self._check_not_started()
             if (batch := self.collect()) is None:
                 return
             yield self.deliver(batch)
@@ -126,6 +135,7 @@ class SyncDataCollector(DataCollectorBase):
         try:
             if options.reset_at_each_iter:
                 self._root = None
+            # Asked once for a batch: the buffer, whose rows count, may be extended by others meanwhile.
             num_random = self._random_steps()
             with set_interaction_type(options.exploration_type):
                 for step in range(wanted):
@@ -180,8 +190,9 @@ class SyncDataCollector(DataCollectorBase):
 
     def _new_ids(self, rows: Tensor) -> None:
         count = int(rows.sum())
-        new = self.next_id + self.id_stride * torch.arange(count)
-        self.next_id += self.id_stride * count
+        new = self._next_id + self._id_stride * torch.arange(count)
+        self._next_id += self._id_stride * count
+        # The new numbers go to the rows that are done, in their order.
         self._ids = self._ids.masked_scatter(rows.to(self._ids.device), new)
 
     def _random_steps(self) -> int:
@@ -218,6 +229,7 @@ class SyncDataCollector(DataCollectorBase):
         if self.options.set_truncated:
             for key in ("truncated", "done"):
                 batch.get("next").get(key)[..., -1, :] = True
+        # An interrupted batch keeps its shape, for buffers and for stacks of several workers; the id -1 tells its rows.
         missing = wanted - batch.batch_size[-1]
         if missing:
             rest = torch.zeros_like(batch[..., :1]).expand(*batch.batch_size[:-1], missing).clone()
@@ -232,29 +244,13 @@ class SyncDataCollector(DataCollectorBase):
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        if self.replay_buffer is None:
-            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
-        self.background.start(self.iterator())
-
-    def pause(self) -> AbstractContextManager[None]:
-        return self.background.pause()
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self.background.stop(timeout)
         self._root = self._same = None
         if close_env and not self.env.is_closed:
             self.env.close()
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self.shutdown(timeout=timeout, close_env=close_env)
-        self.background.check()
-
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def weight_updater(self) -> WeightUpdaterBase | None:
-        return self._weight_updater
 
     def _make_senders(self) -> dict[str, WeightSender]:
         """By model id; the models are in this process, so most only check and name the weights."""
@@ -272,29 +268,20 @@ class SyncDataCollector(DataCollectorBase):
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         with self.pause():
             self.detach_steps()
-            for model_id, weights in updates.items():
-                if model_id == "policy" and self._weight_updater is not None:
-                    self._weight_updater.push_weights(weights, worker_ids)
-                    continue
-                if model_id in self._senders:
-                    self._send(self._senders[model_id], weights)
-                elif model_id != "policy" or weights is not None:
-                    raise ConfigError(
-                        f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got "
-                        f"schemes for {list(self._senders)}."
-                    )
-                if model_id == "policy":
-                    self.increment_version()
+            super()._update_weights(updates, worker_ids)
 
-    def _send(self, sender: WeightSender, weights: Weights | None) -> None:
-        if weights is None and sender.model_id == "policy":
-            if self.policy is self._source:
-                return  # the policy is the trainer's own
+    def _send(self, sender: WeightSender, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        # Without weights the trainer's own policy is meant; if this collector acts with that very module, it has them.
+        is_policy = sender.model_id == "policy"
+        has_them = is_policy and weights is None and self.policy is self._source  # the trainer's own module
+        if is_policy and weights is None:
             weights = self._source
-        if not sender.scheme.per_worker:
+        if not has_them and not sender.scheme.per_worker:
             sender.update_weights(weights)
-        elif not isinstance(sender.scheme, NoWeightSyncScheme):
+        elif not has_them and not isinstance(sender.scheme, NoWeightSyncScheme):
             ModelTarget(resolve(self, sender.model_id)).update_weights(sender.prepare(weights), version=0)
+        if is_policy:
+            self.increment_version()
 
     def receive_weights(self, policy_or_weights: Weights | None = None, **options: Any) -> None:
         with self.pause():  # weights and version change between the same two steps
@@ -305,7 +292,6 @@ class SyncDataCollector(DataCollectorBase):
         self._steps[:] = [step.clone() for step in self._steps]
 
     def increment_version(self) -> None:
-        """Called after each update."""
         if self._tracker is None:
             self._version += 1
         else:
@@ -331,7 +317,7 @@ class SyncDataCollector(DataCollectorBase):
                 "env_state_dict": self.env.state_dict(),
                 "frames": self.counters["delivered"],
                 "iter": self._batches_out,
-                "traj_ids": self.next_id,
+                "traj_ids": self._next_id,
                 "version": self._version,
             }
 
@@ -343,12 +329,70 @@ class SyncDataCollector(DataCollectorBase):
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
+            # Those of the batch under way are counted when it ends, and belong to no earlier collection.
             under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
             self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]
             self.set_version(state["version"])
-            self.next_id = state["traj_ids"]
+            self._next_id = state["traj_ids"]
             self._root = None
+
+
+def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
+    """The policy itself if all its tensors are on ``device`` already, or it has none; else a copy on the device.
+
+    The tensors are copied once, straight to the device; ones that are shared stay shared.
+    Raises  ConfigError for a policy that cannot be copied
+    """
+    if device is None or not isinstance(policy, nn.Module):
+        return policy
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if all(same_device(tensor.device, device) for tensor in tensors):
+        return policy
+    # The moved tensors are the memo of the copy: ties between modules stay ties, and no tensor is copied twice.
+    moved: dict[int, Any] = {}
+    for tensor in tensors:
+        value = tensor.detach().to(device, copy=True)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        moved[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    try:
+        return copy.deepcopy(policy, moved)
+    except Exception as error:  # whatever the policy's own parts raise
+        raise ConfigError(
+            f"{who}: a policy whose tensors are not on policy_device={device} is copied there, and this "
+            f"{type(policy).__name__} cannot be copied ({type(error).__name__}: {error}); put it there yourself, or "
+            "give policy_factory, a function that builds it."
+        ) from error
+
+
+def acting(policy: Any, env: EnvBase, options: CollectorOptions) -> Callable[[TensorDictBase], TensorDictBase]:
+    """The policy as a function of a step: compiled if asked for, and with steps moved to its device and back.
+
+    A module without keys whose ``forward`` names observations reads those and writes the env's actions.
+    """
+    act: Any = policy
+    if isinstance(policy, nn.Module) and not hasattr(policy, "in_keys"):
+        names = list(inspect.signature(policy.forward).parameters)
+        if names and all(name in env.observation_spec for name in names):
+            act = TensorDictModule(policy, in_keys=names, out_keys=list(env.action_keys))
+    if options.compile_policy:
+        act = torch.compile(act, **({} if options.compile_policy is True else options.compile_policy))
+    if options.cudagraph_policy:
+        act = CudaGraphModule(act, **({} if options.cudagraph_policy is True else options.cudagraph_policy))
+    device = options.policy_device or options.device
+    home = env.device or torch.device("cpu")
+    if device is None or same_device(home, device):
+        return act
+    return lambda td: act(td.to(device)).to(home)
+
+
+def same_device(one: torch.device | str, other: torch.device | str) -> bool:
+    """True if both name one device; "cuda" is the current one."""
+    one, other = torch.device(one), torch.device(other)
+    if one.type == other.type == "cuda" and None in (one.index, other.index):
+        current = torch.cuda.current_device()
+        return (current if one.index is None else one.index) == (current if other.index is None else other.index)
+    return one == other
 
 
 def _tracker(given: Any) -> Any:

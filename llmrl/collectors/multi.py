@@ -15,9 +15,10 @@ import cloudpickle
 import torch
 from tensordict import TensorDictBase
 
-from llmrl.collectors.base import DataCollectorBase, Weights
+from llmrl.collectors.base import Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
+from llmrl.collectors.nested import NestedCollector
+from llmrl.collectors.pooled import PooledCollector, at, common_count, moves_version
 from llmrl.collectors.worker import STOP, Recipe
 from llmrl.collectors.worker_pool import Packed, Worker, WorkerPool
 from llmrl.envs.step import next_seed
@@ -30,8 +31,8 @@ __all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollec
 class _MultiDataCollector(PooledCollector):
     """Collectors in processes of their own, one for each env function.
 
-    Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, of which
-            each process has a copy, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
+    Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, copied
+            to each process, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
     Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
             step for ``timeout_s``. Both name the worker, and all processes have ended by then
 
@@ -44,11 +45,8 @@ class _MultiDataCollector(PooledCollector):
     shared ``replay_buffer`` themselves. `start` has them do so without end; then the policy may be some steps behind.
     """
 
-    own_arguments: tuple[str, ...] = ("num_workers", "collector_class", "update_at_each_batch", "num_threads")
-    own_arguments += ("num_sub_threads", "cat_results", "preemptive_threshold")
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float | None = None
-    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
 
     def __init__(
         self,
@@ -63,19 +61,20 @@ class _MultiDataCollector(PooledCollector):
         num_sub_threads: int = 1,
         **options: Any,
     ):
-        super().__init__(policy, policy_factory, options, self.own_arguments)
+        super().__init__(policy, policy_factory, options)
         who = type(self).__name__
-        makers = _makers(create_env_fn, num_workers, who)
-        self.num_workers = len(makers)
+        self.num_workers = common_count(who, create_env_fn=create_env_fn, num_workers=num_workers)
         if self.options.interruptor is not None:
             raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
-        self._frames_of = self._divide_frames()
+        self._frames_of = self._divide_frames(self.num_workers)
         self.update_at_each_batch = update_at_each_batch
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._shared_counters = torch.zeros(self.num_workers, 3, dtype=torch.int64).share_memory_()
         self._senders, ends = self._connect(self._schemes(policy_factory))
-        recipes = self._recipes(makers, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends)
+        recipes = self._recipes(
+            create_env_fn, policy_factory, collector_class or SyncDataCollector, num_sub_threads, ends
+        )
         self._pool = self._make_pool(recipes)
         if self.sync:
             with self._pool.failing():
@@ -85,10 +84,6 @@ class _MultiDataCollector(PooledCollector):
             self._move_version(None, None)
 
     # -- processes -----------------------------------------------------------------------------------------------------
-
-    def _builder(self) -> Callable[..., DataCollectorBase]:
-        """The function that makes a worker's collector, in the worker."""
-        return _build
 
     def _default_scheme(self) -> Any:
         return SharedMemWeightSyncScheme(timeout=self.options.timeout_s)
@@ -109,103 +104,57 @@ class _MultiDataCollector(PooledCollector):
         return senders, ends
 
     def _recipes(
-        self, makers: Sequence[Any], factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
+        self, env_fn: Any, factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
     ) -> list[Recipe]:
         who = type(self).__name__
+        # In parts, each pickled by itself: an error can name the one that cannot be.
         policy = _packed(self.policy, f"{who}: the policy", "; or give policy_factory, a function that makes one")
         recipes, seed = [], torch.initial_seed() % 2**63
-        for index, maker in enumerate(makers):
+        for index in range(self.num_workers):
             seed = next_seed(seed)
             parts = {
                 "class": cloudpickle.dumps(cls),
-                "env": _packed(maker, f"{who}: create_env_fn[{index}]"),
+                "env": _packed(at(env_fn, index), f"{who}: create_env_fn[{index}]"),
                 "policy": policy,
                 "factory": _packed(factory[index] if isinstance(factory, Sequence) else factory, "policy_factory"),
                 "options": _packed(self._options_of(index), f"{who}: an argument"),
             }
-            build = partial(self._builder(), parts, Packed(self._buffer_of_workers()))
+            build = partial(_build, parts, Packed(self._buffer_of_workers()))
             recipes.append(Recipe(build, index, self.num_workers, ends[index], threads, seed))
         return recipes
 
     def _options_of(self, index: int) -> dict[str, Any]:
         return super()._options_of(index) | {"storing_device": at(self.options.storing_device, index)}
 
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._pool.ask(method, arguments)
-
     # -- data ----------------------------------------------------------------------------------------------------------
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        return self._batches_of_all() if self.sync else self._batches_of_any()
 
     def _take(self, worker: Worker) -> TensorDictBase | None:
         self._pool.arrivals.remove(worker)
         frames, batch = worker.batches.popleft()
-        self._delivered += frames
+        self._pool.delivered += frames
         return batch
 
-    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
-        self._batches_out += 1
-        if batch is None:
-            return None
-        device = self.options.storing_device or self.options.device
-        if device is not None and not isinstance(device, (list, tuple)):
-            batch = batch.to(device)
-        return self.options.finished(batch)
-
-    def _batches_of_all(self) -> Iterator[TensorDictBase | None]:
-        while not self._ended():
-            self._check_iterates()
-            self._push_due_weights()
-            self._settle()  # all of the batch is by the new weights
-            self._shared_counters[:, STOP] = 0
-            for worker in self._pool.workers:
-                self._pool.grant(worker)
-            self._pool.wait(self._have_all_arrived, "collect its part of the batch")
-            batches = [self._take(worker) for worker in self._pool.workers]
-            yield self._handed_out(None if batches[0] is None else joined(batches, self.cat_results))
+    def _take_all(self) -> list[TensorDictBase | None]:
+        self._pool.wait(self._have_all_arrived, "collect its part of the batch")
+        self._shared_counters[:, STOP] = 0
+        return [self._take(worker) for worker in self._pool.workers]
 
     def _have_all_arrived(self) -> bool:
         arrived = sum(bool(worker.batches) for worker in self._pool.workers)
         share = self.preemptive_threshold
         if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
+            # Enough have finished: the others end their batch after the step that they are in.
             self._shared_counters[:, STOP] = 1
         return arrived == self.num_workers
 
-    def _batches_of_any(self) -> Iterator[TensorDictBase | None]:
-        """Batches of one worker each, in the order in which they come."""
-        while True:
-            self._check_iterates()
-            self._push_due_weights()
-            if not self._grant_ahead():
-                return
-            self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
-            batch = self._take(self._pool.arrivals[0])
-            yield self._handed_out(batch if batch is None else batch.clone())  # its memory is written again
+    def _take_first(self) -> TensorDictBase | None:
+        self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
+        batch = self._take(self._pool.arrivals[0])
+        return batch if batch is None else batch.clone()  # its memory is written again
 
     def _push_due_weights(self) -> None:
-        """Called before batches are collected."""
         if self.update_at_each_batch:
             self.update_policy_weights_()
-
-    def _divide_frames(self) -> list[int]:
-        """The frames of a batch of each worker; sets ``frames_per_batch``."""
-        who, frames, count = type(self).__name__, self.options.frames_per_batch, self.num_workers
-        if not isinstance(frames, int):
-            if not self.sync:
-                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
-            if len(frames) != count:
-                raise ConfigError(
-                    f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
-                )
-            if self.cat_results == "stack" and len(set(frames)) > 1:
-                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
-            self.frames_per_batch = sum(frames)
-            return list(frames)
-        parts = count if self.sync else 1
-        self.frames_per_batch = frames
-        self._check_division(parts, "workers")
-        return [self.frames_per_batch // parts] * count
 
     def _check_equal_specs(self) -> None:
         first = self._pool.workers[0].spec
@@ -219,20 +168,20 @@ class _MultiDataCollector(PooledCollector):
                     "MultiaSyncDataCollector for envs that differ."
                 )
 
-    def _counted(self) -> tuple[int, int]:
-        produced, delivered, _ = self._shared_counters.sum(0).tolist()
-        return produced, delivered
-
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         who = type(self).__name__
         if self.replay_buffer is None:
-            raise ConfigError(f"{who}.start: workers write into a replay_buffer: give one.")
-        if self._is_started or self._batches_out:
+            raise ConfigError(f"{who}.start: collects into a replay_buffer: give one.")
+        if self._pool.is_started or self._batches_out:
             raise ConfigError(f"{who}.start: the collection has begun already.")
         self._pool.check_open("start")
-        self._is_started = True
+        self._begin()
+
+    def _begin(self) -> None:
+        """Has the workers write into the buffer, until each has its part of ``total_frames``."""
+        self._pool.is_started = True
         limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
         for worker in self._pool.workers:
             worker.send("run", limit)
@@ -258,6 +207,7 @@ class _MultiDataCollector(PooledCollector):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
+        # Checked before the version moves. The version goes before the weights: a worker must know theirs.
         named = sender.prepare(weights)
         if sender.model_id == "policy":
             self._move_version(sender.version + 1 if moves_version(sender) else None, worker_ids)
@@ -269,6 +219,7 @@ class _MultiDataCollector(PooledCollector):
     def _wait_for(self, sender: Any) -> None:
         """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
         self._pool.check_open("take weights")
+        # Refusals are raised after the wait: for what is raised inside it, the wait ends all workers.
         deadline, refusals = time.monotonic() + sender.scheme.timeout, []
 
         def has_settled() -> bool:
@@ -364,20 +315,11 @@ def _packed(value: Any, what: str, remedy: str = "") -> bytes:
         ) from error
 
 
-def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector:
+def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector | NestedCollector:
+    """In the worker: its collector."""
     cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
     if buffer.value is not None:
         options["replay_buffer"] = buffer.value
-    return cls(env, policy, policy_factory=factory, interruptor=stop, **options)
-
-
-def _makers(create_env_fn: Any, num_workers: int | None, who: str) -> list[Any]:
-    """The env functions, one for each worker."""
-    if not isinstance(create_env_fn, Sequence):
-        create_env_fn = [create_env_fn] * (num_workers or 1)
-    if not create_env_fn or (num_workers is not None and num_workers != len(create_env_fn)):
-        raise ConfigError(
-            f"{who}: create_env_fn must have one function per worker: got {len(create_env_fn)} for num_workers="
-            f"{num_workers}."
-        )
-    return list(create_env_fn)
+    if issubclass(cls, SyncDataCollector):
+        return cls(env, policy, policy_factory=factory, **{"interruptor": stop, **options})
+    return NestedCollector(cls(env, policy if factory is None else factory(), **options))

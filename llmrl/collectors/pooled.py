@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, Weights, registered
+from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
 
-__all__ = ["PooledCollector", "at", "joined", "moves_version"]
+__all__ = ["PooledCollector", "at", "common_count", "moves_version"]
 
 _OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # these may be lists with one for each worker
 _SAME = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
@@ -30,19 +30,14 @@ class PooledCollector(DataCollectorBase):
     """
 
     _pool: Any
-    _senders: dict[str, Any]
     _frames_of: list[int]
-    _is_started = False
+    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
+    cat_results: Literal["stack"] | int
 
-    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any], known: Sequence[str]):
-        super().__init__()
-        who = type(self).__name__
-        if policy is not None and policy_factory is not None:
-            raise TypeError(f"{who}: policy and policy_factory exclude each other: got both.")
-        self.options = CollectorOptions.of(who, options, known)
-        self.policy, self.replay_buffer = policy, self.options.replay_buffer
-        self.total_frames, self._delivered = self.options.total_frames, 0
-        self._updater = registered(self.options.weight_updater, self)
+    def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]):
+        super().__init__(policy, policy_factory, options)
+        self.policy = policy
+        self._register_updater()
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -62,6 +57,25 @@ class PooledCollector(DataCollectorBase):
             mine["init_random_frames"] = -(-given.init_random_frames // count)
         return mine
 
+    def _divide_frames(self, count: int) -> list[int]:
+        """The frames of a batch of each worker; sets ``frames_per_batch``."""
+        who, frames = type(self).__name__, self.options.frames_per_batch
+        if not isinstance(frames, int):
+            if not self.sync:
+                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
+            if len(frames) != count:
+                raise ConfigError(
+                    f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
+                )
+            if self.cat_results == "stack" and len(set(frames)) > 1:
+                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
+            self.frames_per_batch = sum(frames)
+            return list(frames)
+        parts = count if self.sync else 1
+        self.frames_per_batch = frames
+        self._check_division(parts, "workers")
+        return [self.frames_per_batch // parts] * count
+
     def _schemes(self, policy_factory: Any) -> Mapping[str, Any]:
         if self.options.weight_sync_schemes is not None:
             return self.options.weight_sync_schemes
@@ -79,82 +93,83 @@ class PooledCollector(DataCollectorBase):
             sender.register_model(self.policy)
         return sender
 
-    @abstractmethod
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers of the workers' collectors."""
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self._pool.close(timeout)
 
     def _check_iterates(self) -> None:
-        if self._is_started:
+        if self._pool.is_started:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
         self._pool.check_open("collect")
 
-    # -- counters and state --------------------------------------------------------------------------------------------
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        while not self._ended():
+            self._check_iterates()
+            self._push_due_weights()
+            if self.sync:
+                self._settle()  # all of the batch is by the new weights
+                for worker in self._pool.workers:
+                    self._pool.grant(worker)
+                yield self._handed_out(self._take_all())
+            elif self._grant_ahead():
+                yield self._handed_out([self._take_first()])
+            else:
+                return
 
     @abstractmethod
-    def _counted(self) -> tuple[int, int]:
-        """Frames that the workers have produced, and delivered."""
+    def _push_due_weights(self) -> None:
+        """Called before batches are collected."""
+
+    @abstractmethod
+    def _take_all(self) -> list[TensorDictBase | None]:
+        """A batch of each worker, in their order."""
+
+    @abstractmethod
+    def _take_first(self) -> TensorDictBase | None:
+        """The batch that comes first."""
+
+    def _handed_out(self, parts: list[TensorDictBase | None]) -> TensorDictBase | None:
+        self._batches_out += 1
+        if parts[0] is None:  # the workers have written it into the buffer
+            return None
+        batch = joined(parts, self.cat_results) if self.sync else parts[0]
+        device = self._storing_device()
+        return self.options.finished(batch if device is None else batch.to(device))
+
+    def _storing_device(self) -> Any:
+        device = self.options.storing_device or self.options.device
+        return None if isinstance(device, (list, tuple)) else device  # then each worker has moved its batch
+
+    # -- counters and state --------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, int]:
         """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
-        produced, delivered = self._counted()
-        delivered = delivered if self._is_started else self._delivered
-        dropped = 0 if self._pool.is_open else produced - delivered
-        return {"produced": produced, "delivered": delivered, "dropped": dropped}
-
-    @counters.setter
-    def counters(self, value: Mapping[str, int]) -> None:
-        self._delivered = value["delivered"]
+        return self._pool.counters
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        states = self._ask_each("state_dict", [()] * len(self._frames_of))
-        own = {"frames": self._delivered, "iter": self._batches_out, "version": self._version}
+        states = self._pool.ask("state_dict")
+        own = {"frames": self._pool.delivered, "iter": self._batches_out, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         names = [f"worker{index}" for index in range(len(self._frames_of))]
         if missing := [name for name in names if name not in state]:
             raise ConfigError(f"{type(self).__name__}: the state must have an entry per worker: {missing} are missing.")
-        self._ask_each("load_state_dict", [(state[name],) for name in names])
-        self._delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
+        self._pool.ask("load_state_dict", [(state[name],) for name in names])
+        self._pool.delivered, self._batches_out, self._version = state["frames"], state["iter"], state["version"]
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def weight_updater(self) -> Any:
-        return self._updater
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
         self._pool.check_open("take weights")
         count = len(self._frames_of)
         if unknown := [index for index in worker_ids or () if index not in range(count)]:
             raise ConfigError(f"{type(self).__name__}: worker_ids must be from 0 to {count - 1}: got {unknown}.")
-        for model_id, weights in updates.items():
-            sender = self._senders.get(model_id)
-            if self._updater is not None and model_id == "policy":
-                self._updater.push_weights(weights, worker_ids)
-            elif sender is not None:
-                self._settle([sender])
-                self._send(sender, weights, worker_ids)
-            elif model_id == "policy" and weights is None:
-                self.increment_version()
-            else:
-                raise ConfigError(
-                    f"{type(self).__name__}: model {model_id!r} must have a scheme in weight_sync_schemes: got schemes "
-                    f"for {list(self._senders)}."
-                )
-
-    @abstractmethod
-    def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        """Hands weights over, and moves the version if they are the policy's."""
-
-    def increment_version(self) -> None:
-        """Called by a weight updater, when its workers have the weights."""
-        self._version += 1
+        self._settle(self._senders[model_id] for model_id in updates if model_id in self._senders)
+        super()._update_weights(updates, worker_ids)
 
     def _settle(self, senders: Iterable[Any] | None = None) -> None:
         """Waits until the workers have the weights that were handed over."""
@@ -171,6 +186,7 @@ class PooledCollector(DataCollectorBase):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the workers' envs and generators, each from the one before."""
         for worker in self._pool.workers:
+            # One after the other: each worker's seed is what the one before returned.
             [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
         return seed
 
@@ -180,7 +196,8 @@ class PooledCollector(DataCollectorBase):
         under_way = sum(worker.ahead for worker in workers)
         for _ in range(AHEAD):
             for worker in workers:
-                asked = self._delivered + under_way * self.frames_per_batch
+                # Round by round, so that near the end each worker has its share of the budget.
+                asked = self._pool.delivered + under_way * self.frames_per_batch
                 if worker.ahead < AHEAD and not 0 <= self.total_frames <= asked:
                     self._pool.grant(worker)
                     under_way += 1
@@ -189,6 +206,18 @@ class PooledCollector(DataCollectorBase):
 
 def moves_version(sender: Any) -> bool:
     return sender.model_id == "policy" and not isinstance(sender.scheme, NoWeightSyncScheme)
+
+
+def common_count(who: str, **arguments: Any) -> int:
+    """The number of workers that the arguments agree on: lists have an entry for each; 1 if none is a list or a number.
+
+    Raises  ConfigError if they differ
+    """
+    counts = {name: len(value) for name, value in arguments.items() if isinstance(value, (list, tuple))}
+    counts |= {name: value for name, value in arguments.items() if isinstance(value, int)}
+    if len(set(counts.values())) > 1 or min(counts.values(), default=1) < 1:
+        raise ConfigError(f"{who}: there must be one number of workers, at least 1: got {counts}.")
+    return next(iter(counts.values()), 1)
 
 
 def at(value: Any, index: int) -> Any:

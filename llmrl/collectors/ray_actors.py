@@ -1,4 +1,4 @@
-"""Collectors in Ray actors: the actor's side, and the owner's, which starts them, asks them, names one that fails."""
+"""Collectors in Ray actors: the actor's side, and the pool of actors on the owner's side."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from llmrl.errors import ConfigError, DeadlineError, LLMRLError, WorkerError
 from llmrl.optional import require
 from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 
-__all__ = ["ActorPool", "Member", "check_room", "wanted_of"]
+__all__ = ["ActorOwner", "ActorPool", "Member", "check_room", "wanted_of"]
 
 _START_S = 120.0  # for an actor to import its modules and to make its env
 _CLOSE_S = 10.0  # for the step under way to end; then actors are killed
@@ -44,7 +45,7 @@ def _answered(method: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 class CollectorActor:
-    """Any collector in an actor of several threads: one collects, another one brings weights between two steps."""
+    """Any collector in an actor of several threads: one collects, another takes new weights between two steps."""
 
     def __init__(self) -> None:
         self.collector: Any = None
@@ -53,7 +54,7 @@ class CollectorActor:
         self._pauses: list[contextlib.ExitStack] = []
 
     def where(self) -> str:
-        """In words."""
+        """The process and its machine, in words."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     @_answered
@@ -82,14 +83,20 @@ class CollectorActor:
         return counters["delivered"] - before, counters["produced"], batch
 
     @_answered
-    def call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """A method of the collector, between two batches."""
         with self._collecting:
             return getattr(self.collector, name)(*arguments)
 
     def set_seed(self, seed: int, static_seed: bool) -> Answer:
         torch.manual_seed(seed)
-        return self.call("set_seed", seed, static_seed)
+        return self._call("set_seed", seed, static_seed)
+
+    def state_dict(self) -> Answer:
+        return self._call("state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Answer:
+        return self._call("load_state_dict", state)
 
     @_answered
     def start(self, limits: Mapping[str, int]) -> None:
@@ -162,7 +169,7 @@ class ActorPool(FailingPool):
     model_ids  models that get weights
     init       arguments of ``ray.init``, if Ray does not run yet
 
-    An actor that raised, died or does nothing for ``timeout_s`` ends them all; the error names it, and every later call
+    If an actor raises, dies or does nothing for ``timeout_s``, all are ended; the error names it, and every later call
     raises it again.
     """
 
@@ -184,12 +191,13 @@ class ActorPool(FailingPool):
             )
         self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
+        # Pickled before Ray is started, so that what cannot be is an error at once.
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
         if not ray.is_initialized():
             ray.init(**(init or {}))
         for config in configs:
             check_room(wanted_of({"num_cpus": 1, **config}), f"{who}: remote_configs")
-        self.is_open, self.is_started = True, False
+        self.is_open = True
         self.workers: list[Member] = []
         actor_class = ray.remote(CollectorActor)
         with self.failing():
@@ -198,6 +206,7 @@ class ActorPool(FailingPool):
                 self.workers.append(Member(index, actor_class.options(**options).remote()))
             for member in self.workers:
                 member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
+            # Built once all are placed: by then every message can say where its actor is.
             building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
             for member, (is_built, error) in self._each(building, "make its env and policy", _START_S):
                 if not is_built:
@@ -223,6 +232,7 @@ class ActorPool(FailingPool):
             frames, member.counters["produced"], batch = self._value(member, found, "collect a batch")
             member.due.popleft()
             member.has_ended |= frames is None
+            self.delivered += frames or 0
             return member, frames, batch
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -251,6 +261,7 @@ class ActorPool(FailingPool):
         for member in pending.values():
             member.since = time.monotonic()
         while True:
+            # Ray says nothing of an actor that hangs: those that are waited for are looked at every second.
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
             if ready:
                 return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)
@@ -263,7 +274,7 @@ class ActorPool(FailingPool):
                     )
 
     def _look_at(self, members: Sequence[Member], what: str) -> None:
-        """Raises WorkerError for an actor that has died, or whose collector failed; notes who does something."""
+        """Raises WorkerError for an actor that has died, or whose collector failed; notes which ones take steps."""
         placed = {m.handle.counters.remote(): m for m in members if m.place.startswith("process")}
         ready, _ = self._ray.wait(list(placed), num_returns=len(placed), timeout=_PERIOD_S) if placed else ((), ())
         for reference in ready:
@@ -337,19 +348,18 @@ class ActorPool(FailingPool):
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """ "produced" and "delivered", as the actors count them."""
+    def _counted(self) -> tuple[int, int]:
         if self.is_open and self.is_started:
             for member, counters in zip(self.workers, self.ask("counters"), strict=True):
                 member.counters = counters
-        return {name: sum(m.counters[name] for m in self.workers) for name in ("produced", "delivered")}
+        return tuple(sum(member.counters[name] for member in self.workers) for name in ("produced", "delivered"))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the collectors, with their last counters, and the actors; 0: the actors at once."""
         if not self.is_open:
             return
         self.is_open = False
+        # No longer open from here on: what actors fail with while they end is not a failure of the collection.
         limit_s = _CLOSE_S if timeout_s is None else timeout_s
         ended = {member.handle.finish.remote(limit_s): member for member in self.workers if limit_s}
         if ended:
@@ -365,6 +375,34 @@ class ActorPool(FailingPool):
         if self._ray.is_initialized():
             for member in self.workers:
                 self._ray.kill(member.handle)
+
+
+class ActorOwner:
+    """The methods that a collector with an `ActorPool` hands on to it."""
+
+    _pool: ActorPool
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The handles of the actors."""
+        return [member.handle for member in self._pool.workers]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames, or turns: "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        return self._pool.counters
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block during which no actor takes a step."""
+        return self._pool.pause()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends a collection that was started. Raises what an actor failed with."""
+        self._pool.finish(timeout)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Ends the collection and its actors, with their envs and engines; Ray goes on."""
+        self._pool.close(timeout)
 
 
 def wanted_of(config: Mapping[str, Any]) -> dict[str, float]:

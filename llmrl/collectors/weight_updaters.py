@@ -1,4 +1,4 @@
-"""Weight updaters: what a collector calls when the trainer has new weights. Faces of `llmrl.weight_update`."""
+"""Weight updaters, which a collector calls when the trainer has new weights; they use `llmrl.weight_update`."""
 
 from __future__ import annotations
 
@@ -214,6 +214,7 @@ class RayWeightUpdater(SenderWeightUpdater):
 
     def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
         due = [worker for worker in worker_ids if self._missed[worker] >= self.max_interval]
+        # Workers that get these weights start to count again; the others have missed one more push.
         self._missed |= {worker: 0 if worker in due else self._missed[worker] + 1 for worker in worker_ids}
         super()._sync_weights(worker_ids=due, server_weights=server_weights)
 

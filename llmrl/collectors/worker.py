@@ -1,8 +1,9 @@
-"""A collector's worker: one collector that another process directs, whatever started this one.
+"""A collector's worker: a collector that another process directs.
 
 The owner sends requests through a `Connection`, pickled ``(name, *arguments)``, and gets ``(name, *values)``: "ready",
-"batch", "reply" or "error". A batch is collected for each credit that the owner has granted, so a worker never collects
-what its owner has no place for. At every step boundary the worker takes new weights, and notices a pause or its end.
+"batch", "reply" or "error". A batch is collected for each credit that the owner has granted, so a worker never
+collects more than its owner has room for. Between two steps the worker takes new weights, and notices a pause or its
+end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from llmrl.collectors.base import DataCollectorBase
-from llmrl.collectors.collector import SyncDataCollector
 from llmrl.concurrency import parent_watchdog
 from llmrl.data.ted_utils import leaf_keys
 from llmrl.envs.batched import Declared
@@ -34,7 +34,7 @@ from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
 __all__ = ["AHEAD", "DELIVERED", "PRODUCED", "STOP", "Closed", "Recipe", "WorkerLoop"]
-__all__ += ["direct", "report", "serve", "shape_of", "spec_of"]
+__all__ += ["direct", "report", "serve", "shape_of"]
 
 AHEAD = 2  # batches of a worker that its owner can have at a time
 _WORK = ("grant", "run", "share")  # requests that are for after a pause; the owner waits for the answer to others
@@ -60,7 +60,7 @@ class Recipe:
 
 
 class Closed(Exception):
-    """The owner wants no more."""
+    """The owner has closed the connection, or asked the worker to end."""
 
 
 class WorkerLoop:
@@ -69,7 +69,7 @@ class WorkerLoop:
     def __init__(self, connection: Connection, recipe: Recipe, counters: Tensor):
         self._connection, self._counters = connection, counters.numpy()
         self.collector: Any = recipe.collector(SimpleNamespace(collection_stopped=lambda: bool(self._counters[STOP])))
-        self._number_trajectories(recipe.index, recipe.count)
+        self.collector.number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
         self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
         self._pauses = 0  # that have begun and not ended
@@ -85,14 +85,8 @@ class WorkerLoop:
         for model_id, (scheme, end) in recipe.schemes.items():
             self._receive_weights(model_id, scheme, end)
 
-    def _number_trajectories(self, first: int, stride: int) -> None:
-        if isinstance(self.collector, SyncDataCollector):
-            self.collector.next_id, self.collector.id_stride = first, stride
-        else:
-            self.collector.number_trajectories(first, stride)
-
     def _receive_weights(self, model_id: str, scheme: Any, end: Any) -> None:
-        """From now on. Weights without a descriptor of their own are announced by the owner."""
+        """Takes weights for this model from now on; the owner announces those without a descriptor of their own."""
         receiver = self._receivers[model_id] = scheme.create_receiver()
         receiver.set_context(self.collector, model_id)
         receiver.register_model(self.collector.policy if model_id == "policy" else model_id)
@@ -103,8 +97,7 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Until the owner closes."""
-        is_one = isinstance(self.collector, SyncDataCollector)
-        self._send("ready", spec_of(self.collector.env) if is_one else self.collector.spec)
+        self._send("ready", self.collector.spec)
         try:
             while True:
                 while self._later or not self._credits:
@@ -121,7 +114,9 @@ class WorkerLoop:
         frames = self.collector.frames_taken
         self._counters[PRODUCED] = self.collector.counters["produced"]
         out = self.collector.deliver(batch)
+        # After the rows are in the buffer: a worker that is killed in between has counted too few, never too many.
         self._counters[DELIVERED] += frames
+        # Credits of -1 are without end.
         self._credits -= self._credits > 0
         if self._tells:
             on_device = out is not None and out.device is not None and out.device.type != "cpu"
@@ -130,6 +125,7 @@ class WorkerLoop:
     def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
         """Through the shared memory, if the batch fits what the owner made from the first one."""
         if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
+            # The owner has asked for AHEAD batches at most, and copies one before it asks again: this slot is free.
             self._slot = (self._slot + 1) % AHEAD
             for key, column in self._slots.columns.items():
                 column[self._slot].copy_(batch.get(key))
@@ -141,6 +137,7 @@ class WorkerLoop:
 
     def _before_step(self) -> None:
         self._counters[PRODUCED] = self.collector.counters["produced"]
+        # All that has come, so that a request which was sent before this step is heard before it.
         while events := self._poller.poll(0):
             self._attend({descriptor for descriptor, _ in events})
 
@@ -153,18 +150,21 @@ class WorkerLoop:
             self._take_weights(self._models[descriptor])
 
     def _take_weights(self, model_id: str, timeout: float = 0.0) -> None:
+        # Steps of the batch under way may hold views of the weights that are about to be written over.
         self.collector.detach_steps()
         version = self._receivers[model_id].receive(timeout)
         if version is not None and model_id == "policy":
             self.collector.set_version(self._versions.pop(version))
 
     def _pause(self) -> None:
-        """Until it is resumed no step is taken; weights and questions are as good here as between two batches."""
+        """Takes no step until it is resumed; weights are taken and questions answered meanwhile."""
         self._pauses += 1
+        # Pauses may be nested: this one has ended when fewer have begun than at its start.
         depth = self._pauses
         self._send("reply", None)
         while self._pauses >= depth:
             self._attend({descriptor for descriptor, _ in self._poller.poll()})
+            # The owner waits for answers inside its pause, so questions are answered now; work stays for afterwards.
             while self._later and self._later[-1][0] not in _WORK:
                 self._handle(self._later.pop())
 
@@ -192,7 +192,7 @@ class WorkerLoop:
     # -- between two batches -------------------------------------------------------------------------------------------
 
     def _next_request(self) -> tuple[Any, ...]:
-        """Waits for one, and takes weights meanwhile."""
+        """Waits for a request, and takes weights meanwhile."""
         while not self._later:
             self._attend({descriptor for descriptor, _ in self._poller.poll()})
         return self._later.popleft()
@@ -205,8 +205,6 @@ class WorkerLoop:
             self._tells, [self._credits] = False, arguments
         elif name == "share":
             [self._slots] = arguments
-        elif name == "number_trajectories":
-            self._send("reply", self._number_trajectories(*arguments))
         elif name == "set_seed":
             torch.manual_seed(arguments[0])
             self._send("reply", self.collector.set_seed(*arguments))
@@ -236,16 +234,6 @@ def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
     return found
 
 
-def spec_of(env: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every declared entry, with the batch size under ""; to be compared between workers."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {"": (tuple(env.batch_size), "")}
-    for part in ("observation", "action", "reward", "done"):
-        spec = getattr(env, f"full_{part}_spec")
-        for key in spec.leaf_keys:
-            found[str(key)] = (tuple(spec[key].shape), str(spec[key].dtype))
-    return found
-
-
 def serve(connection: Connection, owner: int, recipe: Recipe, counters: Tensor) -> None:
     """The process of a worker on the owner's machine, until the owner closes or ends."""
     parent_watchdog.follow(owner)
@@ -272,6 +260,7 @@ def direct(connection: Connection, recipe: Recipe, make_loop: Callable[[], Worke
 
 def report(connection: Connection, error: BaseException) -> None:
     """Tells the owner what failed."""
+    # As text: the exception may hold what cannot be pickled, or be of a class that the owner cannot import.
     text = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the owner ended
         connection.send_bytes(pickle.dumps(("error", text, traceback.format_exc())))

@@ -1,6 +1,6 @@
-"""The owner's side of worker processes: starts them, hands them requests, and takes what they send until all is well.
+"""The owner's side of worker processes: starts them, sends them requests and receives their batches.
 
-A worker that raised, ended or does nothing ends them all; the error names it, and every later call raises it again.
+If a worker raises, ends or does nothing, all are ended; the error names it, and every later call raises it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import cloudpickle
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.collectors.worker import AHEAD, PRODUCED, Recipe, serve, shape_of
+from llmrl.collectors.worker import AHEAD, DELIVERED, PRODUCED, Recipe, serve, shape_of
 from llmrl.concurrency.process_monitor import end_process, process_state, wait_for_exit
 from llmrl.envs.batched import keyed
 from llmrl.envs.parallel_worker import SharedRows
@@ -54,7 +54,7 @@ class Worker:
         self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
 
     def begin(self) -> None:
-        """Called before it gets something to do: its time counts from now on, unless it has something to do already."""
+        """Called before a request is sent: the time without a step counts from now, unless the worker was busy."""
         if not self.due:
             self.since = time.monotonic()
 
@@ -84,6 +84,7 @@ class Worker:
             values = {key: column[batch] for key, column in self.slots.columns.items()}
             batch = keyed(values, self._size)
             batch.names = [*[None] * (len(self._size) - 1), "time"]
+        # The first batch is a message; those of the same shapes that follow are copied into shared memory.
         elif batch is not None and self.slots is None and (declared := shape_of(batch)):
             self.slots, self._size = SharedRows(declared, AHEAD), batch.batch_size
             with contextlib.suppress(OSError):
@@ -112,10 +113,12 @@ class Worker:
 
 
 class FailingPool(abc.ABC):
-    """Workers of which none goes on if one fails."""
+    """Workers that all end if one fails."""
 
     _who: str
     is_open: bool
+    is_started = False  # in the background
+    delivered = 0  # frames that the owner has taken; workers that were started count theirs
     failure: BaseException | None = None
 
     def check_open(self, what: str) -> None:
@@ -133,6 +136,17 @@ class FailingPool(abc.ABC):
             self.failure = error if isinstance(error, LLMRLError) else None
             self.close(0.0)
             raise
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Frames "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        produced, delivered = self._counted()
+        delivered = delivered if self.is_started else self.delivered
+        return {"produced": produced, "delivered": delivered, "dropped": 0 if self.is_open else produced - delivered}
+
+    @abc.abstractmethod
+    def _counted(self) -> tuple[int, int]:
+        """Frames that the workers have produced, and delivered."""
 
     @abc.abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
@@ -183,6 +197,7 @@ class WorkerPool(FailingPool):
             poller.register(connection.fileno(), select.POLLIN)
         with self.failing():
             while not is_done():
+                # Wakes up ten times a second without news, to look whether the workers still take steps.
                 ready = {at[descriptor].index for descriptor, _ in poller.poll(100) if descriptor in at}
                 for index in sorted(ready):
                     self._receive(self.workers[index], what)
@@ -213,6 +228,7 @@ class WorkerPool(FailingPool):
     def _check_progress(self, what: str, limit_s: float) -> None:
         now = time.monotonic()
         for worker in self.workers:
+            # A step counts as a sign of life: a batch may take as long as it likes.
             produced = int(self._counters[worker.index, PRODUCED])
             is_idle = worker.spec is not None and not worker.due and not self._asked
             if produced != worker.seen or is_idle:
@@ -248,6 +264,9 @@ class WorkerPool(FailingPool):
         worker.begin()
         worker.due += 1
         worker.send("grant", 1)
+
+    def _counted(self) -> tuple[int, int]:
+        return tuple(self._counters[:, [PRODUCED, DELIVERED]].sum(0).tolist())
 
     @property
     def is_open(self) -> bool:
@@ -289,6 +308,7 @@ def start_worker(serve: Callable[..., None], arguments: Sequence[Any], index: in
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([serve.__module__])  # then a worker starts in milliseconds
     process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{index}")
+    # Without these names the child does not find the main module, and so does not run the user's script again.
     main = sys.modules["__main__"]
     saved = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
     main.__spec__ = None
@@ -303,6 +323,7 @@ def _end(workers: Sequence[Worker], close_s: float = CLOSE_S) -> None:
     """Has the workers close their envs, and kills those that have not within ``close_s`` seconds."""
     for worker in workers:
         worker.send("close")
+    # All have been asked by now, so that they close their envs at the same time.
     deadline = time.monotonic() + close_s
     for worker in workers:
         worker.finish(deadline)

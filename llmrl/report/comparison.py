@@ -103,7 +103,7 @@ def _end(values: Sequence[float]) -> str:
 
 
 def _differences(runs: Mapping[str, RunFiles]) -> Rows:
-    """The settings of which not all runs have the same value."""
+    """The settings that differ between the runs."""
     names = list(dict.fromkeys(name for run in runs.values() for name in run.settings))
     rows = [[name, *(run.settings.get(name, "-") for run in runs.values())] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1 and row[0].partition(".")[0] not in _PLACES]

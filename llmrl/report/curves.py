@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics share a chart, and the points that are drawn."""
+"""The charts of a report: the metrics that each shows, and the points that are drawn."""
 
 from __future__ import annotations
 
@@ -205,6 +205,7 @@ def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any] | None:
     """
     spread = [(row["step"], row.get("reward/mean"), row.get("reward/std")) for row in rows]
     spread = [(step, mean, std) for step, mean, std in spread if mean is not None and std is not None]
+    # Scores of 0 and 1 have the variance mean (1 - mean), and no others in [0, 1] have.
     if all(abs(std**2 - mean * (1 - mean)) < 1e-6 for _, mean, std in spread):
         return None
     if {"reward/p10", "reward/p90"} <= names:
@@ -214,6 +215,7 @@ def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any] | None:
     else:
         label = "mean ± standard deviation"
         ends = [(step, mean - std, mean + std) for step, mean, std in spread]
+    # The extremes of both edges, so each may have half of the points.
     kept = sorted({i for edge in (1, 2) for i in thin([end[edge] for end in ends], MOST_POINTS // 2)})
     return {"label": label, **_columns([ends[i] for i in kept])}
 
@@ -237,6 +239,7 @@ def _evaluation(name: str, scores: Mapping[str, Sequence[Score]]) -> dict[str, A
 
 def _time_of_phases(rows: Sequence[Row]) -> dict[str, Any]:
     """Seconds of each phase on top of each other; what is left of the step is the rest."""
+    # One choice of steps for all phases: areas on top of each other need the same ones.
     steps = [row for row in rows if row.get("time/step") is not None]
     kept = [steps[i] for i in thin([row["time/step"] for row in steps])]
     parts = {phase: [row.get(f"time/{phase}") or 0.0 for row in kept] for phase in PHASES}

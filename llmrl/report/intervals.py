@@ -41,12 +41,14 @@ def interval(mean: float, std: float, count: int) -> tuple[float, float] | None:
     if count < 1:
         return None
     if 0 <= mean <= 1 and abs(std**2 - mean * (1 - mean)) < 1e-6:
+        # Wilson 1927: the normal interval is a point at 0 and at 1, and too short near them.
         middle = mean + _Z**2 / (2 * count)
         half = _Z * math.sqrt(mean * (1 - mean) / count + (_Z / (2 * count)) ** 2)
         scale = 1 + _Z**2 / count
         return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
     if count < 2:
         return None
+    # count - 1 because std is that of the population.
     half = _Z * std / math.sqrt(count - 1)
     return mean - half, mean + half
 

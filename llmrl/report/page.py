@@ -42,6 +42,8 @@ def report_data(run: RunFiles) -> dict[str, Any]:
     info = run.info
     command = " ".join(str(info[name]) for name in ("command", "recipe") if info.get(name))
     created = str(info.get("created", ""))[:16].replace("T", " ")
+    rows = [[str(cell) for cell in row] for row in info.get("plan", ())]
+    plan = {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
     started = f"started {created} with llmrl {info.get('llmrl', '?')}" if created else ""
     return {
         "title": run.name,
@@ -50,7 +52,7 @@ def report_data(run: RunFiles) -> dict[str, Any]:
         "cards": _cards(run),
         "findings": [{"text": finding.text, "remedy": finding.remedy} for finding in findings(run)],
         "charts": charts(run),
-        "tables": [_plan_table(info), _settings_table(run), _metrics_table(run)],
+        "tables": [plan, _settings_table(run), _metrics_table(run)],
         "notes": run.notes + ([] if run.steps else ["No step is finished yet."]),
     }
 
@@ -75,6 +77,7 @@ def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, 
         "rollouts_script": scripts[0],
         "script": scripts[1],
     }
+    # One pass: braces in the text of a run are not replaced in their turn.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
@@ -130,11 +133,6 @@ def _change(label: str, before: float | None, after: float, note: str) -> dict[s
     gain = f"{sign}{format_number(abs(after - before))}"
     value = f"{format_number(before)} → {format_number(after)}"
     return {"label": label, "value": value, "note": " · ".join(filter(None, [gain, note]))}
-
-
-def _plan_table(info: Mapping[str, Any]) -> dict[str, Any]:
-    rows = [[str(cell) for cell in row] for row in info.get("plan", ())]
-    return {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
 
 
 def _settings_table(run: RunFiles) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rewrites the report of a run while it trains, at no cost that a step would notice."""
+"""Rewrites the report of a run while it trains, in a process of low priority."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReportRefresher(AbstractContextManager):
     """Keeps ``<run>/report.html`` up to date; used as a context manager around the steps.
 
     `refresh` begins a page in a process of its own, of a lower priority: at most every `PAUSE_S`, never two at a
-    time, and so rarely that pages take no more than `SHARE` of a core. The end writes the last page here. A page that
-    cannot be written is a warning, each different one once.
+    time, and so rarely that pages take no more than `SHARE` of a core. On exit the last page is written here. A page
+    that cannot be written is a warning, shown once for each reason.
     """
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None]):
@@ -46,6 +46,7 @@ class ReportRefresher(AbstractContextManager):
             return
         self._began = time.monotonic()
         self._next = self._began + PAUSE_S
+        # -P: a file of the working directory, json.py say, must not be imported in place of a module.
         command = [sys.executable, "-P", "-c", _SCRIPT, str(self._run_dir)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:

@@ -57,6 +57,7 @@ def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, An
     records_of = cache(lambda step: _records(run_dir, step))
     room = max_bytes - 200
     ends_first = sorted(groups, key=lambda step: (step not in (steps[0], steps[-1]), step))
+    # Round by round, so that the steps share the room; the first and the last step come first in each.
     in_turn = zip_longest(*(groups[step] for step in ends_first))  # the first of each step, then the second of each
     for group in (group for turn in in_turn for group in turn if group is not None):
         if room < max_bytes // 50:
@@ -65,6 +66,7 @@ def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, An
         records = records_of(rows[0]["step"])
         words, control = _add_tokens(rows, [records.get(place) for place in group], max_tokens)
         new = {number: text for number, text in words.items() if number not in data["vocabulary"]}
+        # A group that does not fit is left out, and a smaller one may still come after it.
         size = _size(rows) + _size(new) + 8 * len(control)
         if size <= room:
             room -= size

@@ -1,4 +1,4 @@
-"""Warnings about a run, in words: what its metrics show, and what to try.
+"""Warnings about a run: a fact that its metrics show, and a remedy to try.
 
 Trends compare the first fifth of a run with its last; the thresholds are rules of thumb, not tests.
 """
@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from llmrl.report.intervals import evaluations
@@ -29,37 +28,17 @@ class Finding:
     remedy: str
 
 
-@dataclass(frozen=True)
 class Trend:
-    """The values of a metric, of the steps that have one."""
+    """The values of a metric in at least `MIN_STEPS` steps, and the means of their first and their last fifth."""
 
-    values: Sequence[float]
-
-    @cached_property
-    def parts(self) -> tuple[Sequence[float], Sequence[float]]:
-        fifth = max(1, len(self.values) // 5)
-        return self.values[:fifth], self.values[-fifth:]
-
-    @cached_property
-    def first(self) -> float:
-        return statistics.fmean(self.parts[0])
-
-    @cached_property
-    def last(self) -> float:
-        return statistics.fmean(self.parts[1])
-
-    @cached_property
-    def error(self) -> float:
-        """The standard error of ``last - first``."""
-        return math.sqrt(sum(statistics.variance(part) / len(part) for part in self.parts))
-
-    @property
-    def rose(self) -> bool:
-        return self.last - self.first > _TWO_ERRORS * self.error
-
-    @property
-    def fell(self) -> bool:
-        return self.first - self.last > _TWO_ERRORS * self.error
+    def __init__(self, values: Sequence[float]):
+        fifth = len(values) // 5
+        ends = values[:fifth], values[-fifth:]
+        self.values = values
+        self.first, self.last = map(statistics.fmean, ends)
+        error = math.sqrt(sum(statistics.variance(end) / fifth for end in ends))  # of the difference of the means
+        self.rose = self.last - self.first > _TWO_ERRORS * error
+        self.fell = self.first - self.last > _TWO_ERRORS * error
 
 
 def findings(run: RunFiles) -> list[Finding]:
@@ -108,6 +87,7 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
         return
     best = max(statistics.fmean(reward.values[i : i + 5]) for i in range(len(reward.values) - 4))
     span = max(reward.values) - min(reward.values)
+    # From differences of neighbours, which a trend does not widen; they have twice the variance of a value.
     noise = statistics.stdev(b - a for a, b in pairwise(reward.values)) / math.sqrt(2 * 5)  # of a mean of five steps
     if best - reward.last > max(0.3 * span, 6 * noise) and not reward.rose:
         yield Finding(

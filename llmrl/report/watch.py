@@ -1,4 +1,4 @@
-"""``llmrl watch``: the report of a run on this machine's own address, newer every few seconds."""
+"""``llmrl watch``: serves the report of a run to this machine alone, updated every few seconds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llmrl.errors import ConfigError, LLMRLError
 from llmrl.report.page import as_json, page, report_data
 from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import read_run
+from llmrl.run.run_dir import RunDir
 
 __all__ = ["ReportServer", "watch"]
 
@@ -63,6 +64,7 @@ class ReportServer(ThreadingHTTPServer):
             return None
         with self._lock:
             try:
+                # | and not or: both parts are looked at, also if the first has changed.
                 if self._read_part("report") | self._read_part("rollouts"):
                     clock = time.thread_time()
                     self._made = {"": page(*self._parts.values(), live=True), "data": as_json(self._parts)}
@@ -91,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = re.fullmatch("/([^/?]*)/([^/?]*)", self.path)
         token, name = asked.groups() if asked else ("", "")
+        # In constant time: the token cannot be guessed letter by letter.
         known = secrets.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(403, "text/plain", "llmrl watch answers to its own address only\n")
@@ -115,12 +118,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing for a request."""
 
 
-def watch(run_dir: Path, *, port: int) -> int:
+def watch(run: RunDir, *, port: int) -> int:
     """Serves until Ctrl-C, at a low priority; a run that trains on this machine goes first."""
     os.nice(10)
-    with ReportServer(run_dir, port) as server:
+    with ReportServer(run.path, port) as server:
         print(f"watch     {server.url}", flush=True)
-        print(f"          {run_dir}, read only; Ctrl-C ends this page and not the run", flush=True)
+        print(f"          {run.path}, read only; Ctrl-C ends this page and not the run", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

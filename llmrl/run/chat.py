@@ -197,6 +197,7 @@ class Conversation:
 
     def _show(self, *, end: bool = False) -> None:
         """Prints the text that is new; the last character waits for its other bytes, control tokens are left out."""
+        # Decoded as a whole each time: a character may be spread over several tokens.
         text = self.policy.tokenizer.decode([token for token, _ in self.drawn], skip_special_tokens=True)
         if not end:
             text = text.rstrip("\ufffd")

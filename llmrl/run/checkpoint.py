@@ -43,6 +43,7 @@ class CheckpointStore:
             raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
         self.folder = Path(run_dir) / "checkpoints"
         self.keep, self.who = keep, who
+        # One thread: checkpoints are published in the order of their steps, and never two at a time.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._publishing: Future[None] | None = None
         if writer:
@@ -96,6 +97,8 @@ class CheckpointStore:
         with self.undoing(step):
             _seal(self.draft(step))
             if target.exists():
+                # A folder cannot be renamed over one that holds files. Of the two renames, `_clean` takes back the
+                # first if the process was killed before the second.
                 replaced = self.folder / f"{_REPLACED}step{step}"
                 os.rename(target, replaced)
                 os.rename(self.draft(step), target)
@@ -143,6 +146,7 @@ class CheckpointStore:
             except DataError as error:
                 faults[folder] = str(error)
                 continue
+            # Set aside only now that an older one is whole: if none is, all stay where they are.
             for damaged in faults:
                 aside = damaged.with_name(_DAMAGED + damaged.name)
                 with writing(damaged):
@@ -252,6 +256,7 @@ class InterruptGuard:
         if not self.requested:
             self.requested = True
             self._first = now
+        # A second Ctrl-C alone ends the run at once: batch systems and torchrun repeat SIGTERM by themselves.
         elif number == signal.SIGINT and now - self._first > self._debounce_s:
             raise KeyboardInterrupt
 
@@ -263,6 +268,7 @@ def _seal(folder: Path) -> None:
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _checksum(path)} for path in paths
     }
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    # Contents first, then the folders that name them: the rename must not reach the disk before either.
     for root, _, names in os.walk(folder):
         for name in names:
             with open(Path(root) / name, "rb") as file:

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ from llmrl.errors import (
 )
 from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
-from llmrl.run.command_line import RUN, Parser, option
-from llmrl.run.commands import COMMANDS
+from llmrl.run.commands import COMMANDS, RUN, Parser, option
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
@@ -170,15 +170,20 @@ def _train(command: str, arguments: list[str]) -> int:
     name = path.stem if path else command
     if options.resume and options.name is None:
         raise ConfigError(f"llmrl {command}  --resume goes on with the run of a --name: give one")
-    given = (command, name, loaded, arguments, options.runs, options.name)
-    run = _on_all_ranks(lambda: (options.resume and _run_of_name(*given)) or _new_run(*given))
+    record = partial(_record, command=command, recipe=name, loaded=loaded, arguments=arguments)
+    run = _on_all_ranks(
+        lambda: (
+            (options.resume and _run_of_name(options, command, loaded, record))
+            or _new_run(options, name, loaded, record)
+        )
+    )
     with _lock(run):
         goes_on = options.resume or _num_restarts() > 0
         resume = goes_on and latest_checkpoint(run.path) is not None
         if goes_on and not resume and _rank() == 0:  # what was logged comes again
             run.metrics.unlink(missing_ok=True)
             shutil.rmtree(run.rollouts, ignore_errors=True)
-        changes = {"on_start": lambda: _record(run, command, name, loaded, arguments)} if options.resume else {}
+        changes = {"on_start": lambda: record(run)} if options.resume else {}
         return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, **changes)
 
 
@@ -237,7 +242,9 @@ def _launch_all(arguments: list[str]) -> int:
         [options.command, *rest],
         runs=runs,
         wait_s=options.wait,
-        settings={"port": options.port, "trainers": options.trainers, "dry_run": options.dry_run},
+        port=options.port,
+        trainers=options.trainers,
+        dry_run=options.dry_run,
     )
 
 
@@ -257,7 +264,7 @@ def _resume(arguments: list[str]) -> int:
     run = RunDir.open(options.run)
     with _lock(run):
         recipe, info, loaded = load_run(run, options.overrides)
-        _check_fixed(run, recipe.settings(), loaded.config)
+        _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
         if latest_checkpoint(run.path) is None:
             raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
@@ -275,14 +282,12 @@ def _resume(arguments: list[str]) -> int:
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _new_run(
-    command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str | None
-) -> RunDir:
-    if _num_restarts() and (begun := _begun_by(_launch(), Path(root))) is not None:
+def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: Callable[[RunDir], None]) -> RunDir:
+    if _num_restarts() and (begun := _begun_by(_launch(), Path(options.runs))) is not None:
         return begun
-    run = RunDir.create(recipe, dump_config(loaded.config, loaded.origins), root=root, name=name)
+    run = RunDir.create(recipe, dump_config(loaded.config, loaded.origins), root=options.runs, name=options.name)
     try:
-        _record(run, command, recipe, loaded, arguments)
+        record(run)
     except RunFolderError:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -290,20 +295,20 @@ def _new_run(
 
 
 def _run_of_name(
-    command: str, recipe: str, loaded: Loaded, arguments: Sequence[str], root: str, name: str
+    options: argparse.Namespace, command: str, loaded: Loaded, record: Callable[[RunDir], None]
 ) -> RunDir | None:
     """The run to go on with, which may have been killed before it had its first file; None if there is none.
 
     Raises  ConfigError if it is of another command, or of settings that a resumed run cannot change
     """
-    run = RunDir(Path(root) / name)
+    run = RunDir(Path(options.runs) / options.name)
     if not run.path.is_dir():
         return None
     if not run.info.exists():
-        _record(run, command, recipe, loaded, arguments)
+        record(run)
     if (other := run.read_info().get("command")) != command:
         raise ConfigError(f"--name  {run.path} is a run of {other}: choose another name for one of {command}")
-    _check_fixed(run, RECIPES[command].settings(), loaded.config)
+    _check_fixed(run, loaded.config)
     return run
 
 
@@ -325,6 +330,7 @@ def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: S
 
 def _begun_by(launch: str, root: Path) -> RunDir | None:
     """The run that this launch began before its launcher restarted the ranks."""
+    # The newest first: it is among the last ones that were begun.
     for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
         with suppress(ConfigError):
             if run.read_info().get("launch") == launch:
@@ -347,14 +353,11 @@ def _lock(run: RunDir) -> AbstractContextManager[None]:
     return run.lock() if _rank() == 0 else nullcontext()
 
 
-def _check_fixed(run: RunDir, settings: type[Any], config: Any) -> None:
-    """Refuses changes of settings that a checkpoint has decided.
-
-    Raises  ConfigError that names each
-    """
-    before = load_config(settings, run.config).config
+def _check_fixed(run: RunDir, config: Any) -> None:
+    """Raises ConfigError for changes of settings that a checkpoint has decided, naming each."""
+    before = load_config(type(config), run.config).config
     faults = []
-    for name in getattr(settings, "FIXED", ()):
+    for name in getattr(config, "FIXED", ()):
         was, is_now = (operator.attrgetter(name)(values) for values in (before, config))
         was, is_now = (value.model_dump() if hasattr(value, "model_dump") else value for value in (was, is_now))
         if was != is_now:
@@ -372,11 +375,13 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
 
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
+    # A key for each restart: the store outlives the ranks and still has the answer to the start before.
     key = f"llmrl/run/{_num_restarts()}"
     if rank == 0:
         try:
             run = create()
         except ConfigError:
+            # Tells the other ranks, which would otherwise wait until the deadline.
             store.set(key, "")
             raise
         store.set(key, str(run.path.absolute()))

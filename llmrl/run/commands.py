@@ -1,21 +1,58 @@
-"""The commands that do not train: the options of each, checked before its module is imported."""
+"""The options of a command, with near names for what is not one of them; the commands that do not train.
+
+The options are checked before the module of a command is imported.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, closest
 from llmrl.loading import load_object
-from llmrl.run.command_line import JSON, RUN, Parser, option
 from llmrl.run.recipes import checkpoint_of, load_run
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "RUN", "Parser", "option"]
 
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An option of a command, as argparse's ``add_argument`` takes it."""
+    return names, settings
+
+
+RUN = option("run", help="a run's folder, or its name in runs/")
+JSON = option("--json", dest="as_json", action="store_true", help="print one JSON object")
 CHECKPOINT = option("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, that lets options stand between settings and suggests near names."""
+
+    def __init__(self, usage: str, *options: Option):
+        super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
+        for names, settings in options:
+            self.add_argument(*names, **settings)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        options, unknown = self.parse_known_intermixed_args(arguments)
+        if unknown:
+            name, equals, _ = unknown[0].partition("=")
+            takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
+            match = closest(name, takes_value if equals else self._option_string_actions)
+            hint = f"\ndid you mean  {match}?" if match else ""
+            if equals and not match:
+                hint = f"\ndid you mean  {unknown[0].lstrip('-')}   (settings have no dashes)?"
+            raise ConfigError(f"{self.prog} {unknown[0]}  is not an option{hint}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}  {message}")
 
 
 class _Command:
@@ -36,10 +73,6 @@ class _Command:
 
 def _with_run(run: str, **given: Any) -> dict[str, Any]:
     return {"run": RunDir.open(run), **given}
-
-
-def _with_folder(run: str, **given: Any) -> dict[str, Any]:
-    return {"run_dir": RunDir.open(run).path, **given}
 
 
 def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any) -> dict[str, Any]:
@@ -124,7 +157,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         ),
         option("--merge", action="store_true", help="of a run with adapters: the model with them added in"),
         option("--push", metavar="REPO", help="upload the folder to this repository of the hub, too"),
-        option("--public", action="store_true", help="everybody can see the repository that --push makes"),
+        option("--public", action="store_true", help="make the repository of --push public"),
         prepare=_with_checkpoint,
     ),
     "show": _Command(
@@ -156,7 +189,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "llmrl.report.watch:watch",
         RUN,
         option("--port", type=int, default=0, metavar="N", help="on this machine (default: a free one)"),
-        prepare=_with_folder,
+        prepare=_with_run,
     ),
     "compare": _Command(
         "compare RUN RUN ... [--html FILE]",

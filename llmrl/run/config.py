@@ -217,6 +217,7 @@ def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
         home, _, own = setting.name.rpartition(".")
         words = re.split(r"[,;:(.]", setting.meaning.lower())[0].strip().replace(" ", "_")
         score = max(SequenceMatcher(None, leaf.lower(), other).ratio() for other in (own, words, *setting.also))
+        # Of names that are about equally close, that of the section that was written wins.
         return score + (0.1 if home == section else 0.0)
 
     best = max(known, key=likeness, default=None)
@@ -257,6 +258,7 @@ def _line(place: str) -> int:
 def _to_yaml(tree: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     """YAML of plain data, with a comment at the line of each dotted name that has one."""
     text = yaml.dump(dict(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    # PyYAML writes no comments: its text is parsed again for the line of each name.
     places = Source(name="line")
     places.parse(text)
     lines = text.removesuffix("\n").split("\n")

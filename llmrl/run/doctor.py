@@ -88,6 +88,7 @@ def _devices() -> list[Finding]:
             if name.startswith("cuda"):
                 properties = torch.cuda.get_device_properties(name)
                 detail = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            # A backward pass: a driver can list a device on which no kernel runs.
             weight = torch.ones(8, 8, device=name, requires_grad=True)
             (weight @ weight).sum().backward()
             works = weight.grad is not None and bool((weight.grad == 16).all())

@@ -159,6 +159,7 @@ def sample_metrics(answers: Answers) -> dict[str, Any]:
 def _pass_at(size: int, count: int, right: int) -> float:
     """The share of the choices of ``size`` from ``count`` answers that hold one of the ``right`` ones."""
     size = min(size, count)  # if scoring some failed
+    # The complement: no right one among `size` of them, without order and without putting any back.
     return 1.0 - math.comb(count - right, size) / math.comb(count, size)
 
 

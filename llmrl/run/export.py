@@ -88,6 +88,7 @@ def export(
 @contextmanager
 def _whole_or_absent(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` that becomes it at the end, and is removed if the block fails."""
+    # Beside it: a rename is atomic within one file system only.
     draft = folder.with_name(f".{folder.name}.draft-{os.getpid()}")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +152,7 @@ def _set_dtype(path: Path, dtype: str) -> None:
 def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
     """Writes the stop tokens of the chat template and the run's sampling into the generation config."""
     tokenizer = load_tokenizer(config.model_copy(update={"model": str(checkpoint)}), runs=checkpoint.parent)
+    # A template ends a turn with its own token; a model that stops at eos alone would write the next turn too.
     stops = list(Renderer(tokenizer).stop_token_ids)
     path = draft / "generation_config.json"
     settings = json.loads(path.read_text()) | {"eos_token_id": stops if len(stops) > 1 else stops[0]}

@@ -28,7 +28,7 @@ from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.run.console import make_console, print_plan
 
-__all__ = ["Command", "Launch", "launch", "plan_launch", "run_launch"]
+__all__ = ["Command", "Launch", "launch", "run_launch"]
 
 HOST = "127.0.0.1"  # a server that takes weights does what any client asks
 INTERRUPTED = 130
@@ -59,24 +59,23 @@ class Launch:
 
 
 def launch(
-    module: str, config: Any, arguments: Sequence[str], *, runs: Path, wait_s: float, settings: Mapping[str, Any]
+    module: str,
+    config: Any,
+    arguments: Sequence[str],
+    *,
+    runs: Path,
+    port: int,
+    trainers: int | None,
+    dry_run: bool,
+    wait_s: float,
 ) -> int:
-    """The command, with the ``settings`` of `plan_launch`. Returns the exit code."""
-    planned = plan_launch(module, config, arguments, runs=runs, **settings)
-    if not settings["dry_run"]:
-        say = partial(print, "launch       ", file=sys.stderr, flush=True)
-        return run_launch(planned, runs=runs, wait_s=wait_s, say=say)
-    print_plan(make_console(), "launch (dry run)", planned.rows)
-    print(*planned.servers.values(), planned.trainer, sep="\n")
-    return 0
+    """Starts the processes that train by ``config`` and returns the exit code; with ``dry_run`` only prints them.
 
-
-def plan_launch(module: str, config: Any, arguments: Sequence[str], **settings: Any) -> Launch:
-    """The processes that train by ``config``; arguments as of `_plan`, in a process that leaves no memory on a GPU.
+    ``module`` is the recipe's; ``arguments`` are the ranks'; without ``trainers`` all other GPUs train, on a CPU one.
 
     Raises  ConfigError for what this machine cannot do, and for a port in use
     """
-    rollout, port = config.rollout, settings["port"]
+    rollout = config.rollout
     if not rollout.gpus or rollout.servers:
         raise ConfigError(
             f"llmrl launch  starts the engines of rollout.gpus: got {rollout.gpus}; give rollout.gpus=N"
@@ -92,21 +91,20 @@ def plan_launch(module: str, config: Any, arguments: Sequence[str], **settings: 
                 raise ConfigError(
                     f"llmrl launch  needs port {number} for a server: {error.strerror}; give others with --port"
                 ) from None
+    # In a process of its own: the plan asks CUDA for its devices, which leaves a context in the GPU's memory.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_plan, module, config, list(arguments), **settings).result()
+        planned = pool.submit(_plan, module, config, list(arguments), runs, port, trainers, dry_run).result()
+    if not dry_run:
+        say = partial(print, "launch       ", file=sys.stderr, flush=True)
+        return run_launch(planned, runs=runs, wait_s=wait_s, say=say)
+    print_plan(make_console(), "launch (dry run)", planned.rows)
+    print(*planned.servers.values(), planned.trainer, sep="\n")
+    return 0
 
 
 def _plan(
-    module: str,
-    config: Any,
-    arguments: list[str],
-    *,
-    runs: Path,
-    port: int,
-    trainers: int | None = None,
-    dry_run: bool = False,
+    module: str, config: Any, arguments: list[str], runs: Path, port: int, trainers: int | None, dry_run: bool
 ) -> Launch:
-    """``module`` is the recipe's; ``arguments`` the ranks'; without ``trainers`` all other GPUs train, on a CPU one."""
     import torch
 
     from llmrl.modules.llm.engines.vllm.compat import server_command
@@ -127,6 +125,7 @@ def _plan(
     gpu = gpu and replace(gpu, count=trainers + rollout.gpus)
     rows, engine = importlib.import_module(module).plan_with_engine(config, runs=runs, gpu=gpu)
 
+    # Ranks get the first GPUs and servers the last ones, by the names that this process was given.
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
 
@@ -151,6 +150,7 @@ def _served(
     """The model that servers read. One that is made on the spot is written without weights, which the run sends."""
     from llmrl.train.models import load_tokenizer, meta_model, resolve_model
 
+    # Weights come from the run before the first request, so a made-up model needs no file of them.
     if isinstance(config.model, str):
         return str(resolve_model(config.model, runs=runs)), options
     folder = runs.absolute() / ".launch" / f"model-{port}"
@@ -266,6 +266,7 @@ def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
             for server in started:
                 server.signal(signal.SIGTERM)
             end = time.monotonic() + _ENDING_S
+            # A list: each is polled, which collects those that have ended. A group may outlive its server.
             while any([server.exitcode is None or server.signal(0) for server in started]) and time.monotonic() < end:
                 time.sleep(0.1)
             for server in started:

@@ -166,6 +166,7 @@ class MetricsLog(AbstractContextManager):
     def _remove_steps_after(self, last: int) -> None:
         with writing(self.path):
             if self.path.exists():
+                # Through the reader, which also leaves out a last line that a kill cut short.
                 kept = [json.dumps(row) + "\n" for row in _rows(self.path) if row["step"] <= last]
                 replace_file(self.path, "".join(kept))
 
@@ -251,6 +252,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     """A finite float or int; None for anything else that a file could hold."""
+    # math.isfinite raises OverflowError for an integer that no float can hold.
     if not isinstance(value, int | float) or abs(value) > 1e300:
         return None
     return value if math.isfinite(value) else None

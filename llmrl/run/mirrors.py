@@ -98,6 +98,7 @@ class MLflowMirror:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name("llmrl")
         number = experiment.experiment_id if experiment else self._client.create_experiment("llmrl", artifacts)
+        # A resumed run continues in the MLflow run of its name.
         known = self._client.search_runs([number], f"attributes.run_name = '{name}'", max_results=1)
         self._id = (known[0] if known else self._client.create_run(number, run_name=name)).info.run_id
         self._client.log_dict(self._id, dict(config), "settings.json")
@@ -105,6 +106,7 @@ class MLflowMirror:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
+            # MLflow refuses names such as eval/aime25/pass@16.
             self._client.log_metric(self._id, re.sub(r"[^\w./ -]", "_", name), value, step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:

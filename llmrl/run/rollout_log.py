@@ -158,6 +158,7 @@ class RolloutLog:
         kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
         schema = pyarrow.schema([(name, _arrow_type(kind)) for name, kind in kinds.items()])
         path = self.folder / _file_name(step)
+        # Readers look for step*.parquet, and so never see half a file.
         draft = path.with_suffix(".tmp")
         with writing(path):
             self.folder.mkdir(exist_ok=True)
@@ -191,6 +192,7 @@ def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
         if not names:
             return {}
         rows = file.read(names)
+        # Filtered while it is Arrow: most rows of a step keep no tokens, and Python objects of the others are many.
         kept = rows[f"{_TOKEN}ids"].is_valid()
         places = [place for place, has_tokens in enumerate(kept.to_pylist()) if has_tokens]
         records = (_token_record(row) for row in rows.filter(kept).to_pylist())

@@ -116,6 +116,7 @@ class RunDir:
     @property
     def holder(self) -> str | None:
         """The process that trains here now; None if none does, or the file system knows no locks."""
+        # Asks who holds the lock and does not take it: a reader that took it could make a run that starts now fail.
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
         try:
             with open(self.path / ".lock", encoding="utf-8") as file:
@@ -154,6 +155,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turns an OSError of the file system into a RunFolderError that names ``path`` and the remedy."""
     try:
         yield
+    # It is an OSError too, and names its file and remedy already.
     except RunFolderError:
         raise
     except OSError as error:
@@ -184,6 +186,7 @@ def replace_file(path: Path, text: str) -> None:
 
     Raises  RunFolderError
     """
+    # In the same folder: a rename is atomic within one file system only.
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with writing(path):
         draft.write_text(text, encoding="utf-8")

@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from llmrl.errors import DataError
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.run.console import (
@@ -42,15 +40,7 @@ _COLUMNS = {  # of a run that has this metric
 }
 
 
-def show(
-    run: RunDir,
-    *,
-    rows: int = 20,
-    step: int | None = None,
-    samples: int = 2,
-    as_json: bool = False,
-    console: Console | None = None,
-) -> int:
+def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: bool) -> int:
     """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change, or as
     one JSON object all steps with those changes; returns 0.
 
@@ -58,7 +48,6 @@ def show(
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
-    console = console or make_console()
     info, steps = run.read_info(), read_metrics(run.path)
     checkpoints = CheckpointStore(run.path, writer=False).steps()
     if as_json:
@@ -66,6 +55,7 @@ def show(
         facts = {"changes": measures, "calls": _calls(steps), "checkpoints": checkpoints}
         print(json.dumps({"run": str(run.path), "info": info, "steps": steps, **facts}))
         return 0
+    console = make_console()
     command = info.get("command", "?")
     head = [("command", f"llmrl {command} {shlex.join(map(str, info.get('arguments', [])))}")]
     head.append(("created", f"{info.get('created', '?')} by llmrl {info.get('llmrl', '?')}"))
@@ -73,6 +63,7 @@ def show(
     if not steps:
         print_summary(console, ["no step is finished yet"])
         return 0
+    # The evaluation before the first step has a row of its own, with nothing that was trained.
     trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
     columns = next((found for name, found in _COLUMNS.items() if any(name in row for row in steps)), SFT_COLUMNS)
     print_table(console, columns, evenly(trained, rows if rows > 0 else len(trained)))

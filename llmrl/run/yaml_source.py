@@ -107,6 +107,7 @@ class Source:
         if len(self.places) > _MAX_ENTRIES:  # a few lines of aliases of aliases are as many as one likes
             problem = f"more than {_MAX_ENTRIES:,} entries, those of aliases included"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        # From nodes, not from loaded values: a node has its line, and a mapping still has a key that came twice.
         if isinstance(node, yaml.SequenceNode):
             return [self._item(loader, item, (*at, index), item, problems) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -149,7 +150,9 @@ class Source:
                 return f"command line  {text}  cannot be set: {outer} is {node!r} and not a section"
         node[leaf] = parsed
         at = (*sections, leaf)
+        # The value replaces what the file has at this name and below it, so their places go too.
         self.places = {path: place for path, place in self.places.items() if path[: len(at)] != at}
+        # A section that exists by this override alone has a place as well, for messages about the section.
         for depth in range(1, len(at)):
             self.places.setdefault(at[:depth], "command line")
         self._place_override(at, parsed)
@@ -170,6 +173,7 @@ class Source:
         return at, self.places.get(at, self.name)
 
     def origins(self) -> dict[str, str]:
+        # A list is one setting: its items have places for messages, and no origin of their own.
         inner = {path[:-1] for path in self.places if isinstance(path[-1], str)}
         leaves = {path for path in self.places if path not in inner and all(isinstance(part, str) for part in path)}
         return {dotted(path): place for path, place in self.places.items() if path in leaves}

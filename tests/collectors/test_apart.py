@@ -170,10 +170,11 @@ def test_a_rollout_that_keeps_failing_is_a_third_state_and_counted(concurrency):
 
 
 def test_a_failed_rollout_leaves_its_group_and_never_counts_as_zero():
-    env = dialogs(fails_for_copies({"q0": 1}), num_envs=2, repeats=4, group_repeats=True)
+    said = iter(range(100))
+    policy = ScriptedPolicy(lambda chat: "stop" + "!" * next(said))
+    env = dialogs(fails("q0", 2), num_envs=2, repeats=4, group_repeats=True)  # for all rows, then for one copy alone
     buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=MCAdvantage(4, scale="none"))
-    collector = collect(env, words_by_turn(), retries=0, replay_buffer=buffer)
-    collector.next()
+    collect(env, policy, retries=0, replay_buffer=buffer).next()
     rows = buffer[:]
     by_group = {}
     for group, advantage in zip(rows.get("group_id").tolist(), rows.get("advantage").flatten(1)[:, 0], strict=True):
@@ -181,25 +182,6 @@ def test_a_failed_rollout_leaves_its_group_and_never_counts_as_zero():
     sizes = {group: len(values) for group, values in by_group.items()}
     assert sorted(sizes.values()) == [3, 4]
     assert all(abs(sum(values)) < 1e-5 for values in by_group.values()), "each group is centred on those that count"
-
-
-def fails_for_copies(times):
-    left = dict(times)
-
-    def hook(chats):
-        if len(chats) > 1:
-            raise OSError("one of many")
-        name = name_of(chats[0])
-        if left.get(name, 0):
-            left[name] -= 1
-            raise OSError("broke")
-
-    return hook
-
-
-def words_by_turn():
-    said = iter(range(100))
-    return ScriptedPolicy(lambda chat: "stop" + "!" * next(said))
 
 
 def test_an_env_that_never_answers_is_no_accident():

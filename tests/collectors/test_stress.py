@@ -16,7 +16,7 @@ from llmrl.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
 from llmrl.data import LazyTensorStorage, ReplayBuffer
 from llmrl.errors import WorkerError
 from tests.support.counting_env import CountingEnv, Scale
-from tests.support.processes import raises_within
+from tests.support.processes import is_running, raises_within
 
 
 class Uniform(nn.Module):
@@ -41,15 +41,8 @@ def check(rows: TensorDictBase) -> None:
     assert (rows["next", "reward"] == rows["next", "observation"] + rows["action"]).all()
 
 
-def ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def stress(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_readers_and_weights_in_the_middle_of_writes_see_nothing_half_done(seconds: float):
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=64, shared=True)  # is written over many times
     collector = MultiaSyncDataCollector(
         [lambda: CountingEnv(30, cost_s=1e-4)] * 2,
@@ -90,16 +83,7 @@ def stress(seconds: float) -> None:
         buffer.extend(rows[:3])  # the lock is free
     finally:
         collector.shutdown()
-    assert all(map(ended, workers))
-
-
-def test_readers_and_weights_in_the_middle_of_writes_see_nothing_half_done():
-    stress(3.0)
-
-
-@pytest.mark.slow
-def test_readers_and_weights_in_the_middle_of_writes_for_longer():
-    stress(30.0)
+    assert not any(map(is_running, workers))
 
 
 # --- a worker that is killed ---
@@ -132,7 +116,7 @@ def test_a_worker_that_is_killed_with_the_lock_of_the_buffer_is_named_and_leaves
     workers = [worker.process.pid for worker in collector._pool.workers]
     with raises_within(50, WorkerError, r"worker 0 of 2.*was killed by SIGKILL"):
         [collector.next() for _ in range(100)]
-    assert all(map(ended, workers))
+    assert not any(map(is_running, workers))
     rows, count = buffer[:], buffer.write_count
     assert (rows["next", "observation"] == rows["observation"] + 1).all()
     buffer.extend(rows[:5])
@@ -152,4 +136,4 @@ def test_a_worker_that_is_killed_while_it_takes_weights_is_named(cls):
 
     with raises_within(50, WorkerError, "worker 0"):
         push()
-    assert all(map(ended, workers))
+    assert not any(map(is_running, workers))

@@ -13,7 +13,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from llmrl.collectors import SyncDataCollector, VanillaWeightUpdater
-from llmrl.collectors.policy_setup import placed
+from llmrl.collectors.collector import placed
 from llmrl.data import LazyTensorStorage, ReplayBuffer
 from llmrl.envs import NextStateReconstructor, StepCounter, Transform, TransformedEnv
 from llmrl.errors import ConfigError, WeightSyncError, WorkerError
@@ -87,30 +87,27 @@ def test_without_a_policy_actions_are_random_and_a_factory_makes_one():
         SyncDataCollector(CountingEnv, Scale(), policy_factory=Scale, frames_per_batch=4)
 
 
+REFUSED = [("total_frames", 0), ("frames_per_batch", 0), ("extend_buffer", False), ("interruptor", 3), ("postproc", 3)]
+REFUSED += [("frames_per_batch", 6.0), ("exploration_type", "mode"), ("replay_buffer", 3), ("timeout_s", 0)]
+REFUSED += [("weight_sync_schemes", {"policy": 3})]
+
+
 def test_unknown_and_contradicting_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"frames_per_bach.*Did you mean 'frames_per_batch'"):
-        SyncDataCollector(CountingEnv, frames_per_bach=4)
-    with pytest.raises(TypeError, match="frames_per_batch must be given"):
-        SyncDataCollector(CountingEnv)
-    for wrong in ({"total_frames": 0}, {"frames_per_batch": 0}, {"extend_buffer": False}, {"interruptor": 3}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            collector(**wrong)
-    of_another_kind = {"frames_per_batch": 6.0, "postproc": 3, "exploration_type": "mode", "replay_buffer": 3}
-    for name, value in {**of_another_kind, "weight_sync_schemes": {"policy": 3}}.items():
+    for name, value in REFUSED:
         with pytest.raises(ConfigError, match=name):
             collector(**{name: value})
-    with pytest.raises(ConfigError, match=r"missing keys \['env_state_dict', 'frames'"):
-        collector().load_state_dict({})
-    with pytest.raises(ConfigError, match=r"the policy must be a function.*got 3"):
-        collector(policy=3)
-    with pytest.raises(ConfigError, match=r"must return the tensordict.*got None"):
-        collector(policy=lambda td: None).next()
-    with pytest.raises(ConfigError, match="must be, or return, an EnvBase: got list"):
-        SyncDataCollector([CountingEnv], frames_per_batch=4)
-    with pytest.raises(ConfigError, match="track_traj_ids"):
-        collector(split_trajs=True, track_traj_ids=False)
-    with pytest.raises(ConfigError, match="must be, or return, an EnvBase: got int"):
-        SyncDataCollector(lambda: 3, frames_per_batch=4)
+    for error, message, make in [
+        (TypeError, r"frames_per_bach.*Did you mean 'frames_per_batch'", lambda: collector(frames_per_bach=4)),
+        (TypeError, "frames_per_batch must be given", lambda: SyncDataCollector(CountingEnv)),
+        (ConfigError, r"missing keys \['env_state_dict', 'frames'", lambda: collector().load_state_dict({})),
+        (ConfigError, r"the policy must be a function.*got 3", lambda: collector(policy=3)),
+        (ConfigError, r"must return the tensordict.*got None", lambda: collector(policy=lambda td: None).next()),
+        (ConfigError, "must be, or return, an EnvBase: got list", lambda: collector([CountingEnv])),
+        (ConfigError, "must be, or return, an EnvBase: got int", lambda: collector(lambda: 3)),
+        (ConfigError, "track_traj_ids", lambda: collector(split_trajs=True, track_traj_ids=False)),
+    ]:
+        with pytest.raises(error, match=message):
+            make()
 
 
 def test_a_limit_of_frames_truncates_and_counts():

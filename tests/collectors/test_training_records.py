@@ -18,9 +18,8 @@ from llmrl.modules.llm import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss, count_step
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.testing import tiny_model, tiny_tokenizer
-from tests.support.conversations import AskAgain, Recorder
+from tests.support.conversations import ROWS, AskAgain, Recorder
 
-ROWS = [{"query": f"q{n}", "answer": str(n)} for n in range(6)]
 THINKING = "<think>\nhm\n</think>\n\n"
 TOKENIZER = tiny_tokenizer(template="qwen3")
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of conversations: parsed as a browser does, it holds no markup of a model's."""
+"""HTML of conversations for notebooks: parsed as a browser does, it holds no markup of a model's."""
 
 from __future__ import annotations
 

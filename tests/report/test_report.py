@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from llmrl.errors import DataError, RunFolderError
 from llmrl.report import write_report
 from llmrl.report.curves import MOST_POINTS, charts, thin
 from llmrl.report.intervals import evaluations, interval
@@ -43,13 +42,6 @@ def charts_of(path, steps=5, changes=None):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
-    run = make_run(tmp_path / "a", 5)
-    with run.metrics.open("a") as file:
-        file.write('{"step": 6, "reward/me')
-    assert [row["step"] for row in read_run(run.path).steps] == [0, 1, 2, 3, 4, 5]
-
-
 def test_a_folder_without_any_file_gives_a_page_that_says_so(tmp_path):
     data = report_data(read_run(tmp_path))
     assert "No step is finished yet." in data["notes"]
@@ -78,13 +70,6 @@ def test_what_is_not_a_finite_number_is_left_out(tmp_path):
     last = read_run(run.path).steps[-1]
     assert {name for name, value in last.items() if value is not None} == {"step", "reward/std"}
     write_report(run.path)
-
-
-def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
-    run = make_run(tmp_path / "a", 3)
-    run.metrics.write_text("not json\n" + run.metrics.read_text())
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1"):
-        write_report(run.path)
 
 
 def test_what_looks_like_a_password_is_not_on_the_page(tmp_path):
@@ -295,10 +280,3 @@ def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch,
     assert (run.path / "report.html").is_file()
     assert not list(run.path.glob(".*draft"))
     run_llmrl("report", "try2", code=2, words=["did you mean  runs/try1?"])
-
-
-def test_a_page_that_cannot_be_written_is_an_error_with_the_reason(tmp_path):
-    run = make_run(tmp_path / "a", 3)
-    (run.path / "report.html").mkdir()
-    with pytest.raises(RunFolderError, match=r"report\.html: cannot be written"):
-        write_report(run.path)

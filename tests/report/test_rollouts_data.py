@@ -1,4 +1,4 @@
-"""What the report shows of a run's rollouts: a bounded sample, read from files of any age and state."""
+"""The rollouts of a report: a bounded sample, read from files of any age and state."""
 
 import json
 from dataclasses import replace

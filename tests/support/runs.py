@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 
@@ -78,6 +79,17 @@ def make_run(
         log.write(
             step, [Rollout("2 + 2?", "4", float(i % 2), 0.5, "eos", version=0, tokens=3, group=0) for i in range(4)]
         )
+    return run
+
+
+def small_run(root: Path | str, name: str, *steps: Mapping[str, float], recipe: str = "toy", **info: object) -> RunDir:
+    """A run with these metrics, for steps from 0 on."""
+    run = RunDir.create(recipe, "", root=root, name=name)
+    run.write_config("steps: 4\n")
+    run.write_info({"command": "grpo", "recipe": recipe, **info})
+    with MetricsLog(run.path) as log:
+        for step, metrics in enumerate(steps):
+            log.log(step, metrics)
     return run
 
 

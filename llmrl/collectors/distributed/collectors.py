@@ -17,14 +17,14 @@ from tensordict import TensorDictBase
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.distributed.launchers import delayed_jobs, delayed_port, launcher_of
 from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_backend
-from llmrl.collectors.distributed.nested import build
 from llmrl.collectors.distributed.pool import RemotePool
 from llmrl.collectors.distributed.rendezvous import Rendezvous
 from llmrl.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector, _MultiDataCollector
+from llmrl.collectors.pooled import at, common_count
 from llmrl.collectors.worker import Recipe
 from llmrl.collectors.worker_pool import Worker
 from llmrl.concurrency.background_work import BackgroundWork
-from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError
+from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError, check_at_least
 from llmrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
 __all__ = ["DistributedDataCollector", "DistributedSyncDataCollector", "RPCDataCollector"]
@@ -38,7 +38,7 @@ class RemoteOptions:
 
     collector_class             of a worker: a class, or "single", "sync", "async"
     collector_kwargs            more arguments of it; a list has those of each worker
-    num_workers_per_collector   envs of a worker whose collector has processes of its own
+    num_workers_per_collector   processes of a worker's collector, with an env each, if its class has several
     sync                        True: a batch has a part of each worker; False: it is that of the first that is ready
     update_after_each_batch     after a batch, the workers that collected it get the weights of ``policy``
     max_weight_update_interval  a worker gets them after so many batches of all workers at the latest; -1: never
@@ -83,7 +83,7 @@ def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
 class _RemoteDataCollector(_MultiDataCollector):
     """A collector that has a worker for each env function, on this machine or on others.
 
-    Reads   ``create_env_fn``, functions that make the envs; ``policy``, of which each worker has a copy, or
+    Reads   ``create_env_fn``, functions that make the envs; ``policy``, copied to each worker, or
             ``policy_factory``, called in each; `RemoteOptions` and `CollectorOptions` for the other arguments
     Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], *B as the worker's collector has it;
             else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
@@ -93,7 +93,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             step for ``timeout_s``. Both name the worker, and all workers have ended by then
     """
 
-    own_arguments = tuple(field.name for field in fields(RemoteOptions))
+    _more_keywords = tuple(field.name for field in fields(RemoteOptions))
 
     def __init__(self, create_env_fn: Any, policy: Any, factory: Any, options: Mapping[str, Any]):
         who = type(self).__name__
@@ -102,12 +102,10 @@ class _RemoteDataCollector(_MultiDataCollector):
         self.sync = self.remote.sync
         self._class = self._check(who, options)
         rest = {name: value for name, value in options.items() if name not in mine}
-        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+        makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn]
         if issubclass(self._class, _MultiDataCollector):
             makers = [[maker] * self.remote.num_workers_per_collector for maker in makers]
-        kwargs = self.remote.collector_kwargs
-        if isinstance(kwargs, Sequence) and len(kwargs) != len(makers):
-            raise ConfigError(f"{who}: collector_kwargs must be one dict, or {len(makers)}: got {len(kwargs)}.")
+        common_count(who, create_env_fn=makers, collector_kwargs=self.remote.collector_kwargs)
         self._since = [0] * len(makers)  # batches that were handed out since a worker was given weights
         self._waits: dict[str, bool] = {}  # by model id: updates return when the workers have answered
         self._last: set[int] = set()  # the workers of the batch that was handed out last
@@ -134,8 +132,7 @@ class _RemoteDataCollector(_MultiDataCollector):
                 f"class derived from one, or one of {list(_CLASSES)}: got {cls!r}."
             )
         count = remote.num_workers_per_collector
-        if count < 1:
-            raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {count}.")
+        check_at_least(who, 1, num_workers_per_collector=count)
         if count > 1 and issubclass(cls, SyncDataCollector):
             raise ConfigError(
                 f"{who}: num_workers_per_collector={count} needs a collector of several "
@@ -160,12 +157,8 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def _builder(self) -> Callable[..., Any]:
-        return build
-
     def _options_of(self, index: int) -> dict[str, Any]:
-        given = self.remote.collector_kwargs or {}
-        return {**super()._options_of(index), **(given if isinstance(given, Mapping) else given[index])}
+        return {**super()._options_of(index), **at(self.remote.collector_kwargs or {}, index)}
 
     def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The senders, which workers are registered with when all have joined."""
@@ -201,6 +194,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             if remote.launcher == "submitit_delayed":
                 delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
         except BaseException:
+            # There is no pool yet that would close the port.
             rendezvous.close()
             raise
         start_s = remote.start_timeout_s or start_s
@@ -228,13 +222,7 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        who = type(self).__name__
-        if self.replay_buffer is None:
-            raise ConfigError(f"{who}.start: batches are written into a replay_buffer: give one.")
-        if self._batches_out:
-            raise ConfigError(f"{who}.start: the collection has begun already.")
-        self._pool.check_open("start")
+    def _begin(self) -> None:
         self.background.start(self._work())
 
     def _work(self) -> Iterator[None]:
@@ -242,6 +230,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         with contextlib.ExitStack() as turn, contextlib.suppress(_Stopped):
 
             def take_turns() -> None:
+                # The pool calls this while it waits, also for callers of other threads, who hold the lock by a pause.
                 if not self.background.is_elsewhere:
                     turn.close()
                     turn.enter_context(self.background.step())
@@ -281,9 +270,9 @@ class _RemoteDataCollector(_MultiDataCollector):
         self._last.add(worker.index)
         return super()._take(worker)
 
-    def _handed_out(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+    def _handed_out(self, parts: list[TensorDictBase | None]) -> TensorDictBase | None:
         self._since = [since + 1 for since in self._since]
-        batch = super()._handed_out(batch)
+        batch = super()._handed_out(parts)
         if self.replay_buffer is None:
             return batch
         self.options.extend(batch)
@@ -295,6 +284,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         if self.background.is_started:
             return  # the policy may be in the middle of an optimizer's step
         limit = self.remote.max_weight_update_interval
+        # A worker that is due both ways is sent the weights once.
         due = self._last if self.remote.update_after_each_batch else set()
         due = due | {index for index, since in enumerate(self._since) if 0 < limit <= since}
         self._last = set()
@@ -321,7 +311,6 @@ class DistributedDataCollector(_RemoteDataCollector):
     """
 
     framework, scheme_class = "distributed", GroupLink.scheme
-    own_arguments = (*_RemoteDataCollector.own_arguments, "backend")
 
     def __init__(
         self,
@@ -355,12 +344,9 @@ class DistributedSyncDataCollector(DistributedDataCollector):
     update_interval  batches after which all workers get the weights of ``policy``
     """
 
-    own_arguments = (*DistributedDataCollector.own_arguments, "update_interval")
-
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any):
         who = type(self).__name__
-        if update_interval < 1:
-            raise ConfigError(f"{who}: update_interval must be at least 1: got {update_interval}.")
+        check_at_least(who, 1, update_interval=update_interval)
         for name in ("sync", "update_after_each_batch"):
             if name in options:
                 raise TypeError(
@@ -381,7 +367,6 @@ class RPCDataCollector(_RemoteDataCollector):
     """
 
     framework, scheme_class = "rpc", RPCLink.scheme
-    own_arguments = (*_RemoteDataCollector.own_arguments, "visible_devices", "tensorpipe_options")
 
     def __init__(
         self,

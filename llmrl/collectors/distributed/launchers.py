@@ -133,6 +133,7 @@ def delayed_jobs(address: Address, num_workers: int, framework: str, backend: st
             f"{who}: must match submitit_delayed_launcher, which has num_jobs={given.num_jobs}, framework="
             f"{given.framework!r}, backend={given.backend!r}; got {num_workers} workers, {framework!r}, {backend!r}."
         )
+    # The jobs look for the file again and again: renamed, it is never seen half written.
     unfinished = given.path.with_suffix(".part")
     unfinished.touch(mode=0o600)  # it holds the key
     unfinished.write_text(json.dumps([address.host, address.port, address.key.hex()]))

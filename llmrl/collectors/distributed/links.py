@@ -1,4 +1,4 @@
-"""Ways of tensors between a collector's owner, rank 0, and its workers, ranks 1 to n: a process group, or RPC.
+"""The transport of tensors between a collector's owner, rank 0, and its workers, ranks 1 to n: a process group, or RPC.
 
 A link is made by the owner, pickled for the workers, and joined by all. Batches go through it as one piece of memory,
 weights by the scheme that belongs to it.
@@ -54,6 +54,7 @@ class Link(ABC):
         self._host, self._world = host, num_workers + 1
         timeout = timedelta(seconds=_JOIN_S)
         self.store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        # A free port, which the workers are told in the pickled link.
         self._port = self.store.port
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class Link(ABC):
 
     @abstractmethod
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
-        """The worker's side: has the memory of a batch ready, of which ``tell`` tells the owner."""
+        """The worker's side: keeps the memory of a batch ready, and calls ``tell`` to announce it to the owner."""
 
     @abstractmethod
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
@@ -155,7 +156,7 @@ class GroupLink(Link):
 
 
 class RPCLink(Link):
-    """torch.distributed.rpc, of which a process can have one group at a time.
+    """torch.distributed.rpc; a process can have one group at a time.
 
     options  of ``TensorPipeRpcBackendOptions``
     devices  the device of each worker that has tensors on a GPU; the owner has one of the same name
@@ -209,6 +210,7 @@ class RPCLink(Link):
         return None
 
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
+        # Kept until the owner fetches it: RPC has no messages that wait on their way.
         _here.batches[number] = memory
         tell()
 

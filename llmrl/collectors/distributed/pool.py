@@ -7,7 +7,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from queue import Empty
 from typing import Any
@@ -33,9 +32,6 @@ class _RemoteWorker(Worker):
         self._counters = counters
         self.where = "not connected yet"
         self.fetch: Callable[[Posted], Tensor] | None = None
-
-    def connect(self, connection: Connection, where: str) -> None:
-        self.connection, self.where, self.since = connection, where, time.monotonic()
 
     @property
     def descriptors(self) -> list[int]:
@@ -119,10 +115,10 @@ class RemotePool(WorkerPool):
                 ) from None
             return
         worker = missing[0] if index is None else self.workers[index]
-        worker.connect(connection, where)
+        worker.connection, worker.where, worker.since = connection, where, time.monotonic()
         worker.fetch = lambda posted, rank=worker.index + 1: self._fetch(rank, posted)
-        recipe = next(recipe for recipe in recipes if recipe.index == worker.index)
-        connection.send_bytes(pickle.dumps((recipe, self.link)))
+        # Sent when the worker has proved that it has the key: recipes hold pickled code and data.
+        connection.send_bytes(pickle.dumps((recipes[worker.index], self.link)))
 
     def _join(self) -> None:
         failures: list[Exception] = []
@@ -136,6 +132,7 @@ class RemotePool(WorkerPool):
         thread = threading.Thread(target=join, name="llmrl-join", daemon=True)  # beside which a worker's end is noticed
         thread.start()
         for worker in self.workers:
+            # All join at once: the group is made when the last of them has come.
             worker.send("join")
         self._asked = True
         self.wait(
@@ -153,6 +150,7 @@ class RemotePool(WorkerPool):
         worker = self.workers[rank - 1]
         try:
             return self.link.fetch(rank, posted, self._timeout_s)
+        # Of torch, for a peer that has gone: its words name no worker.
         except RuntimeError as error:
             raise WorkerError(f"{self.name(worker)} must send a batch: {worker.state()} ({error}).") from error
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,19 +12,16 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.base import DataCollectorBase, Weights
 from llmrl.collectors.collector import SyncDataCollector
-from llmrl.collectors.pooled import PooledCollector, at, joined, moves_version
-from llmrl.collectors.ray_actors import ActorPool
+from llmrl.collectors.pooled import PooledCollector, at, common_count, moves_version
+from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.envs.parallel import ParallelEnv
-from llmrl.errors import ConfigError, UnsupportedError
+from llmrl.errors import UnsupportedError, check_at_least
 from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
 __all__ = ["RayCollector"]
 
-_OWN = ("collector_class", "collector_kwargs", "num_workers_per_collector", "num_collectors", "sync", "ray_init_config")
-_OWN += ("remote_configs", "update_after_each_batch", "max_weight_update_interval", "use_env_creator")
 
-
-class RayCollector(PooledCollector):
+class RayCollector(ActorOwner, PooledCollector):
     """Collectors in Ray actors, each with envs and a copy of the policy.
 
     Reads   ``create_env_fn``, functions that make the envs (or one, and ``num_collectors``); ``policy`` or
@@ -50,6 +46,8 @@ class RayCollector(PooledCollector):
     ``collector_class`` of several processes between two batches. `start` fills the buffer without end.
     """
 
+    cat_results = 0
+
     def __init__(
         self,
         create_env_fn: Sequence[Callable[..., Any]] | Callable[..., Any],
@@ -68,16 +66,17 @@ class RayCollector(PooledCollector):
         use_env_creator: bool = False,  # functions are pickled whatever they are
         **options: Any,
     ):
-        super().__init__(policy, policy_factory, options, _OWN)
+        super().__init__(policy, policy_factory, options)
         who, self.sync = type(self).__name__, sync
-        count = _count(who, create_env_fn, num_collectors, remote_configs)
-        if num_workers_per_collector < 1:
-            raise ConfigError(f"{who}: num_workers_per_collector must be at least 1: got {num_workers_per_collector}.")
-        self._check(who)
-        self.frames_per_batch = self.options.frames_per_batch
-        self._check_division(count if sync else 1, "collectors")
+        given = {"create_env_fn": create_env_fn, "num_collectors": num_collectors, "remote_configs": remote_configs}
+        count = common_count(who, **given, collector_kwargs=collector_kwargs)
+        check_at_least(who, 1, num_workers_per_collector=num_workers_per_collector)
+        if self.options.interruptor is not None:
+            raise UnsupportedError(f"{who}: an interruptor is not shared with actors.")
+        if self.options.track_policy_version == "uuid":
+            raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
+        self._frames_of = self._divide_frames(count)
         self._update_after_each_batch, self._max_interval = update_after_each_batch, max_weight_update_interval
-        self._frames_of = [math.ceil(self.frames_per_batch / (count if sync else 1))] * count
         self._schemes_of = schemes = self._schemes(policy_factory)
         makers = [
             partial(
@@ -103,15 +102,6 @@ class RayCollector(PooledCollector):
         )
         self._senders = self._connect(schemes)
 
-    def _check(self, who: str) -> None:
-        options = self.options
-        if not isinstance(options.frames_per_batch, int):
-            raise ConfigError(f"{who}: frames_per_batch is one number: got {options.frames_per_batch}.")
-        if options.interruptor is not None:
-            raise UnsupportedError(f"{who}: an interruptor is not shared with actors.")
-        if options.track_policy_version == "uuid":
-            raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
-
     def _options_of(self, index: int) -> dict[str, Any]:
         mine = super()._options_of(index) | {"replay_buffer": self.replay_buffer}
         if others := [model_id for model_id in self._schemes_of if model_id != "policy"]:
@@ -128,14 +118,6 @@ class RayCollector(PooledCollector):
                 sender.register_worker(member.index, member.handle)
         return senders
 
-    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._pool.ask("call", [(method, *given) for given in arguments])
-
-    @property
-    def remote_collectors(self) -> list[Any]:
-        """The handles of the actors."""
-        return [member.handle for member in self._pool.workers]
-
     @property
     def local_policy(self) -> Any:
         """The policy of this process, whose weights are sent."""
@@ -143,49 +125,19 @@ class RayCollector(PooledCollector):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        take = self._shares if self.sync else self._first_batch
-        while not self._ended():
-            self._check_iterates()
-            self._update_stale()
-            if not (parts := take()):
-                return
-            self._batches_out += 1
-            if self.replay_buffer is not None:
-                yield None
-                continue
-            batch = parts[0] if len(parts) == 1 else joined(parts, 0)
-            if self.options.storing_device is not None:
-                batch = batch.to(self.options.storing_device)
-            yield self.options.finished(batch)
-
-    def _shares(self) -> list[TensorDictBase | None]:
-        """A batch of each actor, by the weights that were sent last."""
-        self._settle()
-        for member in self._pool.workers:
-            self._pool.grant(member)
+    def _take_all(self) -> list[TensorDictBase | None]:
         parts = {}
         for _ in self._pool.workers:
-            member, frames, batch = self._pool.take()
-            self._delivered += frames
+            member, _, batch = self._pool.take()
             parts[member.index] = batch
         return [parts[index] for index in sorted(parts)]
 
-    def _first_batch(self) -> list[TensorDictBase | None]:
-        """The batch that comes first, while each actor collects ahead; none at the end."""
-        if not self._grant_ahead():
-            return []
-        self._last, frames, batch = self._pool.take()
-        self._delivered += frames
-        return [batch]
+    def _take_first(self) -> TensorDictBase | None:
+        self._last, _, batch = self._pool.take()
+        return batch
 
-    def _counted(self) -> tuple[int, int]:
-        found = self._pool.counters
-        return found["produced"], found["delivered"]
-
-    @property
-    def _is_started(self) -> bool:
-        return self._pool.is_started
+    def _storing_device(self) -> Any:
+        return self.options.storing_device  # ``device`` is that of the actors: this process may have no such one
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -193,18 +145,11 @@ class RayCollector(PooledCollector):
         total, count = self.total_frames, len(self._pool.workers)
         self._pool.start({"total_frames": -1 if total < 0 else math.ceil(total / count)})
 
-    def pause(self) -> AbstractContextManager[None]:
-        return self._pool.pause()
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        self._pool.finish(timeout)
-
-    stop_remote_collectors = PooledCollector.shutdown
+    stop_remote_collectors = ActorOwner.shutdown
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _update_stale(self) -> None:
-        """Sends weights to the actors that are to have new ones before they are asked for a batch."""
+    def _push_due_weights(self) -> None:
         members = self._pool.workers
         due = [m.index for m in members if 0 < self._max_interval <= m.batches]
         if self._update_after_each_batch and self._batches_out:
@@ -232,12 +177,12 @@ def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any
         options["postproc"] = partial(_unique, index=index, count=count, then=given)
     collector = cls(env, policy, policy_factory=factory, **options)
     if single:
-        collector.next_id, collector.id_stride = index, count
+        collector.number_trajectories(index, count)
     return collector
 
 
 def _unique(batch: TensorDictBase, *, index: int, count: int, then: Callable[..., Any] | None) -> TensorDictBase:
-    """Trajectory ids of a collector of several processes as ids that no other actor has."""
+    """Makes the trajectory ids of a collector of several processes unique among the actors."""
     if (ids := batch.get(("collector", "traj_ids"), None)) is not None:
         batch.set(("collector", "traj_ids"), torch.where(ids < 0, ids, ids * count + index))
     return batch if then is None else then(batch)
@@ -247,16 +192,3 @@ def _env(create_env_fn: Any, num_workers: int, cls: type) -> Any:
     if not issubclass(cls, SyncDataCollector):
         return [create_env_fn] * num_workers
     return create_env_fn if num_workers == 1 else partial(ParallelEnv, num_workers, create_env_fn)
-
-
-def _count(who: str, create_env_fn: Any, num_collectors: int | None, configs: Any) -> int:
-    """The number of actors. Raises ConfigError if the arguments name several."""
-    given = {
-        "create_env_fn": len(create_env_fn) if isinstance(create_env_fn, Sequence) else None,
-        "remote_configs": len(configs) if isinstance(configs, Sequence) else None,
-        "num_collectors": num_collectors,
-    }
-    counts = {name: count for name, count in given.items() if count is not None}
-    if len(set(counts.values())) > 1 or 0 in counts.values():
-        raise ConfigError(f"{who}: there must be one number of collectors, at least 1: got {counts}.")
-    return next(iter(counts.values()), 1)

@@ -1,4 +1,4 @@
-"""The meeting of a collector and its workers: a port of the owner, to which every worker connects with a key."""
+"""The port of a collector to which its workers connect, with a secret key."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class Rendezvous:
 
     def _greet(self, connection: Connection) -> None:
         try:
+            # Both sides prove that they have the key before anything is unpickled.
             deliver_challenge(connection, self.address.key)
             answer_challenge(connection, self.address.key)
             index, where = connection.recv()

@@ -1,4 +1,4 @@
-"""The process of a worker on any machine, which connects to its owner and collects until that closes."""
+"""The process of a worker on any machine: connects to its owner and collects until the owner closes."""
 
 from __future__ import annotations
 

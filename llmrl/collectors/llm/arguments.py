@@ -11,7 +11,7 @@ from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
-from llmrl.errors import ConfigError, ShapeError
+from llmrl.errors import ConfigError, ShapeError, check_at_least
 
 __all__ = ["check_arguments", "with_tracker"]
 
@@ -27,9 +27,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "LLMCollector: yield_only_last_steps is a form of yield_completed_trajectories, which is False."
         )
-    for name, least in (("dialog_turns_per_batch", 1), ("max_dialog_turns", 1), ("concurrency", 1), ("retries", 0)):
-        if given[name] is not None and given[name] < least:
-            raise ConfigError(f"LLMCollector: {name} must be at least {least}: got {given[name]}.")
+    at_least_1 = ("dialog_turns_per_batch", "max_dialog_turns", "concurrency")
+    check_at_least("LLMCollector", 1, **{name: given[name] for name in at_least_1})
+    check_at_least("LLMCollector", 0, retries=given["retries"])
     total = given["total_dialog_turns"]
     if total < 1 and total != -1:
         raise ConfigError(f"LLMCollector: total_dialog_turns must be positive, or -1 for no limit: got {total}.")

@@ -22,7 +22,7 @@ _CONTAINERS = (ChatHistory, LogProbs, Masks, Text, Tokens)
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """Batches [B1], [B2], ... as one batch [B1 + B2 + ...].
 
-    An entry of time t that only later turns have is what an earlier one left behind (a reward, say), and is left out.
+    An entry of time t that not all batches have was left behind by an earlier turn (a reward, say), and is left out.
     Raises  ShapeError if one batch lacks an entry of ``"next"`` that another one has
 
     >>> from llmrl.data.ragged.tensordicts import column
@@ -61,6 +61,7 @@ def _cat(values: list[Any]) -> Any:
     if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
         fields = [field for field in type(first).__expected_keys__ if all(v.rows(field) is not None for v in values)]
         return type(first).from_rows({field: _field(values, field) for field in fields if field != "padded"})
+    # What is left has no batched form here (a padded container, say): row by row.
     return lazy_stack([row for value in values for row in value.unbind(0)])
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.collectors.base import HasBackground
 from llmrl.collectors.llm.arguments import check_arguments, with_tracker
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import (
@@ -24,7 +25,6 @@ from llmrl.collectors.llm.rollout import (
     TurnLog,
     rollout_concurrent,
     rollout_lockstep,
-    truncate,
 )
 from llmrl.collectors.weight_updaters import EngineUpdater, WeightUpdaterBase
 from llmrl.concurrency.background_work import BackgroundWork
@@ -33,7 +33,6 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.transforms.dataloading import EndOfData
 from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
-from llmrl.errors import ConfigError
 from llmrl.weight_update import publish
 
 __all__ = ["LLMCollector"]
@@ -42,7 +41,7 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 _TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines of their own
 
 
-class LLMCollector:
+class LLMCollector(HasBackground):
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
     Yields                       (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
@@ -54,7 +53,7 @@ class LLMCollector:
     ``max_dialog_turns``         truncates a conversation
     ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
     ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
-    ``async_envs``               another conversation begins as soon as one ends; whole ones, in the order of their ends
+    ``async_envs``               another conversation begins as soon as one ends; yields them in the order of their ends
     ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
     Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
 
@@ -109,7 +108,7 @@ class LLMCollector:
             self.env,
             self.policy,
             max_turns=max_dialog_turns,
-            sums=self.yield_only_last_steps,
+            budget=self.total_dialog_turns,
             retries=retries,
             counters=self.counters,
             background=self.background,
@@ -164,8 +163,7 @@ class LLMCollector:
     @torch.no_grad()
     def _collect(self) -> TensorDictBase | None:
         self.background.check()
-        if self.background.is_elsewhere:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        self._check_not_started()
         if self.async_envs:
             return self._from_stream()
         if self._exhausted or self._left() == 0:
@@ -176,6 +174,7 @@ class LLMCollector:
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         """Turns that are not handed out because the block raises count as dropped."""
+        # Rows count as delivered when they are made; `postproc` and the buffer may still refuse them.
         before = self.counters["delivered"]
         try:
             yield
@@ -185,28 +184,11 @@ class LLMCollector:
             raise
 
     def _count_dropped(self) -> None:
-        """Once nothing is under way."""
+        """Counts the turns that were not delivered; called when none is under way."""
         with self._counting:
             self.counters["dropped"] = self.counters["produced"] - self.counters["delivered"]
 
     # -- in the background ---------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
-        raises is raised by the next call.
-        """
-        if self.replay_buffer is None:
-            raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
-        self.background.start(iter(self))
-
-    def pause(self) -> AbstractContextManager[None]:
-        """A block during which no turn is taken and no row is written; one that is under way ends first."""
-        return self.background.pause()
-
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends a collection that was started, after the turns under way. Raises what it failed with."""
-        self.shutdown(timeout=timeout, close_env=close_env)
-        self.background.check()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """Ends the collection; closes the environment, and with it what its transforms hold."""
@@ -227,12 +209,18 @@ class LLMCollector:
     # -- whole conversations -------------------------------------------------------------------------------------------
 
     def _finished_conversations(self) -> TensorDictBase | None:
+        # Counted as produced, not as delivered: turns of conversations that a budget cuts off have cost as much.
         goal = self.counters["produced"] + self.dialog_turns_per_batch
         batches: list[TensorDictBase] = []
         while not batches or self.counters["produced"] < goal:
-            batch = self._run_to_the_end()
-            if batch is not None:
-                batches.append(batch)
+            root = self._start(min(self.env.batch_size[0], self._left()))
+            if root is not None:
+                if self.concurrency is None:
+                    log = rollout_lockstep(self._stepper, root)
+                else:
+                    log = rollout_concurrent(self._stepper, root, concurrency=self.concurrency)
+                if (rows := self._rows(log)) is not None:
+                    batches.append(rows)
             if self._exhausted or self._left() == 0:
                 break
         return cat_rows(batches) if batches else None
@@ -250,19 +238,9 @@ class LLMCollector:
 
         def run(stopped: threading.Event) -> TensorDictBase:
             with torch.no_grad():
-                return self._rows(rollout_lockstep(self._stepper, root, self.total_dialog_turns, stopped))
+                return self._rows(rollout_lockstep(self._stepper, root, stopped))
 
         return run
-
-    def _run_to_the_end(self) -> TensorDictBase | None:
-        root = self._start(min(self.env.batch_size[0], self._left()))
-        if root is None:
-            return None
-        if self.concurrency is None:
-            log = rollout_lockstep(self._stepper, root, self.total_dialog_turns)
-        else:
-            log = rollout_concurrent(self._stepper, root, self.total_dialog_turns, concurrency=self.concurrency)
-        return self._rows(log)
 
     def _from_stream(self) -> TensorDictBase | None:
         """Conversations that have ended, of ``dialog_turns_per_batch`` turns; the others go on."""
@@ -270,13 +248,13 @@ class LLMCollector:
         if self._stream is None:
             if self._exhausted:
                 return None
+            # The stream takes its turns in threads of its own, so that pauses need the lock from now on.
             self.background.allow_pauses()
             self._stream = ConversationStream(
                 self._stepper,
                 lambda: self._start(1) if self._left() else None,
                 width=self.concurrency or self.env.batch_size[0],
                 room=self.dialog_turns_per_batch,
-                budget=self.total_dialog_turns,
             )
         if (log := self._stream.take(self.dialog_turns_per_batch)) is None:
             self._stream, self._exhausted = None, True
@@ -304,13 +282,10 @@ class LLMCollector:
         steps: list[TensorDictBase] = []
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
-            self._stepper.claim(self._root.batch_size[0], -1)
-            td = self._stepper.turn(self._root)
+            self._stepper.claim(self._root.batch_size[0])
+            td = self._stepper.turn(self._root, self._turns_B + 1)
             self._stepper.complete([td])
-            next_td = td.get("next")
             self._turns_B += 1
-            if self.max_dialog_turns is not None:
-                truncate(next_td, (self._turns_B >= self.max_dialog_turns).view(-1, 1))
             steps.append(td)
             if not self._continue(td):
                 break
@@ -338,6 +313,7 @@ class LLMCollector:
             self._root, self._turns_B = fresh, torch.zeros_like(self._turns_B)
             return True
         alive = [row for row, is_done in enumerate(done) if not is_done]
+        # Those that go on and the new ones are joined, and put back in their places: a conversation keeps its row.
         going_on = self.env.step_mdp(td[alive])
         order = [0] * len(done)
         for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):

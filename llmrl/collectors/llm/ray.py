@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
-from llmrl.collectors.ray_actors import ActorPool
+from llmrl.collectors.pooled import at, common_count
+from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.envs.base import EnvBase
 from llmrl.errors import ConfigError, did_you_mean
@@ -24,7 +24,7 @@ __all__ = ["RayLLMCollector"]
 _KNOWN = inspect.signature(LLMCollector).parameters
 
 
-class RayLLMCollector:
+class RayLLMCollector(ActorOwner):
     """`LLMCollector` in Ray actors, on any machine of a cluster.
 
     Yields  batches of ``dialog_turns_per_batch`` turns: with ``sync_iter`` one of all actors together, and nothing is
@@ -69,24 +69,22 @@ class RayLLMCollector:
                 raise TypeError(f"{who}: no argument is called {name!r}.{did_you_mean(name, _KNOWN)}")
         if (policy is None) == (policy_factory is None):
             raise ConfigError(f"{who}: give exactly one of policy and policy_factory.")
-        envs = list(env) if isinstance(env, Sequence) else [env] * (num_collectors or 1)
-        count = len(envs)
-        if not count or num_collectors not in (None, count):
-            raise ConfigError(f"{who}: env must have one function per collector: got {count} for {num_collectors}.")
+        count = common_count(who, env=env, num_collectors=num_collectors)
         if 0 <= total_dialog_turns < count:
             raise ConfigError(f"{who}: total_dialog_turns must be one for each of {count}: got {total_dialog_turns}.")
         self.replay_buffer = options.get("replay_buffer")
         self.sync_iter, self.dialog_turns_per_batch = sync_iter, dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
-        self._delivered, self._version = 0, 0
+        self._version = 0
         options["dialog_turns_per_batch"] = -(-dialog_turns_per_batch // count) if sync_iter else dialog_turns_per_batch
+        # A budget that does not divide: the first ones take one turn more.
         shares = [
             -1 if total_dialog_turns < 0 else total_dialog_turns // count + (index < total_dialog_turns % count)
             for index in range(count)
         ]
         makers = [
-            partial(_make, make, policy, policy_factory, options | {"total_dialog_turns": share})
-            for make, share in zip(envs, shares, strict=True)
+            partial(_make, at(env, index), policy, policy_factory, options | {"total_dialog_turns": share})
+            for index, share in enumerate(shares)
         ]
         resources = {name: n for name, n in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if n is not None}
         config = {**(remote_config or {}), **resources}
@@ -98,11 +96,6 @@ class RayLLMCollector:
         self.weight_updater = weight_updater
         if weight_updater is not None:
             weight_updater.register_collector(self)
-
-    @property
-    def remote_collectors(self) -> list[Any]:
-        """The handles of the actors."""
-        return [member.handle for member in self._pool.workers]
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -126,7 +119,6 @@ class RayLLMCollector:
                     self._pool.grant(member)
             member, turns, batch = self._pool.take()
             if turns is not None:
-                self._delivered += turns
                 found[member.index] = batch
             if found and (not self.sync_iter or not any(m.due for m in members)):
                 break
@@ -134,31 +126,11 @@ class RayLLMCollector:
             self._pool.grant(member)  # it goes on while the caller trains
         return [found[index] for index in sorted(found)] or None
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """Turns "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
-        counted = self._pool.counters
-        delivered = counted["delivered"] if self._pool.is_started else self._delivered
-        dropped = 0 if self._pool.is_open else counted["produced"] - delivered
-        return {"produced": counted["produced"], "delivered": delivered, "dropped": dropped}
-
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """The actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
         self._pool.start({})
-
-    def pause(self) -> AbstractContextManager[None]:
-        """A block during which no actor takes a turn."""
-        return self._pool.pause()
-
-    def async_shutdown(self, timeout: float | None = None) -> None:
-        """Ends a collection that was started. Raises what an actor failed with."""
-        self._pool.finish(timeout)
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the collection and its actors, with their engines; Ray goes on."""
-        self._pool.close(timeout)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -194,8 +166,8 @@ class RayLLMCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the actors' collectors; conversations on their way are not part of it."""
-        states = self._pool.ask("call", [("state_dict",)] * len(self._pool.workers))
-        own = {"turns": self._delivered, "version": self._version}
+        states = self._pool.ask("state_dict")
+        own = {"turns": self._pool.delivered, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,9 +175,9 @@ class RayLLMCollector:
         for member in self._pool.workers:
             if (name := f"worker{member.index}") not in state:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
-            self._pool.ask("call", [("load_state_dict", state[name])], [member])
+            self._pool.ask("load_state_dict", [(state[name],)], [member])
             member.has_ended = False
-        self._delivered, self._version = state["turns"], state["version"]
+        self._pool.delivered, self._version = state["turns"], state["version"]
 
 
 def _make(env: Any, policy: Any, factory: Any, options: Mapping[str, Any]) -> LLMCollector:

@@ -33,7 +33,6 @@ __all__ = [
     "TurnLog",
     "rollout_concurrent",
     "rollout_lockstep",
-    "truncate",
 ]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -41,7 +40,7 @@ _FAILED = "_failed_rollout"
 
 
 class ConversationsStopped(Exception):
-    """Conversations that were stopped from outside, and have no result."""
+    """Raised in conversations that are stopped from outside: they have no result."""
 
 
 @dataclass
@@ -56,7 +55,7 @@ class TurnLog:
     last_turn_of: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, slots: list[int], td: TensorDictBase) -> list[bool]:
-        """Takes note of a turn; returns which of its conversations are done."""
+        """Adds a turn; returns for each of its conversations whether it is done."""
         done = td.get("next").get("done").view(-1).tolist()
         self.last_turn_of.update((slot, (len(self.turns), row)) for row, slot in enumerate(slots) if done[row])
         self.turns.append((slots, td))
@@ -78,7 +77,8 @@ class TurnLog:
     def rows(self, *, last_only: bool) -> TensorDictBase | None:
         """The turns of finished conversations, conversation after conversation; None if none has finished.
 
-        last_only  of each training record its last turn alone, with the reward where the conversation ended
+        last_only  of each training record its last turn alone; the row where the conversation ended has the sum of its
+                   rewards, those before it 0
         """
         begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in self.turns]
         wanted = [
@@ -88,9 +88,11 @@ class TurnLog:
         ]
         if not wanted:
             return None
+        # Rows are cut out turn by turn, once for each turn, and brought into the order of conversations at the end.
         rows_of: dict[int, list[int]] = {}
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
+        returns = self._returns() if last_only else None
         pieces: list[TensorDictBase] = []
         position: dict[tuple[int, int], int] = {}
         for turn, rows in rows_of.items():
@@ -98,11 +100,29 @@ class TurnLog:
             position.update({(turn, row): len(position) + number for number, row in enumerate(rows)})
             pieces.append(td if len(rows) == len(slots) else td[rows])
             if last_only:
-                pieces[-1].set("next", _end_of_record(pieces[-1].get("next")))
+                returns_of_rows = None if returns is None else returns[[slots[row] for row in rows]]
+                pieces[-1].set("next", _end_of_record(pieces[-1].get("next"), returns_of_rows))
                 mark_whole_record(pieces[-1])
         data = cat_rows(pieces)
         order = [position[where] for where in wanted]
         return data if order == list(range(len(order))) else data[order]
+
+    def _returns(self) -> Tensor | None:
+        """The sums of the rewards of each conversation, by its slot."""
+        total: Tensor | None = None
+        for slots, td in self.turns:
+            if (reward := td.get("next").get("reward", None)) is None:
+                continue
+            if total is None:
+                total = reward.new_zeros(1 + max(max(slots) for slots, _ in self.turns), *reward.shape[1:])
+            if total.shape[1:] != reward.shape[1:]:
+                raise ShapeError(
+                    "LLMCollector: rewards that are summed over turns must have one shape: got "
+                    f"{tuple(reward.shape[1:])} after {tuple(total.shape[1:])} for a conversation; per-token rewards "
+                    "need yield_completed_trajectories without yield_only_last_steps."
+                )
+            total[slots] += reward
+        return total
 
 
 def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
@@ -111,12 +131,13 @@ def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | Non
     return [where for where, last in zip(turns, [*new, True], strict=True) if last]
 
 
-def _end_of_record(next_td: TensorDictBase) -> TensorDictBase:
-    """Without what the row itself has; the sum of the rewards is where the conversation ended, before that it is 0."""
+def _end_of_record(next_td: TensorDictBase, returns: Tensor | None) -> TensorDictBase:
+    """``next`` without the entries of the row itself; the reward is the return where the conversation ended, else 0."""
+    # The row itself has them up to its last turn; those of the next one belong to the record that follows.
     next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
-    reward, done = next_td.get("reward", None), next_td.get("done")
-    if reward is not None and not bool(done.all()):
-        next_td.set("reward", torch.where(done.view(-1, *[1] * (reward.ndim - 1)), reward, 0.0))
+    if returns is not None:
+        done = next_td.get("done").view(-1, *[1] * (returns.ndim - 1))
+        next_td.set("reward", returns.masked_fill(~done, 0.0))
     return next_td
 
 
@@ -124,7 +145,7 @@ class Stepper:
     """Takes turns in ``env`` with ``policy``, within a budget of turns.
 
     max_turns  a conversation with as many is truncated; None: no limit
-    sums       ("next", "reward") becomes the sum over the conversation so far
+    budget     of turns over all conversations; -1: none
     retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
                many times, and then end with a reward of NaN. Exceptions of the policy are always raised
     counters   "produced" and "failed" are counted here
@@ -137,33 +158,45 @@ class Stepper:
         policy: Policy,
         *,
         max_turns: int | None,
-        sums: bool,
+        budget: int,
         retries: int | None,
         counters: dict[str, int],
         background: BackgroundWork,
     ):
         self.env, self.policy, self.background = env, policy, background
-        self.max_turns, self.sums, self.retries = max_turns, sums, retries
+        self.max_turns, self.budget, self.retries = max_turns, budget, retries
         self.counters = counters
         self.first_error: str | None = None
         self._answer: TensorDictBase | None = None  # an answer of the env: what else a failed one has to have
         self._lock = threading.Lock()
 
-    def claim(self, wanted: int, budget: int) -> int:
+    def claim(self, wanted: int) -> int:
         """The number of ``wanted`` turns that the budget still allows; they count as produced from here on."""
         with self._lock:
-            granted = wanted if budget < 0 else max(0, min(wanted, budget - self.counters["produced"]))
+            # Claimed before the turn is taken: threads that asked at the same time would overdraw the budget.
+            granted = wanted if self.budget < 0 else max(0, min(wanted, self.budget - self.counters["produced"]))
             self.counters["produced"] += granted
             return granted
 
-    def turn(self, root: TensorDictBase, stopped: threading.Event | None = None) -> TensorDictBase:
+    def turn(
+        self, root: TensorDictBase, number: int | Tensor, stopped: threading.Event | None = None
+    ) -> TensorDictBase:
+        """Turn ``number`` (from 1; int64[B] if the conversations are not in the same one), truncated at the limit."""
         with self.background.step():
-            return self._turn(root, (self.background.stopped, stopped or self.background.stopped))
+            td = self._turn(root, (self.background.stopped, stopped or self.background.stopped))
+        if self.max_turns is not None:
+            next_td = td.get("next")
+            done = next_td.get("done")
+            cut = torch.as_tensor(number >= self.max_turns, device=done.device).view(-1, 1)
+            next_td.set("truncated", next_td.get("truncated") | (cut & ~done))  # not if it has ended by itself
+            next_td.set("done", done | cut)
+        return td
 
     def _turn(self, root: TensorDictBase, stops: Sequence[threading.Event]) -> TensorDictBase:
         if stops[0].is_set():
             raise ConversationsStopped
         td = self.policy(root)
+        # Again after the policy: an engine that was interrupted has returned an answer that is not whole.
         if any(stop.is_set() for stop in stops):
             raise ConversationsStopped
         mark_turn(td)
@@ -177,6 +210,7 @@ class Stepper:
             self._keep(traceback.format_exc())
             count = td.batch_size[0]
             attempts = self.retries + (count > 1)  # alone, a row has not been tried yet
+            # One by one, since the exception does not tell which rows it was raised for.
             rows = [self._try_again(td[[row]], attempts) for row in range(count)]
             if self._answer is not None:
                 self.complete(rows)
@@ -185,7 +219,7 @@ class Stepper:
         return td
 
     def complete(self, tds: Sequence[TensorDictBase]) -> None:
-        """Gives rows that the env failed for the entries of ``"next"`` that its answers have.
+        """Fills in, for rows where env.step failed, the entries of ``"next"`` that its answers have.
 
         Raises  RolloutError if it has never taken a step: the setup is at fault, not a row
         """
@@ -202,22 +236,6 @@ class Stepper:
                     next_td.set(key, _missing_row(value, td))
             td.set("next", next_td.select(*self._answer.keys()))
             td.pop(_FAILED)
-
-    def turn_of_conversation(
-        self, root: TensorDictBase, number: int, returns: Tensor | None, stopped: threading.Event | None = None
-    ) -> TensorDictBase:
-        """Turn ``number`` (from 1): truncated at the limit, its reward added to those before it."""
-        td = self.turn(root, stopped)
-        next_td = td.get("next")
-        if self.max_turns is not None and number >= self.max_turns:
-            truncate(next_td, torch.ones_like(next_td.get("done")))
-        if self.sums and (reward := next_td.get("reward", None)) is not None:
-            next_td.set("reward", reward if returns is None else _added(returns, reward))
-        return td
-
-    def returns(self, td: TensorDictBase) -> Tensor | None:
-        """The sums of rewards so far, to be handed to the next turn."""
-        return td.get("next").get("reward", None) if self.sums else None
 
     def _try_again(self, td: TensorDictBase, attempts: int) -> TensorDictBase:
         for _ in range(attempts):
@@ -242,38 +260,32 @@ class Stepper:
             self.first_error = text
 
 
-def rollout_lockstep(
-    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event | None = None
-) -> TurnLog:
+def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.Event | None = None) -> TurnLog:
     """All conversations take their turns together; the ones that are done leave the batch.
 
     Raises  ConversationsStopped after the turn in which ``stopped`` is set
     """
     log = TurnLog()
     slots = list(range(root.batch_size[0]))
-    returns_B: Tensor | None = None
     while slots:
-        granted = stepper.claim(len(slots), budget)
+        granted = stepper.claim(len(slots))
         if granted < len(slots):
             if not granted:
                 break
+            # The budget cuts off the conversations that were started last.
             slots, root = slots[:granted], root[:granted]
-            returns_B = None if returns_B is None else returns_B[:granted]
-        td = stepper.turn_of_conversation(root, len(log.turns) + 1, returns_B, stopped)
-        returns_B = stepper.returns(td)
+        td = stepper.turn(root, len(log.turns) + 1, stopped)
         done = log.add(slots, td)
         alive = [row for row, is_done in enumerate(done) if not is_done]
         slots = [slots[row] for row in alive]
         if not alive:
             break
-        whole = len(alive) == len(done)
-        root = stepper.env.step_mdp(td if whole else td[alive])
-        returns_B = returns_B if whole or returns_B is None else returns_B[torch.tensor(alive)]
+        root = stepper.env.step_mdp(td if len(alive) == len(done) else td[alive])
     stepper.complete([td for _, td in log.turns])
     return log
 
 
-def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, concurrency: int) -> TurnLog:
+def rollout_concurrent(stepper: Stepper, root: TensorDictBase, *, concurrency: int) -> TurnLog:
     """Each conversation takes its turns in a thread of its own, at most ``concurrency`` at a time.
 
     A long answer or a slow tool delays its own conversation only. The turns are handed out conversation after
@@ -284,12 +296,13 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
 
     def run(slot: int) -> list[TensorDictBase]:
         with same_modes():
-            return _converse(stepper, root[[slot]], budget, stopped)[0]
+            return _converse(stepper, root[[slot]], stopped)[0]
 
     count = root.batch_size[0]
     with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
         futures: list[Future[list[TensorDictBase]]] = [pool.submit(run, slot) for slot in range(count)]
         try:
+            # Not `result()` in turn, which would notice an error of the last one only when all before it have ended.
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:  # an exception, also Ctrl-C: the others end with the turn that they are in
             stopped.set()
@@ -306,16 +319,12 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, budget: int, *, c
     return log
 
 
-def _converse(
-    stepper: Stepper, root: TensorDictBase, budget: int, stopped: threading.Event
-) -> tuple[list[TensorDictBase], bool]:
+def _converse(stepper: Stepper, root: TensorDictBase, stopped: threading.Event) -> tuple[list[TensorDictBase], bool]:
     """The turns of one conversation [1], and True where it has ended rather than been cut off."""
     turns: list[TensorDictBase] = []
-    returns = None
-    while not stopped.is_set() and stepper.claim(1, budget):
-        td = stepper.turn_of_conversation(root, len(turns) + 1, returns)
+    while not stopped.is_set() and stepper.claim(1):
+        td = stepper.turn(root, len(turns) + 1)
         turns.append(td)
-        returns = stepper.returns(td)
         if bool(td.get("next").get("done")):
             return turns, True
         root = stepper.env.step_mdp(td)
@@ -328,13 +337,10 @@ class ConversationStream:
     begin   draws one conversation [1]; None if the data have ended
     width   of them at a time
     room    no other begins while finished ones of so many turns wait to be taken
-    budget  of turns
     """
 
-    def __init__(
-        self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int, budget: int
-    ):
-        self._stepper, self._begin, self._room, self._budget = stepper, begin, room, budget
+    def __init__(self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int):
+        self._stepper, self._begin, self._room = stepper, begin, room
         self._same_modes = _modes_of_this_thread()
         self._changed = threading.Condition()
         self._finished: list[list[TensorDictBase]] = []
@@ -381,7 +387,7 @@ class ConversationStream:
         try:
             with self._same_modes():
                 while (root := self._next()) is not None:
-                    turns, has_ended = _converse(self._stepper, root, self._budget, self._stopped)
+                    turns, has_ended = _converse(self._stepper, root, self._stopped)
                     if has_ended:
                         with self._changed:
                             self._finished.append(turns)
@@ -399,6 +405,7 @@ class ConversationStream:
     def _next(self) -> TensorDictBase | None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped.is_set() or self._waiting < self._room)
+            # Under the lock: the env draws data in one thread at a time.
             return None if self._stopped.is_set() else self._begin()
 
     def _end(self, error: BaseException | None) -> None:
@@ -406,13 +413,6 @@ class ConversationStream:
             self._error = self._error or error
             self._stopped.set()
             self._changed.notify_all()
-
-
-def truncate(next_td: TensorDictBase, cut: Tensor) -> None:
-    """Ends the rows where ``cut`` is True, unless they have ended by themselves."""
-    done = next_td.get("done")
-    next_td.set("truncated", next_td.get("truncated") | (cut & ~done))
-    next_td.set("done", done | cut)
 
 
 def _missing_row(value: Any, td: TensorDictBase) -> Any:
@@ -426,15 +426,6 @@ def _missing_row(value: Any, td: TensorDictBase) -> Any:
     if isinstance(value, Tensor):
         return torch.full_like(value[:1], torch.nan) if value.is_floating_point() else torch.zeros_like(value[:1])
     return column([None])
-
-
-def _added(total: Tensor, reward: Tensor) -> Tensor:
-    if total.shape != reward.shape:
-        raise ShapeError(
-            f"LLMCollector: rewards that are summed over turns must have one shape: got {tuple(reward.shape)} after "
-            f"{tuple(total.shape)}; per-token rewards need yield_completed_trajectories without yield_only_last_steps."
-        )
-    return total + reward
 
 
 def _modes_of_this_thread() -> Callable[[], object]:

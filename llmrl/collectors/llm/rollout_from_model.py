@@ -121,6 +121,7 @@ class RolloutFromModel:
         ends_B = starts_B + torch.tensor([len(answer) for answer in drawn.ids], device=starts_B.device)
         attention_BT = _before(ends_B, generated_BT)
         answer_BT = attention_BT & ~_before(starts_B, generated_BT)
+        # The ratio is from scoring passes alone: the sampler's own log-probs may differ by rounding.
         ratio_BT = 0.0
         for model, sign in ((self.model, 1.0), (self.ref_model, -1.0)):
             with evaluating(model):  # scored in the same mode, so that equal models have a ratio of exactly 1
@@ -156,6 +157,7 @@ class RolloutFromModel:
         raw_BR = torch.where(last_BR, clipped_B1, 0.0)
         kl_BR = torch.where(mask_BR, log_ratio, 0.0)
         self._kl.append(kl_BR.sum(-1).cpu())
+        # Seen before and after each step; what is after the end of an answer stays as it ended.
         now_BRT, then_BRT = (_before((places_BR + step).minimum(ends_B[:, None]), generated) for step in (0, 1))
         observed = [
             {
@@ -227,6 +229,7 @@ class RolloutFromModel:
             batch.input_ids, batch.attention_mask.bool(), batch.prompt_rindex.tolist(), strict=True
         ):
             label = ids[last + 1 :][mask[last + 1 :]]
+            # The last one: a label may hold several turns, each with its own end.
             places = torch.isin(label, eos).nonzero().flatten().tolist()
             endings.append(label[places[-1] :] if places else label[:0])
         return endings

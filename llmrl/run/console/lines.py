@@ -68,6 +68,7 @@ class _Output:
         try:
             return call(*arguments)
         except OSError:
+            # The descriptor is pointed elsewhere, not this object alone: logging and C libraries write to it as well.
             gone = self._stream.fileno()
             same = [number for number in {gone, 2} if os.path.sameopenfile(number, gone)]
             null = os.open(os.devnull, os.O_WRONLY)

@@ -1,24 +1,13 @@
-"""`build` makes the collector of a worker; `NestedCollector` is one that has processes of its own."""
+"""`NestedCollector`: the collector of a worker that has processes of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 from tensordict import TensorDictBase
 
-from llmrl.collectors.collector import SyncDataCollector
-
-__all__ = ["NestedCollector", "build"]
-
-
-def build(parts: Mapping[str, bytes], buffer: Any, stop: Any) -> Any:
-    """In the worker: its collector."""
-    cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
-    if issubclass(cls, SyncDataCollector):
-        return cls(env, policy, policy_factory=factory, **options)
-    return NestedCollector(cls(env, policy if factory is None else factory(), **options))
+__all__ = ["NestedCollector"]
 
 
 class NestedCollector:
@@ -78,6 +67,7 @@ class NestedCollector:
         if (sender := self._senders.get("policy")) is None:
             collector._tell_version(None, None)
         else:
+            # After the weights of the update before have arrived, and before those that it belongs to.
             collector._settle([sender])
             collector._tell_version(sender.version + 1, None)
             sender.update_weights()
