@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
 from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
@@ -289,15 +290,14 @@ class MCAdvantage(Transform):
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        flat = [[member.flat_rewards for member in group] for group in groups]
-        longest = max(len(rewards) for group in flat for rewards in group)
-        size = max(map(len, groups))  # smaller than grpo_size only if candidates failed
-        rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
-        absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
-        for n, group in enumerate(flat):
-            for g, rewards in enumerate(group):
-                rewards_NGK[n, g, : len(rewards)] = rewards
-                absent_NGK[n, g, : len(rewards)] = False
+        size = max(map(len, groups))
+        nothing = torch.empty(0, dtype=torch.float64)  # fills up a group some of whose candidates failed
+        flat: list[Tensor] = []
+        for group in groups:
+            flat += [member.flat_rewards for member in group] + [nothing] * (size - len(group))
+        shape = (len(groups), size, -1)
+        rewards_NGK = pad_rows(flat, value=math.nan).view(shape)
+        absent_NGK = ~lengths_mask([len(rewards) for rewards in flat], rewards_NGK.shape[-1]).view(shape)
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
         rows: list[Row] = []
         advantages: list[Tensor] = []  # one per row

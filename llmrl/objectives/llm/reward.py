@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -15,7 +16,7 @@ from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.pairs import read_pairs
+from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 __all__ = ["RewardLoss", "RewardLossOutput"]
 
@@ -71,19 +72,18 @@ class RewardLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT = self._read(td)
-        return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
+        return self._read(td).counts()
 
     @torch.no_grad()
     def pair_rewards(self, td: TensorDictBase) -> Tensor:
         """float32[B, 2]: the rewards of the chosen and the rejected answers."""
-        batch, _ = self._read(td)
+        batch = self._read(td).batch
         return _last(self._rewards(batch), batch)
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> RewardLossOutput:
-        batch, mask_CT = self._read(td)
-        pair_B = mask_CT.any(-1).chunk(2)[0]  # not those that stand in for a rank without rows
-        counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
+        pairs = self._read(td)
+        batch = pairs.batch
+        mean = partial(pairs.mean, counts=normalizer or pairs.counts())
         reward_CT = self._rewards(batch)
         reward_B2 = _last(reward_CT, batch)
         margin_B = td.get(self.tensor_keys.margin, None)
@@ -95,10 +95,6 @@ class RewardLoss(LossModule):
             loss_B = fn.bradley_terry(*reward_B2.unbind(-1), margin_B)
         else:
             loss_B = _token_loss(reward_CT, batch, margin_B, self.first_share)
-
-        def mean(value_B: Tensor) -> Tensor:
-            return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
-
         chosen_B, rejected_B = reward_B2.detach().unbind(-1)
         return RewardLossOutput(
             loss_reward=mean(loss_B),
@@ -106,15 +102,15 @@ class RewardLoss(LossModule):
             margin=mean(chosen_B - rejected_B),
             chosen_reward=mean(chosen_B),
             rejected_reward=mean(rejected_B),
-            tokens=mask_CT.sum().to(loss_B.dtype),
+            tokens=pairs.mask_CT.sum().to(loss_B.dtype),
             batch_size=[],
         )
 
-    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
-        batch, mask_CT, media = read_pairs(td, self.tensor_keys, "RewardLoss")
-        if has_images(media):
+    def _read(self, td: TensorDictBase) -> Pairs:
+        pairs = read_pairs(td, self.tensor_keys, "RewardLoss")
+        if has_images(pairs.media):
             raise DataError("RewardLoss: a reward network reads text alone: the batch has images.")
-        return batch, mask_CT
+        return pairs
 
     def _rewards(self, batch: PaddedBatch) -> Tensor:
         return self.reward_network(batch.input_ids, batch.attention_mask)

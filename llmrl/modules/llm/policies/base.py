@@ -243,20 +243,11 @@ class LLMWrapperBase(nn.Module):
                 new._seed, new._generator = self._seed, self._generator
         return new
 
-    def token_scores(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        select: Tensor,
-        *,
-        entropy: bool = False,
-        media: Sequence[Media] | None = None,
-        routes: Tensor | None = None,
-    ) -> TokenScores:
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, **options: Any) -> TokenScores:
         """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
 
-        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row, routes
-        int16[B, T, layers, K]; see ``token_logprobs``
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; ``options`` are those of `token_logprobs`:
+        entropy, media, routes
         Raises  ConfigError if the backend has no model in this process
         """
         if self.scorer is None:
@@ -264,8 +255,7 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
                 " with a TransformersWrapper of the trainer's model."
             )
-        given = {"temperature": self.temperature, "entropy": entropy, **_given(media=media, routes=routes)}
-        return self.scorer(input_ids, attention_mask, select, **given)
+        return self.scorer(input_ids, attention_mask, select, **{"temperature": self.temperature, **options})
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
         """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
