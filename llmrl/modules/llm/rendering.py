@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_SHAPES = 4096
 _Anchor = tuple[Chat, str]  # a short conversation, and its text
-_UNTRIED: Any = object()  # in place of the anchor of a new shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +332,8 @@ class Renderer:
         if self._reads_contents:
             return None
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if (found := self._anchors.get(shape, _UNTRIED)) is not _UNTRIED:
-            return found
+        if shape in self._anchors:
+            return self._anchors[shape]
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         found = None

@@ -159,7 +159,7 @@ class LLMWrapperBase(nn.Module):
     def _stop_token_ids(self) -> tuple[int, ...]:
         """The template's, or without one the tokenizer's."""
         if self.renderer is not None:
-            return tuple(self.renderer.stop_token_ids)
+            return self.renderer.stop_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return () if eos is None else (eos,)
 
@@ -296,8 +296,8 @@ class LLMWrapperBase(nn.Module):
                 "weights."
             )
         self._check_batch(td)
-        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature}
-        return token_categorical(model, self._conversations(td), masking_strategy, mask, **given).reshape(td.batch_size)
+        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature, "batch_size": td.batch_size}
+        return token_categorical(model, self._conversations(td), masking_strategy, mask, **given)
 
     # --- collectors and requests of several threads -------------------------------------------------------------------
 
@@ -349,11 +349,7 @@ class LLMWrapperBase(nn.Module):
         generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
-        log_probs, versions = generation.log_probs if self.return_log_probs else None, generation.versions
-        sampled = (log_probs, generation.plain_log_probs)
-        columns = turn_columns(
-            prompts.ids, generation.ids, *sampled, prompts.stream, covered, versions, generation.routes
-        )
+        columns = turn_columns(prompts.ids, generation, prompts.stream, covered, log_probs=self.return_log_probs)
         padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id) if self.pad_output else None
         if padding is not None and "prompt_assistant_mask" in columns["masks"]:
             columns["masks"]["prompt_attention_mask"] = [torch.ones(len(row), dtype=torch.bool) for row in prompts.ids]
@@ -362,8 +358,8 @@ class LLMWrapperBase(nn.Module):
             out.set(MEDIA, write_media(prompts.media, batch_size))
         begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
-        rows = [None] * len(generation.ids) if versions is None else versions
-        oldest = [generation.version if row is None or not len(row) else int(row[0]) for row in rows]
+        versions = [()] * len(generation.ids) if generation.versions is None else generation.versions
+        oldest = [int(row[0]) if len(row) else generation.version for row in versions]  # they only rise within a row
         out.set("policy_version", torch.tensor(oldest).reshape(batch_size))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out

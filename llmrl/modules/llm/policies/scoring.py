@@ -227,11 +227,6 @@ class TokenCategorical(Distribution):
         self.mask = mask
         self._log_total_N = torch.cat([part_CV.logsumexp(-1) for part_CV in logits.split(_ROWS_AT_A_TIME)])
 
-    def reshape(self, batch_size: torch.Size) -> TokenCategorical:
-        """The same distributions for tokens [*batch_size, T]."""
-        shape = (*batch_size, self.mask.shape[-1])
-        return TokenCategorical(self.logits, self.tokens.reshape(shape), self.mask.reshape(shape))
-
     def log_prob(self, value: Tensor) -> Tensor:
         """float32[*S, *B, T] of ids int64[*S, *B, T]; ``dist.log_prob(dist.tokens)`` is what ``token_scores`` gives."""
         if value.shape[-self.mask.ndim :] != self.mask.shape:
@@ -286,8 +281,9 @@ def token_categorical(
     *,
     pad_token_id: int,
     temperature: float,
+    batch_size: torch.Size,
 ) -> TokenCategorical:
-    """The distributions of the chosen tokens, [B, T]. Without gradients the model is in evaluation mode meanwhile."""
+    """The distributions of the chosen tokens, [*batch_size, T]. Without gradients the model runs in evaluation mode."""
     chosen = conversations.selected(masking_strategy, mask)
     device = model_device(model)
     ids_BT, attention_BT = (value.to(device) for value in conversations.padded(pad_token_id))
@@ -300,7 +296,8 @@ def token_categorical(
                 logits_NV = _chosen_logits(model, inputs, mask_BT, temperature)
         else:
             logits_NV = _chosen_logits(model, padded_inputs(ids_BT, attention_BT), mask_BT, temperature)
-    return TokenCategorical(logits_NV, ids_BT, mask_BT)
+    shape = (*batch_size, ids_BT.shape[-1])
+    return TokenCategorical(logits_NV, ids_BT.reshape(shape), mask_BT.reshape(shape))
 
 
 def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor, temperature: float) -> Tensor:
