@@ -186,7 +186,7 @@ def _score_slice(
         position_BT = torch.arange(split.width, device=ids_BT.device).expand_as(ids_BT)
     else:
         local["attention_mask"] = attention_BT
-    local["position_ids"] = split.cut(position_BT)
+    local["position_ids"] = split.cut(position_BT)  # of the whole sequence: a slice would count from 0
     _tell_routers(model, split.cut(attention_BT).bool())
     hidden_BSH = path.body(**accepted(path.body, local)).last_hidden_state
     # The hidden state of a token is what the next one is predicted from, which may be the first of the next slice.
@@ -197,6 +197,7 @@ def _score_slice(
     def join(value_BS: Tensor) -> Tensor:
         return split.join(value_BS).roll(1, dims=1)[:, : scored_BT.shape[1]]
 
+    # Every rank needs the scores of all tokens, for losses that look at whole sequences.
     entropy_BT = None if scores.entropy is None else join(scores.entropy)
     return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool())
 
@@ -298,6 +299,7 @@ def _score_hidden(
     def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return _score_logits(map_logits(head(hidden_CH), path, options.temperature), targets_C, options.entropy)
 
+    # A wrapped head may not tell its vocabulary: 2^17 stands in for it, a large one.
     size = options.chunk or chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
     pieces = [
         checkpoint(score, hidden_CH, targets_C, use_reentrant=False)
@@ -332,6 +334,7 @@ def _concatenate(pieces: list[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[Te
 
 
 def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    # Differentiated by autograd: `checkpoint` around it makes the logits again in the backward pass.
     log_p_CV = logits_CV.log_softmax(-1)
     log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
     entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1) if entropy else None
@@ -386,7 +389,7 @@ class _HeadScores(torch.autograd.Function):
         top1_N = torch.empty_like(targets_N, dtype=torch.bool)
         for part, logits_CV, _ in _chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
             target_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
-            max_C = logits_CV.amax(-1)
+            max_C = logits_CV.amax(-1)  # subtracted, so that no exponential overflows
             top1_N[part] = target_C >= max_C
             logits_CV.sub_(max_C[:, None])
             if entropy_N is None:
@@ -395,11 +398,12 @@ class _HeadScores(torch.autograd.Function):
                 weight_CV = logits_CV.exp()
                 norm_C = weight_CV.sum(-1)
                 log_norm_C = norm_C.log()
+                # H = log Z - E[x]. As a product of matrices the mean takes no third tensor of this size.
                 entropy_N[part] = log_norm_C - torch.bmm(weight_CV[:, None], logits_CV[:, :, None]).view(-1) / norm_C
             log_sum_N[part] = max_C + log_norm_C
             log_prob_N[part] = target_C - max_C - log_norm_C
         ctx.spec = spec
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a gradient that is not there comes as None, and its part is left out
         ctx.mark_non_differentiable(top1_N)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N)
         return log_prob_N, entropy_N, top1_N
@@ -418,6 +422,7 @@ class _HeadScores(torch.autograd.Function):
         cast_VH = weight_VH.to(spec.dtype)
         for part, logits_CV, slope_CV in _chunks_of_logits(hidden_NH, cast_VH, bias_V, spec, with_slope=True):
             grad_C1 = grad_log_prob_N[part, None]
+            # d loss / dx = g_y (onehot(y) - p) - g_H p (log p + H), in the memory of the logits
             log_p_CV = logits_CV.sub_(log_sum_N[part, None])
             if grad_entropy_N is None:
                 grad_CV = log_p_CV.exp_().mul_(-grad_C1)
@@ -451,7 +456,7 @@ def _chunks_of_logits(
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
     for start in range(0, hidden_NH.shape[0], chunk):
         part = slice(start, min(start + chunk, hidden_NH.shape[0]))
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+        with torch.autocast(hidden_NH.device.type, enabled=False):  # it would undo the dtype of the spec
             logits_CV = F.linear(hidden_NH[part].to(spec.dtype), weight_VH, bias_V).to(reduction_dtype(spec.dtype))
         slope: Tensor | float | None = None
         factor = path.scale / temperature
@@ -461,7 +466,7 @@ def _chunks_of_logits(
                 slope = factor
         else:
             logits_CV.mul_(path.scale / path.softcap).tanh_()
-            if with_slope:
+            if with_slope:  # d tanh(u) = 1 - tanh(u)^2
                 slope = logits_CV.square().neg_().add_(1.0).mul_(factor)
             logits_CV.mul_(path.softcap / temperature)
         yield part, logits_CV, slope

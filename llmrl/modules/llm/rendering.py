@@ -180,7 +180,7 @@ class Renderer:
         rows = self._encode_once([text_by_key[key] for key in keys])
         if self.vision is not None:
             rows = [self.vision.expand(row, _joined(own))[0] for row, own in zip(rows, images, strict=True)]
-        # Apart, as the engine saw the one and wrote the other.
+        # Encoded apart: the engine was given the prompt and drew what follows, whatever tokens the joined text has.
         return rows_to_tensors([row + self._begun(text) for row, text in zip(rows, opened, strict=True)])
 
     def extend(
@@ -219,7 +219,7 @@ class Renderer:
             except RewriteError as error:
                 if not return_errors:
                     raise
-                extensions.append(error.with_traceback(None))  # which would keep the renderer's frames alive
+                extensions.append(error.with_traceback(None))  # the traceback would keep the renderer's frames alive
         going_on = [row for row, extension in enumerate(extensions) if isinstance(extension, _Extension)]
         encoded = self._encode_once([extensions[row].text for row in going_on])
         rows: list[list[int]] = []
@@ -311,7 +311,7 @@ class Renderer:
     ) -> _Extension:
         """The text that the last messages add, after the assistant's end-of-turn text if one is due."""
         covered = len(chat) - num_new
-        if covered <= 0:
+        if covered <= 0:  # a new conversation
             if num_ids:
                 raise TemplateError(
                     f"Renderer.extend: new must count fewer messages than the conversation has when its stream is not "
@@ -334,6 +334,7 @@ class Renderer:
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
         if shape in self._anchors:
             return self._anchors[shape]
+        # Other texts than the conversation's own, so that what is found holds for its shape.
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         found = None
@@ -368,6 +369,7 @@ class Renderer:
         after_assistant = context[-1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
         prefixes = [before[:cut]]
+        # The stream begins with the prompt of the last answer, which the template may write in another way by now.
         if checked and after_assistant and len(context) > 1:
             prefixes += self.codec.render([context[:-1]], add_generation_prompt=True, tools=tools)
         for prefix in prefixes:
@@ -399,6 +401,7 @@ class Renderer:
         end = self.end_of_turn_ids
         if self.codec.end_is_control and len(stream) and stream[-1].item() == end[-1]:
             return []  # the turn has its control token, with or without the text that the template puts before it
+        # An answer that was cut at its length may hold the first part of the end.
         tail = stream[-len(end) :].tolist() if end else []
         for present in range(len(end), 0, -1):
             if tail[-present:] == end[:present]:

@@ -195,6 +195,7 @@ def replaying(
             f" and of {type(model).__name__}, whose last router is in layer {last if routers.count else 'none'}: got "
             f"{list(routes_BTLK.shape)}; they are those of another model, or of other tokens."
         )
+    # Padding is routed by the model itself: what a batch holds there is filling.
     routes_BTLK = routes_BTLK.masked_fill(~attention_BT.bool()[..., None, None], -1)
     if (split := active_split()) is not None:
         filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # of padding: not read
@@ -250,6 +251,7 @@ def why_not_replayed(model: nn.Module) -> str | None:
     """
     if not (modules := router_modules(model)):
         return "it is not a mixture of experts"
+    # A router alone, on the CPU: the plan of a run asks before any weights are loaded.
     router = copy.deepcopy(modules[0]).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*router.parameters(), *router.buffers()):
@@ -264,7 +266,7 @@ def why_not_replayed(model: nn.Module) -> str | None:
                 return f"its router ({type(router).__name__}) does not return the experts that it chooses"
             same = _tensors(_route(router, (hidden,), chosen))
             asked = getattr(router, "num_experts", None) or max(part.shape[-1] for part in own)
-            asked = asked - 1 - chosen
+            asked = asked - 1 - chosen  # counted from the other end
             other = _tensors(_route(router, (hidden,), asked))
     except Exception as error:  # third-party code: any error means that it cannot be told
         return f"its router ({type(router).__name__}) fails: {type(error).__name__}: {error}"

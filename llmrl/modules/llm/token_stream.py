@@ -139,6 +139,7 @@ class TokenStream:
         """The number of answers that the stream of a row holds; None if that is not known."""
         if self.assistant_mask is None:
             return None
+        # Answers are the runs of True in the mask: each begins at a 1 behind a 0.
         return max(1, (b"\0" + self.assistant_mask[row].bool().cpu().numpy().tobytes()).count(b"\0\1"))
 
 
@@ -202,6 +203,7 @@ def _response_masks(prompt_lengths: list[int], lengths: list[int]) -> list[Tenso
     """bool[T] per row, True on the response."""
     if not lengths:
         return []
+    # All rows by one call: the mask is a run of False and a run of True per row.
     ends = torch.tensor([prompt_lengths, lengths]).T
     runs = ends.diff(dim=1, prepend=ends.new_zeros(len(lengths), 1)).flatten()
     return _split(torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(runs), lengths)

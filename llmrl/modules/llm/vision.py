@@ -111,7 +111,7 @@ class Vision:
             return self._made[key]
         made = self._made[key] = self._make(load_image(source) if image is None else image)
         self._size += _num_bytes(made[1])
-        while self._size > _CACHE_BYTES and len(self._made) > 1:
+        while self._size > _CACHE_BYTES and len(self._made) > 1:  # the one just made stays, however large
             self._size -= _num_bytes(self._made.popitem(last=False)[1][1])
         return made
 
@@ -231,6 +231,7 @@ def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Te
 
     Position ids are not among them: the model derives them from these.
     """
+    # Positions count a row's real ids, so padding on either side moves nothing.
     device = attention_mask.device
     is_image_BT = torch.zeros(attention_mask.shape, dtype=torch.bool, device=device)
     for row, (attended, own) in enumerate(zip(attention_mask.bool(), media, strict=True)):

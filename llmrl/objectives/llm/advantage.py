@@ -190,6 +190,7 @@ class MCAdvantage(Transform):
         rows, size = td.batch_size[0], self.group_size
         if isinstance(rewards, list) or not rows or rewards.shape[0] != rows:
             return None
+        # If completions of these groups wait already, they come first in their groups: then it goes row by row.
         rows_of: dict[Group, list[int]] = {}
         for row, group in enumerate(self._groups(td)):
             rows_of.setdefault(group, []).append(row)
@@ -276,6 +277,7 @@ class MCAdvantage(Transform):
         return chosen
 
     def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
+        # The rules of `_advantages` for one group, tried before its candidates are taken.
         returns = [self._return(member) for member in members]
         if self.keep_return_bounds is not None:
             low, high = self.keep_return_bounds
@@ -353,6 +355,7 @@ class MCAdvantage(Transform):
         num_failed = int(failed_NG.sum())
         if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+        # A group is kept if enough completions are left, its rewards differ, and its mean is within the bounds.
         failed_NG = failed_NG | missing_NG
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)

@@ -131,7 +131,7 @@ class PaddedBatch:
         """float[B, T], 0 outside the mask, from one number per conversation ([1, 1] a row) or per token ([T, 1])."""
         advantage = _get(td, key, self.reader)
         num_tokens = self.input_ids.shape[1]
-        if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):
+        if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):  # one per conversation
             advantage_BT = advantage.reshape(-1, 1).expand(-1, num_tokens)
         else:
             aligned = []
@@ -173,6 +173,7 @@ class PaddedBatch:
             mask_BT = own_BT = response_part(td, self.attention_mask, self.lengths, response_key)
         if strategy == "generic":
             sampled_BT = self.column(td, sampled_key, "Couldn't find the log-prob of the sampled tokens") != 0
+            # The mask decides where it is True: a token that was certain has the log-prob 0, and was sampled.
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
         if not has_mask and strategy == "rlhf":

@@ -194,7 +194,7 @@ class GroupQueue:
         """Queues trajectories; returns the groups that are whole now."""
         whole = []
         for group, trajectory in ended:
-            if group in self._closed:
+            if group in self._closed:  # its answers were chosen; once all have come the name is free again
                 self.counters["late"] += 1
                 self._closed[group] -= 1
                 if not self._closed[group]:
@@ -283,6 +283,7 @@ def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
     best_first_N = torch.argsort(returns_N, descending=True, stable=True)
     worst_first_N = torch.argsort(returns_N, stable=True)
     num_best = (size + 1) // 2
+    # Two stable sorts, as one sort read backwards would take the last of equals.
     best = best_first_N[:num_best].tolist()
     worst = [index for index in worst_first_N.tolist() if index not in best][: size - num_best]
     return torch.tensor(sorted(best + worst))

@@ -50,6 +50,7 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
             raise DataError(
                 f"{reader}: num_chosen must leave tokens to both conversations: got {cut} of {len(whole)} in row {row}."
             )
+    # All chosen ones first: `chunk(2)` then parts values per conversation into chosen and rejected.
     halves = [whole[:cut] for cut, whole, _ in pairs] + [whole[cut:] for cut, whole, _ in pairs]
     batch = PaddedBatch.from_rows(halves, reader=reader)
     marked = [mask[:cut] for cut, _, mask in pairs] + [mask[cut:] for cut, _, mask in pairs]

@@ -126,8 +126,10 @@ def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor, first_s
     """[B]: the pair's loss where it parts, and the mean from there to where the longer one ends."""
     length_C = batch.attention_mask.sum(-1, keepdim=True)
     place_T = torch.arange(reward_CT.shape[1], device=reward_CT.device)
+    # The shorter of a pair keeps its last reward, so that the longer one is compared to its end.
     kept_CT = reward_CT.gather(1, torch.minimum(place_T, length_C - 1))
     chosen_BT, rejected_BT = kept_CT.chunk(2)
+    # -1 in the padding: a conversation that ends where the other goes on has parted from it.
     one_BT, other_BT = batch.input_ids.masked_fill(~batch.attention_mask, -1).chunk(2)
     parted_BT = (one_BT != other_BT).cumsum(-1) > 0
     counted_BT = parted_BT & (place_T < torch.maximum(*length_C.chunk(2)))

@@ -179,7 +179,7 @@ class SFTLoss(LossModule):
         else:
             reference_B = fn.sequence_sum(reference_BT, mask_BT)
             loss_B = fn.minor_sft(log_prob_B / divisor_B, reference_B / divisor_B, beta=self.beta)
-        loss_B = loss_B.masked_fill(length_B == 0, 0.0)
+        loss_B = loss_B.masked_fill(length_B == 0, 0.0)  # minor_sft of no token is log 2, not 0
         if self.reduction == "none":
             return loss_B
         return loss_B.sum() / counts.sequences if self.reduction == "mean" else loss_B.sum()

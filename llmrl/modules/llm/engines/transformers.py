@@ -129,7 +129,7 @@ class TransformersEngine(SeededEngine):
             inputs["attention_mask"] = attention_mask
             if "position_ids" in self._accepts and position_ids is not None:
                 inputs["position_ids"] = position_ids
-        if "logits_to_keep" in self._accepts:
+        if "logits_to_keep" in self._accepts:  # else the head computes the logits of the whole prompt
             inputs["logits_to_keep"] = 1
         return self.model(**inputs).logits[:, -1].float()
 
@@ -206,12 +206,9 @@ class _Decoding:
         params: SamplingParams,
         media: list[Media] | None = None,
     ):
-        self._forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
+        self.engine, self.model = engine, engine.model
         self.routers = Routers.of(engine.model) if engine.reports_routes else None
-        self.model, self.config = engine.model, engine.model.config
-        self.on_tokens = engine.on_tokens
-        self.params, self.media = params, media
-        self.prompts = prompts
+        self.prompts, self.params, self.media = prompts, params, media
         self.home = prompts[0].device  # where the caller keeps its rows
         self.device = device = model_device(engine.model)
         stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
@@ -236,9 +233,9 @@ class _Decoding:
         for step in range(params.max_new_tokens):
             steps.append(self._draw(logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]))
             token_N, drawn_N, _ = steps[-1]
-            if self.on_tokens is not None:
-                self.on_tokens(token_N, drawn_N)
-            ended_N = ended_N | torch.isin(token_N, stop_ids) if len(stop_ids) != 1 else ended_N | (token_N == stop_ids)
+            if self.engine.on_tokens is not None:
+                self.engine.on_tokens(token_N, drawn_N)
+            ended_N = ended_N | torch.isin(token_N, stop_ids)
             if params.stop_strings:
                 ended_N = ended_N | self._string_ends(token_N, rows_N, tails, string_end_B, step)
             if step + 1 == params.max_new_tokens:
@@ -247,6 +244,7 @@ class _Decoding:
                 num_left = int((~ended_N).sum())
                 if num_left == 0:
                     break
+                # Rows that ended leave when they are half of the batch: their removal copies the whole cache.
                 if num_left * 2 <= len(token_N):
                     segments.append((rows_N, steps))
                     steps = []
@@ -265,9 +263,9 @@ class _Decoding:
 
     def forward(self, *inputs: Any) -> Tensor:
         if self.routers is None:
-            return self._forward(*inputs)
+            return self.engine.forward(*inputs)
         with self.routers.recording():
-            logits_NV = self._forward(*inputs)
+            logits_NV = self.engine.forward(*inputs)
             self.read_routes = self.routers.choices()  # of the tokens that this pass has read
         return logits_NV
 
@@ -275,6 +273,7 @@ class _Decoding:
         """float32[N, V]: the logits after each prompt. Leaves the cache, mask and positions of all rows behind."""
         from transformers import DynamicCache
 
+        # The prompts of a group are equal: each is read once, and its cache repeated for its rows.
         distinct: dict[Any, int] = {}
         keys = [prompt.cpu().numpy().tobytes() for prompt in self.prompts]
         if self.media:  # equal ids, and the very same tensors
@@ -284,18 +283,19 @@ class _Decoding:
         unique = [self.prompts[first] for first in firsts]
         lengths = [len(prompt) for prompt in unique]
         self.width = max(lengths)
-        ids_UP = pad_rows(unique, value=self.pad_token_id, side="left").to(self.device)
+        ids_UP = pad_rows(unique, value=self.engine.pad_token_id, side="left").to(self.device)
         self.mask_NT: Tensor | None = None  # rows of one length need no mask, and are faster without
         self.position_N1: Tensor | None = None
         position_UP = None
-        is_vision = getattr(self.config, "vision_config", None) is not None  # it would count on from its last images
+        # Without a mask such a model would count positions on from the images of the last call.
+        is_vision = getattr(self.model.config, "vision_config", None) is not None
         if min(lengths) != self.width or is_vision:
             mask_UP = lengths_mask(lengths, self.width, side="left").to(self.device)
             position_UP = (mask_UP.cumsum(-1) - 1).clamp_(min=0)
             response = torch.ones(len(unique), self.params.max_new_tokens, dtype=torch.bool, device=self.device)
             self.mask_NT = torch.cat([mask_UP, response], dim=1).long()
             self.position_N1 = position_UP[:, -1:]
-        self.cache = DynamicCache(config=self.config)
+        self.cache = DynamicCache(config=self.model.config)
         mask_UP = None if self.mask_NT is None else self.mask_NT[:, : self.width]
         own_media = [self.media[first] for first in firsts] if self.media else None
         if has_images(own_media):
@@ -307,6 +307,7 @@ class _Decoding:
         else:
             logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
         if self.routers is not None:
+            # Only now are the numbers of layers and of experts per token known.
             of_prompts = self.read_routes.unflatten(0, (len(unique), self.width))
             self.prompt_routes = [of_prompts[u, self.width - lengths[u] :] for u in which_B]
             steps = (len(self.prompts), self.params.max_new_tokens)
@@ -368,7 +369,7 @@ class _Decoding:
         rows = rows_N.tolist()
         for row, token in zip(rows, token_N.tolist(), strict=True):
             tails[row] = [*tails[row][-window + 1 :], token]
-        texts = self.tokenizer.batch_decode([tails[row] for row in rows], skip_special_tokens=False)
+        texts = self.engine.tokenizer.batch_decode([tails[row] for row in rows], skip_special_tokens=False)
         hits = []
         for row, text in zip(rows, texts, strict=True):
             hit = ends[row] is None and any(stop in text for stop in stop_strings)
@@ -392,6 +393,7 @@ class _Decoding:
         eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
         columns = [column_BR.to(self.home) for column_BR in columns]
         for row, eos_end in enumerate(eos_end_B):
+            # A row is cut where it ended first: it was drawn further while others of its batch went on.
             string_end = string_end_B[row] or num_steps + 1
             length = min(eos_end, string_end, num_steps)
             if eos_end <= min(string_end, num_steps):

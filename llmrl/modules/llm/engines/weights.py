@@ -168,7 +168,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
             f"{did_you_mean(unknown[0], own)} Nothing was updated."
         )
     tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in own.items():
+    for name, tensor in own.items():  # names of one weight point at the same memory
         storage = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         tied.setdefault(storage, []).append(name)
     missing = []
@@ -176,7 +176,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
         given = [name for name in names if name in weights]
         if not given:
             missing.append(names[0])
-        for name in given[1:]:
+        for name in given[1:]:  # the last one copied would win without a word
             if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
                 raise WeightSyncError(
                     f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."

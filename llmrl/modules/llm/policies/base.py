@@ -342,7 +342,7 @@ class LLMWrapperBase(nn.Module):
             prompts.texts = self.mode.carried_texts(td, self.keys, prompts.stream)
         seeds = self._seeds(td, len(prompts.ids))
         batch_size = td.batch_size
-        if self.num_samples is not None:
+        if self.num_samples is not None:  # only now: what the samples share was read and encoded once
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
@@ -389,6 +389,7 @@ class LLMWrapperBase(nn.Module):
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
         num_samples = self.num_samples or 1
+        # The samples of one row must differ, and each be the same in every run.
         if (given := row_seeds(td, num_rows, who=type(self).__name__)) is not None:
             return [seed + sample * _SEED_STRIDE for seed in given for sample in range(num_samples)]
         if self._generator is None:

@@ -211,6 +211,7 @@ class BatchingEngine:
             if request in self._queue:
                 self._queue.remove(request)
             if self._caller is threading.current_thread():
+                # Interrupted inside its call, which was for others too: one of their threads makes it again.
                 undone = [taken for taken in self._taken if taken is not request and not taken.answered]
                 for taken in undone:
                     taken.caller = None
@@ -222,12 +223,13 @@ class BatchingEngine:
         """The requests of the call that this thread has to make now; None while it has to wait. Holds the lock."""
         if self._caller is not None or request not in self._queue:
             return None
+        # A kind of request that keeps coming must not hold back the others for longer than their timeout.
         now = time.monotonic()
         first = min(self._queue, key=lambda waiting: waiting.deadline)
         if first.kind != request.kind and first.deadline <= now:
-            return None  # requests past their deadline go before those of other kinds
+            return None
         same = [waiting for waiting in self._queue if waiting.kind == request.kind]
-        if same[0] is not request:
+        if same[0] is not request:  # the oldest of a kind makes its call
             return None
         batch, num_rows = [request], request.num_rows
         for waiting in same[1:] if self._joining else ():

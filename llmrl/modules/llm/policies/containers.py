@@ -52,7 +52,7 @@ class _Rows:
                 f"{type(self).__name__}: fields must hold the same rows: got {wrong[0]} of {list(shapes[wrong[0]])}, "
                 f"expected {list(batch_size)}."
             )
-        if any(isinstance(value, list) for value in fields.values()):
+        if any(isinstance(value, list) for value in fields.values()):  # rows of any length
             columns = {name: _flat_rows(value, len(batch_size)) for name, value in fields.items()}
             fill(self, stack_columns(columns, batch_size))
         else:
@@ -368,6 +368,7 @@ def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> l
     if not batch_ndim:
         history = History.stack([history])
     chats = history.to_chats()
+    # ``to_chats`` leaves out whether a message is finished, as templates do not read it.
     if asks and all(chats):
         for chat, complete in zip(chats, history[..., -1].is_complete, strict=True):
             if not complete:

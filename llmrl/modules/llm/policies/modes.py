@@ -127,6 +127,7 @@ class Mode(ABC):
             prompts.ids, prompts.stream = self.encode(prompts.rows) if stream is None else stream.ids, stream
             prompts.num_new = [len(row) if stream is None else 0 for row in prompts.ids]
             return {}
+        # 1. Rows that go on: only what the environment appended is encoded.
         prompt_ids: list[Tensor] = list(stream.ids)
         rewritten: dict[int, RewriteError] = {}
         if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
@@ -136,12 +137,13 @@ class Mode(ABC):
                     rewritten[row] = ids
                 else:
                     prompt_ids[row] = torch.cat([stream.ids[row], ids])
+        # 2. Rows that are new, or that the template wrote anew: all of the conversation.
         if restarted := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
             for row, ids in zip(restarted, self.encode([prompts.rows[row] for row in restarted]), strict=True):
                 prompt_ids[row] = ids
                 before = stream.ids[row]
                 if len(before) and torch.equal(ids[: len(before)], before):
-                    del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
+                    del rewritten[row]  # what the template rewrote is not in this row's stream: it goes on after all
             stream = stream.cut({row for row in restarted if not len(stream.ids[row]) or row in rewritten})
         prompts.ids, prompts.stream = prompt_ids, stream
         prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
@@ -340,6 +342,7 @@ def _text_views(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
     """The text of each response without its end-of-turn token, and the text container's columns."""
+    # All parts are decoded in one call: answers without their end-of-turn token, new parts of prompts, and the ends.
     bodies: list[list[int]] = []
     ends: list[int | None] = []
     for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):

@@ -76,6 +76,7 @@ class Conversations:
         """
         tokens, masks = (inner(td.get(keys[name], None)) for name in ("tokens", "masks"))
         full_key = (keys["tokens"], "full")
+        # Ids that were sampled are scored as they are, even if the mode's own view is there too.
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
             rows = mode.read(td, input_key, attention_mask_key).rows
@@ -225,6 +226,7 @@ class TokenCategorical(Distribution):
         self.logits = logits
         self.tokens = tokens
         self.mask = mask
+        # In parts, as all sums over the vocabulary: their temporaries are as large as the logits that they read.
         self._log_total_N = torch.cat([part_CV.logsumexp(-1) for part_CV in logits.split(_ROWS_AT_A_TIME)])
 
     def log_prob(self, value: Tensor) -> Tensor:
