@@ -51,14 +51,6 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     assert 0 < report.trained_share < 1
 
 
-def test_without_end_of_turn_the_mask_stops_at_the_content():
-    renderer = Renderer(tiny_tokenizer(), include_end_of_turn=False)
-    assert decoded_spans(renderer, CHAT) == [ANSWER_1["content"], ANSWER_2["content"]]
-    report = renderer.check()
-    assert not report.stop_token_trained
-    assert "not learn to stop" in report.reason
-
-
 def test_generation_block_may_close_before_or_after_the_end_marker():
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
