@@ -318,14 +318,9 @@ def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
 
 
 def test_batching_is_asked_for_by_name_or_by_a_size(tokenizer):
-    def is_batching(**options):
-        return fake_policy(tokenizer, ["a"], **options).get_batching_state()["batching_enabled"]
-
-    assert not is_batching()
-    assert not is_batching(batching=False)
-    assert is_batching(batching=True)
-    assert is_batching(min_batch_size=2)
-    assert is_batching(max_batch_size=2)
+    cases = ({}, {"batching": False}, {"batching": True}, {"min_batch_size": 2}, {"max_batch_size": 2})
+    states = [fake_policy(tokenizer, ["a"], **options).get_batching_state() for options in cases]
+    assert [state["batching_enabled"] for state in states] == [False, False, True, True, True]
 
 
 def test_a_new_version_shares_the_queue_unless_it_is_told_another(tokenizer):
