@@ -281,10 +281,10 @@ class TokenScorer(nn.Module):
 
 # ------------------------------------------------------------------------------------------------- scores from hidden
 
+_Scores = tuple[Tensor, Tensor | None, Tensor]  # of N tokens: log-probs, entropies, and whether they are the likeliest
 
-def _score_hidden(
-    path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options
-) -> tuple[Tensor, Tensor | None, Tensor]:
+
+def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options) -> _Scores:
     head = path.head
     plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
     if plain and type(head.weight) in (Tensor, nn.Parameter):
@@ -296,7 +296,7 @@ def _score_hidden(
         return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
 
     # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing recomputes its logits
-    def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def score(hidden_CH: Tensor, targets_C: Tensor) -> _Scores:
         return _score_logits(map_logits(head(hidden_CH), path, options.temperature), targets_C, options.entropy)
 
     # A wrapped head may not tell its vocabulary: 2^17 stands in for it, a large one.
@@ -310,8 +310,8 @@ def _score_hidden(
 
 def _score_with_whole_model(
     model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, options: _Options, rows: int = 0
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    def score(rows: dict[str, Tensor], scored: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> _Scores:
+    def score(rows: dict[str, Tensor], scored: Tensor) -> _Scores:
         output = model(**accepted(model, rows))
         logits = getattr(output, "logits", output)[:, :-1][scored[:, 1:]]
         logits = map_logits(logits, None, options.temperature)
@@ -328,12 +328,12 @@ def _score_with_whole_model(
     return _concatenate(pieces)
 
 
-def _concatenate(pieces: list[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[Tensor, Tensor | None, Tensor]:
+def _concatenate(pieces: list[_Scores]) -> _Scores:
     log_probs, entropies, top1 = zip(*pieces, strict=True)
     return torch.cat(log_probs), None if entropies[0] is None else torch.cat(entropies), torch.cat(top1)
 
 
-def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> _Scores:
     # Differentiated by autograd: `checkpoint` around it makes the logits again in the backward pass.
     log_p_CV = logits_CV.log_softmax(-1)
     log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
@@ -341,7 +341,7 @@ def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> tuple[
     return log_prob_C, entropy_C, log_prob_C.detach() >= log_p_CV.detach().amax(-1)
 
 
-def _in_place(scores: tuple[Tensor, Tensor | None, Tensor], scored_BT: Tensor) -> TokenScores:
+def _in_place(scores: _Scores, scored_BT: Tensor) -> TokenScores:
     """One value per scored token -> [B, T], 0 elsewhere."""
     log_probs, entropy, top1 = (
         None if value_N is None else value_N.new_zeros(scored_BT.shape).masked_scatter(scored_BT, value_N)
@@ -381,7 +381,7 @@ class _HeadScores(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         spec: _HeadSpec,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> _Scores:
         dtype = reduction_dtype(spec.dtype)
         log_prob_N = hidden_NH.new_empty(targets_N.shape, dtype=dtype)
         log_sum_N = torch.empty_like(log_prob_N)

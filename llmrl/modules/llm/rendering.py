@@ -90,7 +90,7 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
         self._anchors: dict[Any, _Anchor | None] = {}
-        self.compared: set[Any] = set()  # `shape`s of conversations of which a caller has compared renderings
+        self.compared: set[Any] = set()  # `shape`s of conversations whose renderings a caller has compared
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -135,7 +135,7 @@ class Renderer:
         return [replace(row, media=own) for row, own in zip(rows, media, strict=True)]
 
     def media(self, images: Sequence[Any], ids: Tensor, sampled: Tensor | None = None) -> Media:
-        """The media of a row int64[T] with these images, of which ``sampled`` bool[S], S <= T, are the policy's ids."""
+        """The media of a row int64[T] with these images; ``sampled`` bool[S], S <= T, marks the policy's ids."""
         return {**self.vision.media(images), POSITIONS: self.vision.positions(ids, sampled)}
 
     def _take_images(self, chats: Sequence[Chat]) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
@@ -242,7 +242,7 @@ class Renderer:
         return result
 
     def addition(self, chat: Chat, new: int) -> Any:
-        """What the last ``new`` messages add: equal where :meth:`extend` adds the same ids. Raises as that does."""
+        """A value for the last ``new`` messages, equal where :meth:`extend` adds the same ids. Raises as that does."""
         covered = len(chat) - new
         [chat], [opened] = _without_open(self._take_images([chat])[0])
         return self._after(chat[:covered], chat[covered:]), opened

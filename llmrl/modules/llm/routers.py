@@ -88,8 +88,7 @@ class Routers:
                 "otherwise; use model_options.router_aux_loss=0."
             )
         for number, module in enumerate(modules):
-            module.register_forward_hook(partial(self._see, number))  # first: it sees what the router chose by itself
-            module.register_forward_hook(partial(self._replay, number))
+            module.register_forward_hook(partial(self._see, number))
         model.routers = self
 
     @classmethod
@@ -97,22 +96,19 @@ class Routers:
         """Those that the model has, or else gets."""
         return getattr(model, "routers", None) or cls(model)
 
-    def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._seen is None:  # even if checkpointing computes a layer again: it saves the same tensors then
-            return
-        parts = _tensors(output)
-        indices = next((part for part in parts if not part.is_floating_point()), None)
-        count = getattr(module, "num_experts", None) or parts[0].shape[-1]
-        logits = next(part for part in parts if part.is_floating_point() and part.shape[-1] == count).flatten(0, -2)
-        if indices is None:
-            indices = logits.topk(module.top_k, dim=-1).indices
-        self._seen[number] = (logits, indices.reshape(len(logits), -1), self._routes(number))
-
-    def _routes(self, number: int) -> Tensor | None:
-        return None if _active is None else _active[:, self.layers[number]].long()
-
-    def _replay(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        routes_NK = self._routes(number)
+    def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """The hook of a router: records what it chose by itself, and makes it choose the routes that are replayed."""
+        routes_NK = None if _active is None else _active[:, self.layers[number]].long()
+        if self._seen is not None:
+            parts = _tensors(output)
+            indices = next((part for part in parts if not part.is_floating_point()), None)
+            count = getattr(module, "num_experts", None) or parts[0].shape[-1]
+            scores = (part for part in parts if part.is_floating_point() and part.shape[-1] == count)
+            logits = next(scores).flatten(0, -2)
+            if indices is None:  # the router returns its scores alone
+                indices = logits.topk(module.top_k, dim=-1).indices
+            self._seen[number] = (logits, indices.reshape(len(logits), -1), routes_NK)
+        # Also where checkpointing computes a layer again, for which the routes are set once more.
         return None if routes_NK is None else _route(module, arguments, routes_NK)
 
     def choices(self) -> Tensor:

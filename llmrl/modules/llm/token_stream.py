@@ -88,7 +88,7 @@ class TokenStream:
         return cls(**columns)
 
     def write(self, td: TensorDictBase, *, only: Collection[str] | None = None) -> None:
-        """Writes the streams beside the prompts of ``td``, in place of what the containers held.
+        """Writes the streams beside the prompts of ``td``, replacing the containers that are there.
 
         ``only`` limits the containers that are written.
         """

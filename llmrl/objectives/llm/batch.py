@@ -165,8 +165,7 @@ class PaddedBatch:
         ``rlhf``     the same, and the assistant mask is required
         ``generic``  the tokens of ``sft``, and all others that have a behaviour log-prob
         """
-        has_mask = td.get(assistant_key, None, as_list=True) is not None
-        if has_mask:
+        if strategy == "rlhf" or td.get(assistant_key, None, as_list=True) is not None:
             mask_BT = self.column(td, assistant_key).bool()
             own_BT = mask_BT & own_part(td, mask_BT)
         else:
@@ -176,9 +175,7 @@ class PaddedBatch:
             # The mask decides where it is True: a token that was certain has the log-prob 0, and was sampled.
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
-        if not has_mask and strategy == "rlhf":
-            _get(td, assistant_key, self.reader)
-        if own_BT is None:
+        if own_BT is None:  # raises
             _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
         return with_predecessor(own_BT, self.attention_mask)
 

@@ -47,7 +47,7 @@ class DPOLoss(LossModule):
                                                               share, "positions" in the ids of both
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=), with media= of both if there is "media"
     Returns DPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
-    Raises  DataError for a pair of which one answer has no trained token; MissingKeyError; ConfigError for settings
+    Raises  DataError for a pair with one answer that has no trained token; MissingKeyError; ConfigError for settings
             that contradict each other
 
     kind                     "sigmoid" (DPO), "ipo" or "hinge" (SLiC): `functional.preference`

@@ -39,7 +39,7 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
     """Cuts each row into its two conversations.
 
     Reads   ``keys.tokens``, ``keys.assistant_mask`` and ``keys.num_chosen``, as `DPOLoss` says
-    Raises  DataError for a pair of which one answer, but not the other, has no token; MissingKeyError
+    Raises  DataError for a pair with one answer that has tokens and one that has none; MissingKeyError
     """
     ids = list(required(td, keys.tokens, reader, as_list=True))
     masks = list(required(td, keys.assistant_mask, reader, as_list=True))

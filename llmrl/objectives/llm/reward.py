@@ -41,7 +41,7 @@ class RewardLoss(LossModule):
             "margin"  float32[B]  by how much the rewards are to differ, if the batch has it
     Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
     Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
-    Raises  DataError for a pair of which one answer has no token, and for images; MissingKeyError
+    Raises  DataError for a pair with one answer that has no token, and for images; MissingKeyError
 
     level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
             which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that

@@ -148,7 +148,7 @@ class LLMWrapperBase(nn.Module):
         self._collector: weakref.ref[Any] | None = None
 
     def _set_outputs(self) -> None:
-        """Sets the arguments of the output, of which ``generate_kwargs`` may hold two."""
+        """Sets the arguments of the output; two of them may come in ``generate_kwargs``."""
         given, options = self.settings, self.options
         self.num_samples = options.num_return_sequences if given.num_samples is None else given.num_samples
         wanted = options.logprobs if given.return_log_probs is None else given.return_log_probs
@@ -381,7 +381,7 @@ class LLMWrapperBase(nn.Module):
             _log.warning(
                 f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot "
                 "be trained in one piece: a turn that does not begin with what came before is rendered again and "
-                "starts a training record of its own. They are counted in counters['rewritten']; this is said once. "
+                "starts a training record of its own. They are counted in counters['rewritten']; this is logged once. "
                 f"({reason})"
             )
         self.counters["rewritten"] += len(rewritten)

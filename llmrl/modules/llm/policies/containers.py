@@ -93,7 +93,7 @@ class _Rows:
         return field_rows(inner(self), field)
 
     def _parts(self) -> dict[str, list[Any]]:
-        """The rows of prompt and response, which make up ``full``; or of whichever fields there are."""
+        """The rows of prompt and response, which make up ``full``; or of the fields that are set."""
         columns = {name: self.rows(name) for name in ("prompt", "response", "full")}
         present = {name: rows for name, rows in columns.items() if rows is not None}
         return {name: present[name] for name in ("prompt", "response")} if len(present) == 3 else present

@@ -152,7 +152,7 @@ class Mode(ABC):
     def media(
         self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
     ) -> list[Media] | None:
-        """The media of rows with these ids, some of which the policy sampled: those of a stream, or given as masks.
+        """The media of rows with these ids. The ids that the policy sampled are marked by a stream, or by masks.
 
         Returns  None if the rows are not messages, or there is no processor
         """

@@ -314,7 +314,7 @@ def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor,
     hidden_NH = hidden_before(path, inputs, mask_BT)
     if len(hidden_NH) <= _ROWS_AT_A_TIME or torch.is_grad_enabled():
         return map_logits(path.head(hidden_NH), path, temperature)
-    # in parts, so that there is no second tensor of their size while they are made
+    # in parts: a second tensor of their size never exists
     start, logits_NV = 0, None
     for part_CH in hidden_NH.split(_ROWS_AT_A_TIME):
         part_CV = map_logits(path.head(part_CH), path, temperature)
