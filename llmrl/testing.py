@@ -1,6 +1,6 @@
 """Test doubles for offline tests: a tokenizer trained in the process, a small random model, scripted answers.
 
-Nothing is downloaded and nothing touches the global random state. They stand in for a Qwen model: byte-level BPE with
+They download nothing and leave the global random state alone. They stand in for a Qwen model: byte-level BPE with
 single digits, ChatML with Qwen's special tokens, a causal language model of the Transformers library.
 """
 

@@ -243,7 +243,7 @@ def test_a_thousand_rounds_with_injected_failures():
 
 
 class Interrupted(BaseException):
-    """What Ctrl-C is to a thread."""
+    """Stands in for Ctrl-C in a thread."""
 
 
 def test_an_interrupted_thread_leaves_the_others_served():

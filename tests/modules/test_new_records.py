@@ -1,4 +1,4 @@
-"""Where a turn cannot continue the stream of the turn before, it starts a training record of its own."""
+"""A turn that cannot continue the stream of the turn before starts a training record of its own."""
 
 import logging
 

@@ -41,7 +41,7 @@ with_a_model = pytest.mark.parametrize("make_policy", ["transformers"], indirect
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def make_policy(model, tokenizer, request):
-    """What makes a wrapper, given a model, a tokenizer and options; the same for every engine."""
+    """Makes a wrapper of a model, a tokenizer and options; the same for every engine."""
     engine = None
     if request.param.startswith("vllm"):
         kind = VLLMEngine if request.param == "vllm" else AsyncVLLMEngine

@@ -38,7 +38,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """The effect of a template on training, measured on a short conversation."""
+    """The effects of a template on training, measured on short conversations."""
 
     trained_share: float  # of the tokens of a question and its answer, how many are trained
     stop_token_trained: bool  # whether the model learns to end its turn

@@ -1,5 +1,4 @@
-"""Routers of a mixture of experts: records what they decide, for the loss that balances the load of the experts, and
-replays what an engine's routers decided.
+"""Routers of a mixture of experts: recorded for the loss that balances their load, or made to repeat other choices.
 
 A router scores all experts for each token and sends the token to a few of them. Which positions of a forward pass are
 tokens, and not padding, is known where the pass is laid out: `token_logprobs` writes it to the model's `Routers`.
@@ -93,7 +92,7 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers:
-        """Those that the model has, or else gets."""
+        """The model's `Routers`, made if it has none yet."""
         return getattr(model, "routers", None) or cls(model)
 
     def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -159,7 +158,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def active_routes() -> Tensor | None:
-    """The routes that are replayed in this pass; for `same_routes`, around what computes a part of it again."""
+    """The routes that are replayed in this pass; `same_routes` sets them again where a part of it is recomputed."""
     return _active
 
 

@@ -1,4 +1,4 @@
-"""Sequences split over the ranks of a group: each computes a slice of every sequence, in attention a part of the heads.
+"""Sequences split over ranks: each rank computes a slice of every sequence, and in attention a part of the heads.
 
 All layers but attention look at one token at a time, so a slice is enough for them. Attention needs the whole sequence
 of a head: before it the ranks exchange their slices of all heads for all slices of their heads, after it back (the
@@ -47,7 +47,7 @@ class SequenceSplit:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around the forward and backward passes that all ranks of the group do on the same batch."""
+        """Splits the forward and backward passes inside, which all ranks of the group run on the same batch."""
         global _active
         _active = self
         try:
@@ -93,7 +93,7 @@ def why_not_split(model: nn.Module, size: int) -> str | None:
 
 
 def can_share_heads(heads: int, key_heads: int, size: int) -> bool:
-    """True if each of ``size`` ranks can have as many attention heads as the others, beside their keys and values."""
+    """True if ``size`` ranks can have equally many attention heads each, with the keys and values that these need."""
     return not heads % size and not (key_heads % size and size % key_heads)
 
 

@@ -112,7 +112,7 @@ class TokenStream:
     def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
         """The streams without what these rows hold: a new training record starts with them.
 
-        keep_ids  leaves the ids, which nothing is known of any more
+        keep_ids  leaves the ids, without anything else that was known of them
         """
 
         def emptied(name: str) -> Any:
@@ -194,7 +194,7 @@ def turn_columns(
 
 
 def _first_known(earlier: Tensor, routes: Tensor) -> Tensor:
-    """The routes of a token are those of the turn that read it first: its log-prob, and the next one's, are of that."""
+    """A token keeps the routes of the turn that read it first, by which its successor's log-prob was computed."""
     unknown = (earlier < 0).flatten(1).all(1)
     return torch.cat([torch.where(unknown[:, None, None], routes[: len(earlier)], earlier), routes[len(earlier) :]])
 

@@ -191,7 +191,7 @@ def _without_videos(model_type: str) -> type[ProcessorMixin]:
 
 
 def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A class of processors without its part for videos, which needs torchvision."""
+    """The class of processors without its part for videos, which needs torchvision."""
 
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         @classmethod
@@ -243,9 +243,9 @@ def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Te
 
 @contextmanager
 def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Inputs in which an image's id that was sampled is another id, inside a block in which it is embedded as itself.
+    """Replaces image ids that were sampled in the inputs; inside the block the model still embeds them as themselves.
 
-    A model takes each such id for the place of an image, and would find more places than images.
+    A model takes each image id for the place of an image, and would find more places than images.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids_BT, given_BT = inputs["input_ids"], inputs["mm_token_type_ids"].bool()
@@ -274,8 +274,8 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 
 def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
-    """The log-probs, with a gradient of 0 for that part if it is trained: ranks average the gradients of the same
-    parameters, even if a batch has no image.
+    """The log-probs, with a gradient of 0 for a trained vision tower: ranks average the gradients of the same
+    parameters, even if one rank's batch has no image.
     """
     tower = vision_tower(model) if torch.is_grad_enabled() else None
     trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]

@@ -155,11 +155,11 @@ class MCAdvantage(Transform):
         yield selector is None or callable(selector), f"candidate_selector must be callable: got {selector!r}"
 
     def reset_counters(self) -> None:
-        """Counts from zero; what waits stays, and so do the sizes of the queue."""
+        """Sets the counters to zero; the queue stays, and so do the counts of what waits in it."""
         self.counters |= {**dict.fromkeys(_COUNTED, 0), "return_sum": 0.0, "return_max": -math.inf}
 
     def clear_queues(self) -> None:
-        """Forgets everything that waits; the counters stay."""
+        """Empties the queue; the counters stay."""
         self._queue.clear()
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -277,17 +277,20 @@ class MCAdvantage(Transform):
         return chosen
 
     def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
-        # The rules of `_advantages` for one group, tried before its candidates are taken.
-        returns = [self._return(member) for member in members]
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            if not low < sum(returns) / len(returns) < high:
-                return False
-        if also_equal:
-            return True
+        returns_1G = torch.tensor([[self._return(member) for member in members]], dtype=torch.float64)
+        values_1C = returns_1G
         if self.trajectory_return is None:
-            returns = torch.cat([member.flat_rewards for member in members]).tolist()
-        return min(returns) < max(returns)
+            values_1C = torch.cat([member.flat_rewards for member in members])[None]
+        equal, within = self._rules(values_1C, returns_1G)
+        return bool(within) and (also_equal or not bool(equal))
+
+    def _rules(self, values_NC: Tensor, returns_NG: Tensor) -> tuple[Tensor, Tensor]:
+        """bool[N] twice: groups whose values are all equal, and those whose mean return is within the bounds."""
+        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
+        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
+        mean_N = returns_NG.nanmean(1)
+        return equal_N, (mean_N > low) & (mean_N < high)
 
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
@@ -360,15 +363,11 @@ class MCAdvantage(Transform):
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)
         values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
-        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
-        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        equal_N, within_N = self._rules(values_NC, returns_NG)
         self.counters["zero_variance"] += int((equal_N & keep_N).sum())
+        keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            mean_N = returns_NG.nanmean(1)
-            keep_N &= (mean_N > low) & (mean_N < high)
         advantage_NC = torch.full_like(values_NC, torch.nan)
         if bool(keep_N.any()):
             advantage_NC[keep_N] = group_advantage(values_NC[keep_N], scale=self.scale, eps=self.eps)

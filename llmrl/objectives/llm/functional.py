@@ -50,7 +50,7 @@ Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
 Preference = Literal["sigmoid", "ipo", "hinge"]
 
-MAX_LOG_RATIO = 20.0  # e**20 = 5e8: beyond it a ratio means nothing, and e**89 is infinite in float32
+MAX_LOG_RATIO = 20.0  # e**20 = 5e8: a larger ratio carries no information, and e**89 is infinite in float32
 
 
 # --------------------------------------------------------------------------------------------------------- the ratios
@@ -292,7 +292,7 @@ def correction_weight(
 def sequence_veto(proximal_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> Tensor:
     """bool[B, T], True in the sequences in which any token has a rho = exp(lo - lg) outside [low, high].
 
-    One token that the trainer holds for impossible says that the whole sequence was sampled from something else.
+    One token that is impossible for the trainer means that the whole sequence was sampled from something else.
     Source: Liu et al. 2025, "When speed kills stability".
     """
     rho_BT = log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT).exp()

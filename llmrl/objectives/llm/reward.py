@@ -43,11 +43,11 @@ class RewardLoss(LossModule):
     Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
     Raises  DataError for a pair with one answer that has no token, and for images; MissingKeyError
 
-    level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
-            which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that
-            are not finished
-    first_share  with "token", the share of the loss at that first position; the mean has the rest. What is wrong shows
-            there, and in a mean over all of the answer it counts little
+    level   "sequence": the reward after the last token. "token": the mean over all positions from the first one where
+            the conversations differ; one that has ended keeps its last reward. Such a model also judges unfinished
+            answers
+    first_share  with "token", the share of the loss at that first position; the mean has the rest. An error shows
+            there first, and counts little in a mean over the whole answer
 
     Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
     """
@@ -109,7 +109,7 @@ class RewardLoss(LossModule):
     def _read(self, td: TensorDictBase) -> Pairs:
         pairs = read_pairs(td, self.tensor_keys, "RewardLoss")
         if has_images(pairs.media):
-            raise DataError("RewardLoss: a reward network reads text alone: the batch has images.")
+            raise DataError("RewardLoss: a reward network reads text only: the batch has images.")
         return pairs
 
     def _rewards(self, batch: PaddedBatch) -> Tensor:

@@ -67,8 +67,7 @@ _ADVANTAGE_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings:
-    """Ratio, surrogate, aggregation and KL of the loss. `GRPOLoss` explains each; a recipe's ``grpo:`` section has the
-    same names.
+    """Ratio, surrogate, aggregation and KL of the loss, under the names of a recipe's ``grpo:`` section.
 
     Raises  ConfigError for a value that is out of range, or for settings that contradict each other
     """

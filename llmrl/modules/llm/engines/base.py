@@ -22,7 +22,7 @@ __all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
 class StopReason(IntEnum):
     """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
 
-    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut from outside: never a natural stop.
+    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut off from outside: never a natural stop.
 
     >>> StopReason.LENGTH.natural, StopReason.EOS.natural
     (False, True)
@@ -115,7 +115,7 @@ class SamplingParams:
 
 @dataclass
 class Generation:
-    """The answer of an engine, row by row, in the order of the prompts.
+    """An engine's answers, in the order of the prompts.
 
     ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
     log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
@@ -204,7 +204,7 @@ class SeededEngine:
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
-    """Raises ShapeError for rows that no model can look up; on a GPU such ids end the process.
+    """Raises ShapeError for ids outside the model's embedding, which on a GPU end the process.
 
     Reads  vocabulary_size  None: only shapes and dtypes are checked
 

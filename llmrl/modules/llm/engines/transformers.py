@@ -172,7 +172,7 @@ class TransformersEngine(SeededEngine):
 
     @property
     def unsaved_buffers(self) -> frozenset[str]:
-        """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
+        """Names that a set of weights may leave out: buffers that the model makes by itself."""
         return unsaved_buffers(self.model)
 
     @torch.no_grad()

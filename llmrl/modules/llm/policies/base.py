@@ -322,9 +322,9 @@ class LLMWrapperBase(nn.Module):
         return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
-        """Ends the joining of requests: what waits goes at once, later calls go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
 
-        Returns when everything was answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
+        Returns when all are answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
         """
         if isinstance(self.engine, BatchingEngine):
             self.engine.drain(timeout)

@@ -1,7 +1,7 @@
 """``BatchingEngine``: the requests of several threads as one call of the engine behind it.
 
-It has no thread of its own: of the requests that may share a call, the thread of the oldest makes it, for all of them.
-So nothing has to be started or joined, and a thread that is interrupted leaves nothing behind.
+It has no thread of its own: the thread of the oldest request makes the call for all requests that may share it. So
+nothing has to be started or joined, and an interrupted thread leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ class BatchingEngine:
     # --- ending and showing -------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float = 600.0) -> None:
-        """Ends the joining: requests that wait go at once, later ones go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
 
-        Returns when all were answered. Raises DeadlineError after ``timeout`` seconds.
+        Returns when all are answered. Raises DeadlineError after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -206,7 +206,7 @@ class BatchingEngine:
         return request.answer
 
     def _leave(self, request: _Request) -> None:
-        """Answered, failed or interrupted: what this thread held is given back, what it left undone waits again."""
+        """After an answer, an error or an interrupt: frees the engine, and queues again what was left undone."""
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
@@ -220,7 +220,7 @@ class BatchingEngine:
             self._changed.notify_all()
 
     def _take(self, request: _Request) -> list[_Request] | None:
-        """The requests of the call that this thread has to make now; None while it has to wait. Holds the lock."""
+        """The requests of the call that this thread has to make now; None while it must wait. The lock is held."""
         if self._caller is not None or request not in self._queue:
             return None
         # A kind of request that keeps coming must not hold back the others for longer than their timeout.
@@ -265,7 +265,7 @@ class BatchingEngine:
         return len(self._queue) + sum(not taken.answered for taken in self._taken)
 
     def _free_if_dead(self) -> None:
-        """Takes the engine from a thread that ended without giving it back, as one of the process before a fork."""
+        """Frees the engine if the thread that used it is gone, as after a fork."""
         if self._caller is not None and not self._caller.is_alive():
             self._caller, self._taken = None, []
             self._changed.notify_all()
@@ -315,7 +315,7 @@ class _Request:
 
 
 def _answer(batch: list[_Request]) -> None:
-    """Makes one call for all; if that fails, one for each, so that only those fail that do so alone."""
+    """Makes one call for all; if that fails, one for each, so that only the faulty requests fail."""
     try:
         answers = batch[0].call([request.part for request in batch])
     except Exception as error:

@@ -405,7 +405,7 @@ def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
 
 
 def _without_opening(prompt: list[dict[str, Any]], full: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A rendered prompt ends with the opening of an answer, which parses as an empty assistant message."""
+    """The prompt without the opening of an answer, which parses as an empty assistant message."""
     opened = len(prompt) > 0 and prompt[-1]["role"] == "assistant" and not prompt[-1]["content"]
     return prompt[:-1] if opened and prompt[-1] != full[len(prompt) - 1] else prompt
 

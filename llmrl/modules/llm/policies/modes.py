@@ -380,19 +380,19 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
 
 
 def _num_new(rows: Sequence[Any], covered: Sequence[int], unit: str) -> list[int]:
-    """The messages or characters of each row that its stream does not cover. Raises RolloutError for fewer than it."""
+    """The messages or characters that each row's stream does not cover. Raises RolloutError if it covers too many."""
     num_new = [len(value) - known for value, known in zip(rows, covered, strict=True)]
     if num_new and min(num_new) < 0:
         row = num_new.index(min(num_new))
         raise RolloutError(
             f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, its tokens cover "
-            f"{covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
+            f"{covered[row]}; a transform that rewrites the past must drop ('tokens', 'prompt') too."
         )
     return num_new
 
 
 def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:
-    """One conversation with its turn; a turn that went on with an unfinished message is one message with it."""
+    """One conversation with its turn; a turn that continues an unfinished message is joined to it."""
     if not is_open(chat):
         return full
     [said] = messages

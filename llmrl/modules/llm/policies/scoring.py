@@ -1,4 +1,4 @@
-"""The whole conversations of a batch as ids, and what a model says of them: values and distributions per token.
+"""Whole conversations of a batch as ids, and the log-probs and distributions that a model gives their tokens.
 
 The ids are ``("tokens", "full")`` if that is there, because ids that were sampled are never made again from text;
 else the mode's own view, encoded. Losses call ``token_scores`` instead of a distribution, whose memory grows with the
