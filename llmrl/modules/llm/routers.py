@@ -76,7 +76,9 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         modules = router_modules(model)  # not kept: they have hooks that know this object
         self.count = len(modules)
-        self.layers = _layers(model, modules)
+        names = {id(module): name for name, module in model.named_modules()}
+        parts = [names[id(module)].split(".") for module in modules]
+        self.layers = [next((int(part) for part in own if part.isdigit()), 0) for own in parts]  # of the decoder layers
         self.is_real: Tensor | None = None
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
         if not modules:
@@ -142,12 +144,6 @@ class Routers:
                 differing += (given_N * (routes_NK.sort(-1).values != indices_NK.sort(-1).values).any(-1)).sum()
         self._last = {}
         return RouterLoad(torch.stack(chosen), torch.stack(probs), real.sum(), replayed, differing)
-
-
-def _layers(model: nn.Module, modules: list[nn.Module]) -> list[int]:
-    """The number of the decoder layer that each of the modules is in."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return [next((int(part) for part in names[id(module)].split(".") if part.isdigit()), 0) for module in modules]
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -125,17 +125,14 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group), None
 
 
-def _heads_of_all(value_BHSD: Tensor, split: SequenceSplit) -> Tensor:
-    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; fewer than n heads are repeated before."""
-    if value_BHSD.shape[1] < split.size:
-        value_BHSD = value_BHSD.repeat_interleave(split.size // value_BHSD.shape[1], dim=1)
-    parts = _Exchange.apply(torch.stack(value_BHSD.chunk(split.size, dim=1)), split.group)
-    return torch.cat(parts.unbind(0), dim=2)
+def _swapped(value: Tensor, split: SequenceSplit) -> Tensor:
+    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; [B, T, H / n, D] back to [B, S, H, D].
 
-
-def _slice_of_all(value_BTHD: Tensor, split: SequenceSplit) -> Tensor:
-    """[B, T, H / n, D] of this rank's heads to [B, S, H, D] of its slice."""
-    parts = _Exchange.apply(torch.stack(value_BTHD.chunk(split.size, dim=1)), split.group)
+    Fewer than n heads, of keys and values, are repeated before.
+    """
+    if value.shape[1] < split.size:
+        value = value.repeat_interleave(split.size // value.shape[1], dim=1)
+    parts = _Exchange.apply(torch.stack(value.chunk(split.size, dim=1)), split.group)
     return torch.cat(parts.unbind(0), dim=2)
 
 
@@ -147,11 +144,11 @@ def _attention(
     split = _active
     if split is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    query, key, value = (_heads_of_all(each, split) for each in (query, key, value))
+    query, key, value = (_swapped(each, split) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     layer = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
     output, _ = sdpa_attention_forward(layer, query, key, value, attention_mask, **options)
-    return _slice_of_all(output, split), None
+    return _swapped(output, split), None
 
 
 def _mask(*, q_length: int, kv_length: int, q_offset: int = 0, **options: Any) -> Tensor | None:

@@ -154,7 +154,9 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
 
     A processor that also takes videos is loaded without that part if torchvision is missing, or the part's files.
     """
+    import transformers
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -168,7 +170,8 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
     except (ImportError, OSError) as error:
         if not ("orchvision" in str(error) or "video processor" in str(error)):
             raise
-        processor = _without_videos(config.model_type).from_pretrained(source, **options)
+        kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+        processor = image_processor_class(kind).from_pretrained(source, **options)
     if processor.tokenizer.chat_template is None:
         processor.tokenizer.chat_template = processor.chat_template
     return processor
@@ -181,13 +184,6 @@ def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
     processor.save_pretrained(folder)
     if hasattr(processor, "image_processor"):
         processor.image_processor.save_pretrained(folder)
-
-
-def _without_videos(model_type: str) -> type[ProcessorMixin]:
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    return image_processor_class(getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type]))
 
 
 def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:

@@ -84,6 +84,7 @@ class Mode(ABC):
     name: ClassVar[str]
     expected: ClassVar[str]
     written: ClassVar[tuple[str, ...]]
+    renderer: Renderer | None = None  # of messages
 
     def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
         """The view under ``key``, one value per row of the batch.
@@ -156,7 +157,11 @@ class Mode(ABC):
 
         Returns  None if the rows are not messages, or there is no processor
         """
-        return None
+        if self.renderer is None or self.renderer.vision is None:
+            return None
+        masks = stream.assistant_mask if isinstance(stream, TokenStream) else stream
+        images = [[image for own in take_images(chat)[1] for image in own] for chat in rows]
+        return [self.renderer.media(*row) for row in zip(images, ids, masks or [None] * len(ids), strict=True)]
 
     @abstractmethod
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
@@ -213,15 +218,6 @@ class HistoryMode(Mode):
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> list[Tensor | RewriteError]:
         new = _num_new(rows, stream.covered, "messages")
         return self.renderer.extend(stream.ids, rows, new, return_errors=True)
-
-    def media(
-        self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
-    ) -> list[Media] | None:
-        if self.renderer.vision is None:
-            return None
-        masks = stream.assistant_mask if isinstance(stream, TokenStream) else stream
-        images = [[image for own in take_images(chat)[1] for image in own] for chat in rows]
-        return [self.renderer.media(*row) for row in zip(images, ids, masks or [None] * len(ids), strict=True)]
 
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)
