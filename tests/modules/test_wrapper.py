@@ -5,7 +5,6 @@ import torch
 from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.modules.llm import (
     AsyncVLLMEngine,
     ChatHistory,
@@ -156,13 +155,6 @@ def test_where_the_output_goes(tokenizer):
 def test_the_ratio_right_after_sampling_is_one(make_policy, model, tokenizer, temperature):
     policy = make_policy(model, tokenizer, generate_kwargs={"max_new_tokens": 6, "temperature": temperature})
     td = policy(history_td(chats()))
-    if policy.scorer is not None:
-        keys = (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"))
-        ids, old, select = (pad_rows(rows(td, *key)) for key in keys)
-        attention = lengths_mask([len(row) for row in rows(td, "tokens", "full")], ids.shape[1])
-        new = policy.token_scores(ids, attention, select).log_probs
-        assert new.requires_grad
-        torch.testing.assert_close((new - old).exp(), torch.ones_like(old), atol=1e-5, rtol=0)
     scored = policy.get_new_version(generate=False)(td.copy())
     for row in range(3):
         mask = rows(td, "masks", "all_assistant_mask")[row]
@@ -206,10 +198,9 @@ def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tok
     whole = [[*chat, {"role": "assistant", "content": "It is 42."}] for chat in chats()]
     rendered = Renderer(tokenizer).render(whole)
     ids = [row.ids for row in rendered]
-    texts = tokenizer.batch_decode(ids)
     forms = {
         "history": ChatHistory.from_rows({"full": History.from_chats(whole)}),
-        "text": Text.from_rows({"full": texts}),
+        "text": Text.from_rows({"full": tokenizer.batch_decode(ids)}),
         "tokens": Tokens.from_rows({"full": ids}),
     }
     policy = make_policy(model, tokenizer, input_mode=mode, generate=False)
@@ -219,9 +210,6 @@ def test_scoring_without_tokens_encodes_the_conversation(make_policy, model, tok
         assert rows(out, "log_probs", "full")[row].requires_grad == (policy.scorer is not None)
         if mode == "history":
             assert torch.equal(rows(out, "masks", "all_assistant_mask")[row], rendered[row].assistant_mask)
-    if mode != "tokens":
-        assert out["text"].rows("full") == texts
-        assert out["text"].prompt is out["text"].response is None
 
 
 def test_pad_equal_to_eos_gives_the_same_result(make_policy, model):
