@@ -103,6 +103,7 @@ class Renderer:
                  generation prompt is asked for)
         """
         chats, images = self._take_images(chats)
+        # Spans are found in the text and mapped to tokens by offsets: rendering and encoding happen once per batch.
         texts, spans = self.codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
         ids, token_spans = self.codec.encode_with_spans(texts, spans)
         if self.vision is not None:

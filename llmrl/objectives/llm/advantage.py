@@ -232,6 +232,7 @@ class MCAdvantage(Transform):
                 f"steps{where}"
             )
         groups = self._groups(td)
+        # Rewards wait on the CPU, and in float64: a group of close ones would lose its digits.
         rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
         ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):

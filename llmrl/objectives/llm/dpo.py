@@ -104,6 +104,7 @@ class DPOLoss(LossModule):
         reference_B2 = torch.zeros_like(log_prob_B2)
         if not self.reference_free:
             reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
+            # A row that stands in for a rank without rows may hold anything as its reference.
             without_tokens_B2 = torch.stack((~pairs.mask_CT.any(-1)).chunk(2), -1)
             reference_B2 = reference_B2.to(log_prob_B2).masked_fill(without_tokens_B2, 0.0)
             if not reference_B2.isfinite().all():

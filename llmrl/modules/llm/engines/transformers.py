@@ -188,7 +188,7 @@ class TransformersEngine(SeededEngine):
             own = self.model.state_dict(keep_vars=True)
             check_weights(own, weights)
             for name, value in weights.items():
-                own[name].copy_(value)
+                own[name].copy_(value)  # in place: the module may be the trainer's own
         self.version = version
 
     def close(self) -> None:

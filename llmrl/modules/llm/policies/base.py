@@ -237,7 +237,7 @@ class LLMWrapperBase(nn.Module):
                 new.engine = self.engine
                 if changes.keys() & BATCHING_SETTINGS:
                     new.engine = join_requests(own_engine(self.engine), new.settings)
-            new.engine.version = self.engine.version
+            new.engine.version = self.engine.version  # of the weights, which an engine of its own shares too
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
                 new._seed, new._generator = self._seed, self._generator

@@ -229,6 +229,7 @@ class HistoryMode(Mode):
         messages = [[self._message(*row)] for row in zip(contents, turn.stop_reasons, chats, strict=True)]
         response = History.from_chats(messages)
         full = prompt.extend(response, inplace=False, dim=-1)
+        # A turn that went on with an unfinished message is one message with it: row by row then.
         if any(map(is_open, chats)):
             full = History.stack([_with_turn(*row) for row in zip(full.unbind(0), chats, messages, strict=True)])
         covered = [len(chat) + (not is_open(chat)) for chat in chats]
