@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
+__all__ = ["Engine", "Generation", "MediaRows", "Rows", "SamplingParams", "StopReason", "check_ids"]
 
 
 class StopReason(IntEnum):
@@ -137,6 +137,10 @@ class Generation:
     routes: list[Tensor] | None = None
 
 
+Rows = Sequence[Tensor]  # ids int64[T], or a mask of them bool[T]
+MediaRows = Sequence[Mapping[str, Tensor]] | None
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Runs a model for the wrapper.
@@ -152,21 +156,11 @@ class Engine(Protocol):
     version: int
 
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation: ...
 
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]: ...
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...

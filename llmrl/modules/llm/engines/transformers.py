@@ -18,13 +18,21 @@ from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason, check_ids
+from llmrl.modules.llm.engines.base import (
+    Generation,
+    MediaRows,
+    Rows,
+    SamplingParams,
+    SeededEngine,
+    StopReason,
+    check_ids,
+)
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.routers import Routers
-from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
+from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,12 +92,7 @@ class TransformersEngine(SeededEngine):
 
     @torch.no_grad()  # not inference_mode: buffers that a model caches in its forward must stay usable by the trainer
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Media] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation:
         """Samples one response per prompt: see `Engine`. Raises ShapeError, ConfigError."""
         seeds = self._seeds(seeds, len(prompts))
@@ -104,10 +107,9 @@ class TransformersEngine(SeededEngine):
         with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
             for batch in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
+                own, own_seeds = [prompts[row] for row in batch], [seeds[row] for row in batch]
                 own_media = [media[row] for row in batch] if media else None
-                decoding = _Decoding(
-                    self, [prompts[row] for row in batch], [seeds[row] for row in batch], params, own_media
-                )
+                decoding = _Decoding(self, own, own_seeds, params, own_media)
                 for row, result in zip(batch, decoding.run(), strict=True):
                     rows[row] = result
         ids, log_probs, plain, reasons, routes = ([row[part] for row in rows] for part in range(5))
@@ -137,12 +139,7 @@ class TransformersEngine(SeededEngine):
 
     @torch.no_grad()
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Media] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """Log-probs of the tokens of each sequence: see `Engine`."""
         self._check_ids(sequences, "sequence")
@@ -165,7 +162,7 @@ class TransformersEngine(SeededEngine):
                     scores[row] = row_scores[: lengths[row]].clone()
         return scores
 
-    def _check_ids(self, rows: Sequence[Tensor], what: str) -> None:
+    def _check_ids(self, rows: Rows, what: str) -> None:
         check_ids(rows, vocabulary_size(self.model), who="TransformersEngine", what=what)
 
     # --- weights and state --------------------------------------------------------------------------------------------
@@ -199,12 +196,7 @@ class _Decoding:
     """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
 
     def __init__(
-        self,
-        engine: TransformersEngine,
-        prompts: list[Tensor],
-        seeds: list[int],
-        params: SamplingParams,
-        media: list[Media] | None = None,
+        self, engine: TransformersEngine, prompts: Rows, seeds: Sequence[int], params: SamplingParams, media: MediaRows
     ):
         self.engine, self.model = engine, engine.model
         self.routers = Routers.of(engine.model) if engine.reports_routes else None

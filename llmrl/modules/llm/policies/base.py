@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.engines import Engine
-from llmrl.modules.llm.engines.base import check_ids
+from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.model_files import loaded
@@ -40,7 +39,7 @@ from llmrl.modules.llm.policies.rows import Key, Padding, row_seeds
 from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
-from llmrl.modules.llm.vision import MEDIA, Media, load_processor, read_media, write_media
+from llmrl.modules.llm.vision import MEDIA, load_processor, read_media, write_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -423,12 +422,7 @@ class LLMWrapperBase(nn.Module):
         return self.pad_token_id if self.pad_output else None
 
     def score_rows(
-        self,
-        ids: Sequence[Tensor],
-        *,
-        masks: Sequence[Tensor] | None = None,
-        temperature: float | None = None,
-        media: Sequence[Media] | None = None,
+        self, ids: Rows, *, masks: Rows | None = None, temperature: float | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer if gradients are
         enabled, else by the engine.

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
-from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
+from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams
 
 __all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
 
@@ -87,12 +87,7 @@ class BatchingEngine:
         self.engine.version = value
 
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation:
         """As the engine's; waits for other requests with these parameters."""
 
@@ -105,12 +100,7 @@ class BatchingEngine:
         return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media))
 
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """As the engine's; waits for other requests at this temperature."""
 
