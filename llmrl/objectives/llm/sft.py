@@ -188,10 +188,8 @@ class SFTLoss(LossModule):
         keys = self.tensor_keys
         has_tokens = td.get(keys.tokens, None, as_list=True) is not None
         if has_tokens and td.get(keys.assistant_mask, None, as_list=True) is not None:
-            batch = PaddedBatch.read(
-                td, reader="SFTLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
-            )
-            return batch, batch.trained_mask(td, "rlhf", assistant_key=keys.assistant_mask)
+            batch = PaddedBatch.read(td, keys, reader="SFTLoss", device=self.device)
+            return batch, batch.trained_mask(td, keys, "rlhf")
         history = td.get(keys.history, None)
         if history is None:
             raise MissingKeyError(

@@ -126,9 +126,7 @@ class LLMWrapperBase(nn.Module):
         self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
         self.tokenizer = text_tokenizer(self.settings.tokenizer)
         self.renderer = self._make_renderer()
-        self.mode = make_mode(
-            input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
-        )
+        self.mode = make_mode(self.settings, self.tokenizer, self.renderer)
         self.generate = generate
         self.input_mode, self.keys = input_mode, container_keys(self.settings)
         for name, key in self.keys.items():
@@ -331,6 +329,7 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
+        # 1. The prompt ids: the stream of earlier turns as it was drawn, and behind it what was appended since.
         prompt_mask_key = (self.keys["masks"], "prompt_attention_mask")
         prompts = self.mode.read(td, self.input_key, prompt_mask_key, self.attention_mask_key)
         stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
@@ -344,8 +343,10 @@ class LLMWrapperBase(nn.Module):
         if self.num_samples is not None:  # only now: what the samples share was read and encoded once
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
+        # 2. The engine draws an answer to each.
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
         generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
+        # 3. The views of the finished turns, as rows or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
         columns = turn_columns(prompts.ids, generation, prompts.stream, covered, log_probs=self.return_log_probs)
@@ -355,6 +356,7 @@ class LLMWrapperBase(nn.Module):
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         if prompts.media is not None:
             out.set(MEDIA, write_media(prompts.media, batch_size))
+        # 4. Facts of a turn as a whole.
         begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         versions = [()] * len(generation.ids) if generation.versions is None else generation.versions

@@ -315,15 +315,9 @@ class TokensMode(Mode):
         return {}, None
 
 
-def make_mode(
-    name: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    renderer: Renderer | None,
-    tokenizer_kwargs: Mapping[str, Any] | None,
-) -> Mode:
-    """The mode of that name. Raises ConfigError for an unknown one, or one that needs a tokenizer and has none."""
-    known = ("history", "text", "tokens")
+def make_mode(settings: Any, tokenizer: PreTrainedTokenizerBase | None, renderer: Renderer | None) -> Mode:
+    """The ``input_mode`` of a wrapper. Raises ConfigError for an unknown one, or one that lacks its tokenizer."""
+    name, known = settings.input_mode, ("history", "text", "tokens")
     if name not in known:
         raise ConfigError(
             f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{did_you_mean(name, known)}"
@@ -332,7 +326,7 @@ def make_mode(
         return TokensMode()
     if tokenizer is None:
         raise ConfigError(f"LLM wrapper: input_mode {name!r} needs a tokenizer: pass tokenizer=, or use 'tokens'.")
-    return HistoryMode(renderer) if name == "history" else TextMode(tokenizer, tokenizer_kwargs)
+    return HistoryMode(renderer) if name == "history" else TextMode(tokenizer, settings.tokenizer_kwargs)
 
 
 def _text_views(
