@@ -78,15 +78,6 @@ def test_worked_numbers(settings, expected, right):
         assert (output.chosen_log_prob.item(), output.rejected_log_prob.item()) == (-3.0, -2.75)
 
 
-def test_the_gradient_of_a_pair():
-    """d/dm of -log sigmoid(b m) is -b sigmoid(-b m); chosen log-probs rise by it, rejected ones fall."""
-    loss, batch = worked(beta=0.5)
-    total_loss(loss(batch)).backward()
-    first, second = 0.5 * sigmoid(-0.5) / 2, 0.5 * sigmoid(-0.75) / 2
-    expected = [[0, -first, -first], [0, 0, -second], [0, first, 0], [0, second, second]]
-    assert loss.actor_network.log_prob.grad.tolist() == [pytest.approx(row) for row in expected]
-
-
 def random_pairs(count, seed=0):
     draw = torch.Generator().manual_seed(seed)
     rows = []
