@@ -106,10 +106,10 @@ class MCAdvantage(Transform):
         self.reset_counters()
         self._queue = GroupQueue(
             candidate_selection_min_size or grpo_size,
+            candidate_group_size or grpo_size,
             max_queued_groups=max_queued_groups,
             counters=self.counters,
-            max_size=candidate_group_size,
-            choose=None if candidate_group_size is None else self._choose,
+            choose=self._choose,
             give_up=self._give_up,
         )
 
@@ -257,7 +257,12 @@ class MCAdvantage(Transform):
         self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
 
     def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
-        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped."""
+        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped.
+
+        Without candidates a group is taken as it comes: `_advantages` drops it, and counts why.
+        """
+        if self.candidate_group_size is None:
+            return members
         scored = [member for member in members if math.isfinite(self._return(member))]
         failed = len(members) - len(scored)
         if len(scored) >= self.group_size:

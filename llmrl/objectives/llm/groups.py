@@ -144,15 +144,11 @@ class Trajectory(NamedTuple):
         return torch.cat([reward.flatten() for reward in self.rewards])
 
 
-Choose = Callable[[list[Trajectory]], list[Trajectory] | None]
-
-
 class GroupQueue:
     """Trajectories waiting for the others of their group, in the order in which the groups began.
 
-    A group is whole when ``size`` completions are there. With ``choose`` it has up to ``max_size`` of them: from
-    ``size`` on ``choose`` picks those to take, or returns None to go on waiting; at ``max_size`` the group is given up.
-    Completions of a group that was closed earlier are ignored.
+    From ``size`` completions of a group on, ``choose`` picks those to take, or returns None to go on waiting; at
+    ``max_size`` the group is given up. Completions of a group that was closed earlier are ignored.
 
     Writes  ``counters``: "evicted", "late", "queued", "queued_trajectories"
     Calls   ``choose(members)``; ``give_up(members)`` at ``max_size``
@@ -161,12 +157,12 @@ class GroupQueue:
     def __init__(
         self,
         size: int,
+        max_size: int,
         *,
         max_queued_groups: int,
         counters: dict[str, int | float],
-        max_size: int | None = None,
-        choose: Choose | None = None,
-        give_up: Callable[[list[Trajectory]], None] | None = None,
+        choose: Callable[[list[Trajectory]], list[Trajectory] | None],
+        give_up: Callable[[list[Trajectory]], None],
     ):
         self.size, self.max_size = size, max_size
         self.max_queued_groups = max_queued_groups
@@ -204,9 +200,7 @@ class GroupQueue:
             members.append(trajectory)
             if len(members) < self.size:
                 continue
-            if self._choose is None:
-                whole.append(self._waiting.pop(group))
-            elif (chosen := self._choose(members)) is not None:
+            if (chosen := self._choose(members)) is not None:
                 whole.append(chosen)
                 self._close(group)
             elif len(members) == self.max_size:
@@ -219,7 +213,7 @@ class GroupQueue:
                 f"MCAdvantage: group {group} was given up with {len(members)} of {self.size} completions, because "
                 f"more than max_queued_groups={self.max_queued_groups} groups wait."
             )
-        while len(self._open) > self.max_queued_groups * (self.max_size or self.size):
+        while len(self._open) > self.max_queued_groups * self.max_size:
             self._open.popitem(last=False)
             self.counters["evicted"] += 1
         self.counters["queued"] = len(self._waiting)
