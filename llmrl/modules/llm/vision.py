@@ -76,7 +76,7 @@ class Vision:
                 f"{len(images)} images; not every template writes those of every role."
             )
         expanded: list[int] = []
-        start, moved = 0, [0] * (len(ids) + 1)  # by which the place in front of each id moves
+        start, moved = 0, [0] * (len(ids) + 1)  # how far the place in front of each id moves
         for place, image in zip(places, images, strict=True):
             new = self._process(image)[0]
             expanded += [*ids[start:place], *new]

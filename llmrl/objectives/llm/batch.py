@@ -162,7 +162,7 @@ class PaddedBatch:
             # The mask decides where it is True: a token that was certain has the log-prob 0, and was sampled.
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
-        if own_BT is None:  # raises
+        if own_BT is None:  # neither mask nor response: an error that names both
             missing = f"the batch has neither {keys.assistant_mask} nor {keys.response}"
             _get(td, keys.response, self.reader, missing)
         return with_predecessor(own_BT, self.attention_mask)

@@ -176,7 +176,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
         given = [name for name in names if name in weights]
         if not given:
             missing.append(names[0])
-        for name in given[1:]:  # the last one copied would win without a word
+        for name in given[1:]:  # if they differed, the last one copied would win silently
             if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
                 raise WeightSyncError(
                     f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."

@@ -234,7 +234,7 @@ class LLMWrapperBase(nn.Module):
                 new.engine = self.engine
                 if changes.keys() & BATCHING_SETTINGS:
                     new.engine = join_requests(own_engine(self.engine), new.settings)
-            new.engine.version = self.engine.version  # of the weights, which an engine of its own shares too
+            new.engine.version = self.engine.version  # even a new engine has the same weights
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
                 new._seed, new._generator = self._seed, self._generator
@@ -356,7 +356,7 @@ class LLMWrapperBase(nn.Module):
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         if prompts.media is not None:
             out.set(MEDIA, write_media(prompts.media, batch_size))
-        # 4. Facts of a turn as a whole.
+        # 4. One value per turn.
         begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         versions = [()] * len(generation.ids) if generation.versions is None else generation.versions

@@ -368,7 +368,7 @@ def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> l
     if not batch_ndim:
         history = History.stack([history])
     chats = history.to_chats()
-    # ``to_chats`` leaves out whether a message is finished, as templates do not read it.
+    # ``to_chats`` leaves out whether a message is finished, which templates do not read.
     if asks and all(chats):
         for chat, complete in zip(chats, history[..., -1].is_complete, strict=True):
             if not complete:

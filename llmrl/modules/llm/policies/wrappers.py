@@ -128,7 +128,7 @@ class vLLMWrapper(LLMWrapperBase):
         try:
             engine.check(self.options.params)
         except BaseException:
-            if engine is not model:  # built here: the caller has nothing to close it by
+            if engine is not model:  # built here, so only here can it be closed
                 engine.close()
             raise
         pad = getattr(self.tokenizer, "pad_token_id", None)
