@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
+from llmrl.modules.llm.engines.base import present
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import read_media
@@ -202,10 +203,8 @@ def actor_scores(
            actor(copy of td), reading ``log_probs_key`` from what it returns
     """
     if (token_scores := token_scores_of(actor)) is not None:
-        media = read_media(td)
-        given = {"entropy": entropy} | ({} if media is None else {"media": media})
-        if td.get(ROUTES, None, as_list=True) is not None:
-            given["routes"] = batch.column(td, ROUTES)
+        routes = None if td.get(ROUTES, None, as_list=True) is None else batch.column(td, ROUTES)
+        given = {"entropy": entropy, **present(media=read_media(td), routes=routes)}
         scores = token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"

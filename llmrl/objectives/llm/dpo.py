@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.engines.base import present
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
@@ -126,13 +127,13 @@ class DPOLoss(LossModule):
     def _score(self, pairs: Pairs) -> Tensor:
         """float32[B, 2], with grad."""
         batch, mask_CT, media = pairs
-        given = {"entropy": False} | ({} if media is None else {"media": media})
         token_scores = reading.token_scores_of(self.actor_network)
         if token_scores is None:
             raise ConfigError(
                 f"DPOLoss: the actor must have token_scores, as policy wrappers and TokenScorer have: got "
                 f"{type(self.actor_network).__name__}."
             )
+        given = {"entropy": False, **present(media=media)}
         scores = token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
         log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
         if self.normalize_by_seq_length:

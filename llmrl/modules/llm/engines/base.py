@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "MediaRows", "Rows", "SamplingParams", "StopReason", "check_ids"]
+__all__ = ["Engine", "Generation", "MediaRows", "Rows", "SamplingParams", "StopReason", "check_ids", "present"]
 
 
 class StopReason(IntEnum):
@@ -195,6 +195,11 @@ class SeededEngine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._generator.set_state(state["generator"])
         self.version = state["version"]
+
+
+def present(**keywords: Any) -> dict[str, Any]:
+    """Those that are not None: engines and models of text alone need not know ``media`` and ``routes``."""
+    return {name: value for name, value in keywords.items() if value is not None}
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids
+from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids, present
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.model_files import loaded
@@ -345,7 +345,7 @@ class LLMWrapperBase(nn.Module):
             batch_size = torch.Size([*batch_size, self.num_samples])
         # 2. The engine draws an answer to each.
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
+        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **present(media=prompts.media))
         # 3. The views of the finished turns, as rows or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
@@ -431,13 +431,13 @@ class LLMWrapperBase(nn.Module):
         """
         temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
-            return self.engine.score(ids, temperature=temperature, masks=masks, **_given(media=media))
+            return self.engine.score(ids, temperature=temperature, masks=masks, **present(media=media))
         lengths = [len(row) for row in ids]
         device = model_device(self.scorer)
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
-        scores = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **_given(media=media))
+        scores = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **present(media=media))
         return [row[:length] for row, length in zip(scores.log_probs, lengths, strict=True)]
 
     # --- construction helpers -----------------------------------------------------------------------------------------
@@ -470,8 +470,3 @@ class LLMWrapperBase(nn.Module):
             if name in containers:
                 out.set(self.keys[name], containers[name])
         return out
-
-
-def _given(**keywords: Any) -> dict[str, Any]:
-    """Those that are not None: engines and models of text alone need not know the others."""
-    return {name: value for name, value in keywords.items() if value is not None}

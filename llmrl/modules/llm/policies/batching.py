@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
-from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams
+from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams, present
 
 __all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
 
@@ -92,7 +92,8 @@ class BatchingEngine:
         """As the engine's; waits for other requests with these parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
-            whole = self.engine.generate(_chained(parts, 0), params, seeds=_chained(parts, 1), **_media(parts))
+            given = {"seeds": _chained(parts, 1), **present(media=_chained(parts, 2))}
+            whole = self.engine.generate(_chained(parts, 0), params, **given)
             names = [name for name in vars(whole) if name != "version"]
             columns = [_split(getattr(whole, name), parts) for name in names]
             return [replace(whole, **dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
@@ -105,7 +106,7 @@ class BatchingEngine:
         """As the engine's; waits for other requests at this temperature."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
-            given = {"temperature": temperature, "masks": _chained(parts, 1), **_media(parts)}
+            given = {"temperature": temperature, "masks": _chained(parts, 1), **present(media=_chained(parts, 2))}
             return _split(self.engine.score(_chained(parts, 0), **given), parts)
 
         return self._ask(("score", temperature, masks is None, media is None), call, (sequences, masks, media))
@@ -322,10 +323,6 @@ def _answer(batch: list[_Request]) -> None:
 
 def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any] | None:
     return None if parts[0][position] is None else list(chain.from_iterable(part[position] for part in parts))
-
-
-def _media(parts: list[tuple[Any, ...]]) -> dict[str, Any]:
-    return {} if parts[0][2] is None else {"media": _chained(parts, 2)}
 
 
 def _split(values: Sequence[Any] | None, parts: list[tuple[Any, ...]]) -> list[Any]:
