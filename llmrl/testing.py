@@ -1,6 +1,6 @@
 """Test doubles for offline tests: a tokenizer trained in the process, a small random model, scripted answers.
 
-Nothing is downloaded and nothing touches the global random state. They stand in for a Qwen model: byte-level BPE with
+They download nothing and leave the global random state alone. They stand in for a Qwen model: byte-level BPE with
 single digits, ChatML with Qwen's special tokens, a causal language model of the Transformers library.
 """
 
@@ -20,10 +20,10 @@ from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
 from llmrl.modules.llm.rendering import text_tokenizer
-from llmrl.modules.llm.vision import image_processor_class
+from llmrl.modules.llm.vision import image_processor_class, model_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 __all__ = ["FakeEngine", "ScriptedPolicy", "tiny_model", "tiny_processor", "tiny_tokenizer"]
 
@@ -173,7 +173,7 @@ def tiny_model(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
@@ -182,57 +182,38 @@ def tiny_model(
         )
     if hidden_size % (2 * heads):
         raise ConfigError(f"tiny_model: hidden_size must be a multiple of 2 * heads = {2 * heads}: got {hidden_size}.")
-    if architecture == "qwen2_vl":
-        return _tiny_vision_model(text_tokenizer(tokenizer or tiny_processor()), hidden_size, layers, heads, seed)
-    tokenizer = text_tokenizer(tiny_tokenizer() if tokenizer is None else tokenizer)
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
+    reads_images = architecture == "qwen2_vl"
+    tokenizer = text_tokenizer(tokenizer or (tiny_processor() if reads_images else tiny_tokenizer()))
+    settings = {
+        "vocab_size": len(tokenizer) if vocab_size is None else vocab_size,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
         **_sizes(architecture, hidden_size, layers, heads),
-    )
+    }
+    config = _vision_config(tokenizer, settings) if reads_images else AutoConfig.for_model(architecture, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+        return model_class(config).from_config(config, dtype=torch.float32).eval()
 
 
-def _tiny_vision_model(
-    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, seed: int
-) -> PreTrainedModel:
-    from transformers import AutoModelForImageTextToText, Qwen2VLConfig
+def _vision_config(tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Qwen2VLConfig
 
-    sizes = _sizes("qwen2_vl", hidden_size, layers, heads)
-    half = sizes.pop("head_dim") // 2
+    half = settings.pop("head_dim") // 2  # the rotary frequencies, which time, height and width share
     time = half // 4
     sections = [time, (half - time) // 2, half - time - (half - time) // 2]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(_IMAGE_TOKENS))
-    config = Qwen2VLConfig(
-        text_config={"vocab_size": len(tokenizer), "rope_parameters": rope, **sizes, **ends},
-        vision_config={
-            "depth": 1,
-            "embed_dim": 32,
-            "hidden_size": hidden_size,
-            "num_heads": 1,
-            "mlp_ratio": 2,
-            **patches,
-        },
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": settings["hidden_size"], "num_heads": 1, "mlp_ratio": 2}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return Qwen2VLConfig(
+        text_config={**settings, "rope_parameters": rope},
+        vision_config={**vision, **patches},
         tie_word_embeddings=False,
-        **ends,
+        **{name: settings[name] for name in ("eos_token_id", "pad_token_id", "bos_token_id")},
+        **dict(zip(names, tokenizer.convert_tokens_to_ids(list(_IMAGE_TOKENS)), strict=True)),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    return model.eval()
 
 
 def _sizes(architecture: str, hidden_size: int, layers: int, heads: int) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class _RecurrentModule(TensorDictModuleBase):
 
     def _trajectories(self, value: Tensor, is_init: Tensor, states: Sequence[Tensor | None]) -> Tensor:
         """The outputs [*B, T, H] for inputs [*B, T, F]: each trajectory is a row of one padded call."""
+        # The state must not leak from a trajectory into the next one of its batch: each is cut out as a row.
         time = value.shape[-2]
         starts = is_init.reshape(-1, time).clone()
         starts[:, 0] = True

@@ -36,7 +36,7 @@ def prompts():
 
 
 def scored(policy, td, side):
-    """What ``token_scores`` says about each row's sampled tokens; side None: each row alone, without any padding."""
+    """Log-probs of each row's sampled tokens by ``token_scores``; side None: each row alone, without any padding."""
     full, masks = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
     if side is None:
         ones = [torch.ones(1, len(row), dtype=torch.bool) for row in full]

@@ -66,9 +66,15 @@ def request(*values):
     return [torch.tensor([value, value + 1]) for value in values]
 
 
+def together(call, *columns):
+    """``call`` of each row of the columns, in a thread of its own; the results in order."""
+    with ThreadPoolExecutor(len(columns[0])) as pool:
+        futures = [pool.submit(call, *row) for row in zip(*columns, strict=True)]
+        return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
 def ask_together(engine, requests, params=None):
     """Every request from a thread of its own; their answers, or errors, in order."""
-    params = params or [SamplingParams()] * len(requests)
 
     def ask(rows, sampling):
         try:
@@ -76,9 +82,7 @@ def ask_together(engine, requests, params=None):
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(requests)) as pool:
-        futures = [pool.submit(ask, rows, sampling) for rows, sampling in zip(requests, params, strict=True)]
-        return [future.result(timeout=DEADLINE_S) for future in futures]
+    return together(ask, requests, params or [SamplingParams()] * len(requests))
 
 
 # --- grouping ---------------------------------------------------------------------------------------------------------
@@ -149,8 +153,7 @@ def test_scores_are_joined_too_with_their_masks():
     def score(value):
         return engine.score(request(value), temperature=0.5, masks=[torch.tensor([True, False])])
 
-    with ThreadPoolExecutor(2) as pool:
-        one, two = (future.result(timeout=DEADLINE_S) for future in [pool.submit(score, 4), pool.submit(score, 8)])
+    one, two = together(score, [4, 8])
     assert (one[0].tolist(), two[0].tolist()) == ([2.0, 0.0], [4.0, 0.0])
     assert len(engine.calls) == 1
 
@@ -160,9 +163,8 @@ def test_scores_are_joined_too_with_their_masks():
 
 def test_a_lone_request_returns_after_its_timeout():
     engine = BatchingEngine(EchoEngine(), min_batch_size=8, timeout=0.2)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(engine.generate, request(1), SamplingParams())
-        assert len(future.result(timeout=DEADLINE_S).ids) == 1
+    [answer] = ask_together(engine, [request(1)])
+    assert len(answer.ids) == 1
     assert engine.calls == [[[1, 2]]]
 
 
@@ -243,7 +245,7 @@ def test_a_thousand_rounds_with_injected_failures():
 
 
 class Interrupted(BaseException):
-    """What Ctrl-C is to a thread."""
+    """Stands in for Ctrl-C in a thread."""
 
 
 def test_an_interrupted_thread_leaves_the_others_served():
@@ -300,9 +302,7 @@ def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
     inner = FakeEngine(lambda prompt: tokenizer.decode(prompt[3:-5]), tokenizer=tokenizer)  # says what was asked
     policy = LLMWrapperBase(inner, tokenizer=tokenizer, min_batch_size=4, batching_timeout=DEADLINE_S)
     inputs = [history_td(chats(["Hi"]))[0], history_td(chats(["One", "Two"])), history_td(chats(["And you?"]))]
-    with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(policy, td) for td in inputs]
-        single, double, other = (future.result(timeout=DEADLINE_S) for future in futures)
+    single, double, other = together(policy, inputs)
     assert single.batch_size == ()
     assert isinstance(single["text"].response, str)
     assert "Hi" in single["text"].response
@@ -318,14 +318,9 @@ def test_policies_in_threads_share_calls_and_keep_their_shapes(tokenizer):
 
 
 def test_batching_is_asked_for_by_name_or_by_a_size(tokenizer):
-    def is_batching(**options):
-        return fake_policy(tokenizer, ["a"], **options).get_batching_state()["batching_enabled"]
-
-    assert not is_batching()
-    assert not is_batching(batching=False)
-    assert is_batching(batching=True)
-    assert is_batching(min_batch_size=2)
-    assert is_batching(max_batch_size=2)
+    cases = ({}, {"batching": False}, {"batching": True}, {"min_batch_size": 2}, {"max_batch_size": 2})
+    states = [fake_policy(tokenizer, ["a"], **options).get_batching_state() for options in cases]
+    assert [state["batching_enabled"] for state in states] == [False, False, True, True, True]
 
 
 def test_a_new_version_shares_the_queue_unless_it_is_told_another(tokenizer):
@@ -357,9 +352,7 @@ def test_threads_sample_and_score_a_real_model_as_one_would_alone(tokenizer):
         prompt = torch.arange(number + 3) + 10
         return TensorDict({"tokens": Tokens.from_rows({"prompt": [prompt]}), "seed": torch.tensor([number])}, [1])
 
-    with ThreadPoolExecutor(3) as pool:
-        outs = [f.result(timeout=DEADLINE_S) for f in [pool.submit(joined, td(number)) for number in range(3)]]
-    for number, out in enumerate(outs):
+    for number, out in enumerate(together(joined, [td(number) for number in range(3)])):
         expected = alone(td(number))
         assert torch.equal(out["tokens"].rows("full")[0], expected["tokens"].rows("full")[0])
         torch.testing.assert_close(out["log_probs"].rows("full")[0], expected["log_probs"].rows("full")[0])

@@ -13,6 +13,7 @@ from llmrl.data.ragged.stack import RaggedStack
 from llmrl.errors import ConfigError, ShapeError, TemplateError
 from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.testing import tiny_tokenizer
+from tests.support.refusals import refusals
 
 LENGTHS = [3, 1, 4, 1, 5]
 VIEWS = ("prompt", "response", "full")
@@ -127,15 +128,6 @@ def test_entries_can_be_written_into_the_batch_and_its_rows():
     assert td["log_probs"].rows("response")[4].tolist() == [1.0, 1.0]
 
 
-def test_rows_of_the_wrong_number_are_an_error():
-    with pytest.raises(ShapeError, match="one value per row: got 2 for 3 rows"):
-        Tokens.from_rows({"prompt": [torch.zeros(1)] * 3, "full": [torch.zeros(1)] * 2})
-
-
-def test_an_empty_container_has_no_rows():
-    assert Tokens.from_rows({"full": []}).batch_size == (0,)
-
-
 def test_padded_containers():
     tokens = Tokens.from_padded({"full": torch.arange(6).reshape(2, 3)})
     assert tokens.padded is True
@@ -196,15 +188,6 @@ def test_histories_texts_and_tokens_convert_into_each_other_and_back(tokenizer, 
             assert tokens.to_text(tokenizer).rows(name) == text.rows(name)
 
 
-def test_conversions_refuse_padding(tokenizer):
-    padded = Tokens.from_padded({"full": torch.zeros(2, 3, dtype=torch.int64)})
-    for convert in (padded.to_text, padded.to_history):
-        with pytest.raises(ValueError, match="padded tokens"):
-            convert(tokenizer)
-    with pytest.raises(ValueError, match="Padding is not yet supported"):
-        Text.from_rows({"prompt": ["a"]}).to_tokens(tokenizer, padding=True)
-
-
 def test_a_template_without_a_boundary_is_named():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
@@ -222,6 +205,7 @@ def test_a_view_of_one_field_is_converted_by_itself(tokenizer):
     assert tokens.to_text(tokenizer).rows("full") == text.rows("full")
     assert tokens.to_history(tokenizer).chats("full")[1] == [{"role": "user", "content": "You"}]
     assert Text.from_rows({}, [0]).to_history(tokenizer).full is None
+    assert Tokens.from_rows({"full": []}).batch_size == (0,)
 
 
 def test_characters_cut_by_the_boundary_are_decoded_on_their_own_side(tokenizer):
@@ -280,13 +264,6 @@ def test_a_lazy_stack_of_batches_is_converted_like_its_members(tokenizer):
     assert words.to_tokens(tokenizer).to_text(tokenizer).rows("full") == texts * 2
 
 
-def test_fields_of_other_rows_are_refused():
-    with pytest.raises(ShapeError, match=r"ChatHistory: .*same rows: got prompt of \[1\], exp"):
-        ChatHistory(full=make_history((2,)).full, prompt=make_history((1,)).prompt)
-    with pytest.raises(ShapeError, match=r"Text: .*same rows: got .*, expected \[2\]"):
-        Text(full=["a", "b"], prompt=["a"])
-
-
 def test_clones_do_not_share_memory_and_copies_do():
     td = make_batch()
     clone, copy = td.clone(), td.copy()
@@ -302,3 +279,22 @@ def test_a_locked_batch_reads_and_refuses_writes():
     with pytest.raises(RuntimeError, match="locked"):
         td["tokens"].set("covered", torch.zeros(5))
     assert contents(td.unlock_()) == REFERENCE
+
+
+PADDED = Tokens.from_padded({"full": torch.zeros(2, 3, dtype=torch.int64)})
+test_what_does_not_fit_or_cannot_be_converted_is_named = refusals(
+    (ShapeError, "one value per row: got 1 for 2 rows", lambda: Text.from_rows({"prompt": ["a", "b"], "full": ["a"]})),
+    (
+        ShapeError,
+        r"ChatHistory: .*same rows: got prompt of \[1\], exp",
+        lambda: ChatHistory(full=make_history((2,)).full, prompt=make_history((1,)).prompt),
+    ),
+    (ShapeError, r"Text: .*same rows: got .*, expected \[2\]", lambda: Text(full=["a", "b"], prompt=["a"])),
+    (ValueError, "padded tokens", lambda: PADDED.to_text(tiny_tokenizer())),
+    (ValueError, "padded tokens", lambda: PADDED.to_history(tiny_tokenizer())),
+    (
+        ValueError,
+        "Padding is not yet supported",
+        lambda: Text.from_rows({"prompt": ["a"]}).to_tokens(tiny_tokenizer(), padding=True),
+    ),
+)

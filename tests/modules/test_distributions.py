@@ -34,6 +34,11 @@ def answered(policy, *questions):
     return policy(history_td(chats(questions)))
 
 
+@pytest.fixture
+def td(policy):
+    return answered(policy, "Hi", "What is 12 + 30?")
+
+
 def whole_log_probs(model, ids):
     """float32[T, V]: entry t is the distribution of token t; that of the first is not used."""
     logits = model(input_ids=ids[None]).logits[0].detach() / TEMPERATURE
@@ -49,8 +54,7 @@ def attention_of(td):
     return lengths_mask(lengths, max(lengths))
 
 
-def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model):
-    td = answered(policy, "Hi", "What is 12 + 30?")
+def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model, td):
     dist = policy.get_dist(td)
     assert dist.batch_shape == dist.tokens.shape == dist.mask.shape
     assert dist.logits.shape == (sum(len(ids) - 1 for ids in td["tokens"].rows("full")), model.config.vocab_size)
@@ -65,8 +69,7 @@ def test_it_is_the_softmax_of_the_logits_at_every_token(policy, model):
         assert torch.equal(mode[1:], expected.argmax(-1)[1:])
 
 
-def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
-    td = answered(policy, "Hi", "What is 12 + 30?")
+def test_logits_made_in_parts_are_the_same(policy, monkeypatch, td):
     whole = policy.get_dist(td).logits.detach()
     monkeypatch.setattr(scoring, "_ROWS_AT_A_TIME", 7)
     with torch.no_grad():
@@ -76,8 +79,7 @@ def test_logits_made_in_parts_are_the_same(policy, monkeypatch):
     torch.testing.assert_close(parts.entropy(), policy.get_dist(td).entropy().detach(), atol=1e-5, rtol=0)
 
 
-def test_gradients_flow_where_they_are_enabled(policy, model):
-    td = answered(policy, "Hi", "Hello there")
+def test_gradients_flow_where_they_are_enabled(policy, model, td):
     dist = policy.get_dist(td, masking_strategy="rlhf")
     through = policy.token_scores(dist.tokens, attention_of(td), dist.mask).log_probs.sum()
     weight = model.get_input_embeddings().weight
@@ -88,8 +90,7 @@ def test_gradients_flow_where_they_are_enabled(policy, model):
         assert not policy.get_dist(td).logits.requires_grad
 
 
-def test_what_is_chosen(policy):
-    td = answered(policy, "Hi", "What is 12 + 30?")
+def test_what_is_chosen(policy, td):
     full, assistant = td["tokens"].rows("full"), td["masks"].rows("all_assistant_mask")
     by_mask = {name: unpadded(policy.get_dist(td, masking_strategy=name).mask, td) for name in ("sft", "rlhf")}
     # without a mask too: in one turn the response is what the assistant wrote
@@ -156,9 +157,8 @@ def test_samples_follow_the_probabilities_and_leave_other_tokens_alone():
     assert torch.equal(dist.log_prob(drawn)[:, 0, 2], torch.zeros(20_000))
 
 
-def test_an_empty_selection_is_allowed(policy):
-    td = answered(policy, "Hi")
-    dist = policy.get_dist(td, mask=[torch.zeros(len(td["tokens"].rows("full")[0]), dtype=torch.bool)])
+def test_an_empty_selection_is_allowed(policy, td):
+    dist = policy.get_dist(td, mask=[torch.zeros(len(ids), dtype=torch.bool) for ids in td["tokens"].rows("full")])
     assert torch.equal(dist.sample(), dist.tokens)
     assert not dist.log_prob(dist.tokens).any()
 

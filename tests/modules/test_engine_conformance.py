@@ -1,4 +1,4 @@
-"""What every engine promises, over all kinds of engines: in this process, in another one, behind a URL, test doubles.
+"""The promises of every engine, over all kinds of engines: in this process, in another one, behind a URL, test doubles.
 
 Expected log-probs are worked out here from the logits of one full forward per row.
 """

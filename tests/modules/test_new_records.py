@@ -1,4 +1,4 @@
-"""Where a turn cannot continue the stream of the turn before, it starts a training record of its own."""
+"""A turn that cannot continue the stream of the turn before starts a training record of its own."""
 
 import logging
 
@@ -156,8 +156,12 @@ def test_a_transform_can_end_the_record_of_single_rows():
 
     turns = talk(policy, 2, ["a", "b"], edit=forget_first)
     assert flags(turns) == [[True, True], [True, False]]
-    decode = policy.tokenizer.decode
+    decode, asked = policy.tokenizer.decode, turns[1]["history"].prompt.to_chats()
     assert [decode(trained(turns[1], row)) for row in range(2)] == ["three<|im_end|>", "two<|im_end|>four<|im_end|>"]
+    assert torch.equal(policy.engine.prompts[2], policy.renderer.prompt_ids(asked)[0])  # rendered anew
+    before = rows(turns[0], "tokens", "full")[1]
+    assert torch.equal(policy.engine.prompts[3][: len(before)], before)
+    assert turns[1]["text"].rows("full") == [decode(ids) for ids in rows(turns[1], "tokens", "full")]
 
 
 def test_samples_of_a_prompt_share_the_flag(tokenizer):

@@ -34,6 +34,7 @@ def test_ids_equal_those_of_the_tokenizers_own_method(renderer: Renderer):
     [prompt] = renderer.prompt_ids([CHAT[:3]])
     assert prompt.tolist() == reference_ids(renderer, CHAT[:3], add_generation_prompt=True)
     assert prompt.dtype == torch.int64
+    assert renderer.render([[USER_1]], add_generation_prompt=True)[0].spans == []
 
 
 def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Renderer):
@@ -49,14 +50,6 @@ def test_mask_covers_exactly_the_answers_and_their_end_of_turn(renderer: Rendere
     report = renderer.check()
     assert report.stop_token_trained
     assert 0 < report.trained_share < 1
-
-
-def test_without_end_of_turn_the_mask_stops_at_the_content():
-    renderer = Renderer(tiny_tokenizer(), include_end_of_turn=False)
-    assert decoded_spans(renderer, CHAT) == [ANSWER_1["content"], ANSWER_2["content"]]
-    report = renderer.check()
-    assert not report.stop_token_trained
-    assert "not learn to stop" in report.reason
 
 
 def test_generation_block_may_close_before_or_after_the_end_marker():
@@ -78,8 +71,10 @@ def test_one_call_of_the_tokenizer_per_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kind, "__call__", lambda self, text, **kw: calls.append(text) or call(self, text, **kw))
     renderer.render([CHAT] * 8)
     assert len(calls) == 1
-    renderer.prompt_ids([CHAT[:1]] * 8)
+    first, second, *_ = renderer.prompt_ids([CHAT[:1]] * 8)
     assert [len(call) for call in calls] == [8, 1]  # equal prompts are encoded once
+    first[0] = -1
+    assert second[0] != -1  # and share no memory
 
 
 def test_markers_inside_tool_calls_and_tool_results_stay_text():
@@ -112,10 +107,6 @@ ROLES = "roles must alternate.*conversation 1, message 1, role 'user'"
 def test_conversations_that_cannot_be_trained_are_refused_by_message(make, chats, words):
     with pytest.raises(TemplateError, match=words):
         make().render(chats)
-
-
-def test_a_prompt_alone_has_no_spans():
-    assert Renderer(tiny_tokenizer()).render([[USER_1]], add_generation_prompt=True)[0].spans == []
 
 
 def test_answer_that_the_template_changes_later_is_still_found():
@@ -164,12 +155,6 @@ def test_a_call_is_trained_whole_where_the_prompt_opens_a_thought(name: str):
     calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert decoded_spans(renderer, [USER_1, calling, USER_2, ANSWER_1])[0] == called
-
-
-def test_prompts_do_not_share_memory():
-    first, second = Renderer(tiny_tokenizer()).prompt_ids([[USER_1], [USER_1]])
-    first[0] = -1
-    assert second[0] != -1
 
 
 def test_stop_tokens_are_the_end_of_turn_and_the_tokenizers_eos():

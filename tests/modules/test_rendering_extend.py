@@ -132,6 +132,8 @@ def test_extend_from_nothing_is_the_prompt():
     assert delta.tolist() == renderer.prompt_ids([[USER_1]])[0].tolist()
     with pytest.raises(TemplateError, match="fewer messages"):
         renderer.extend([torch.tensor([1])], [[USER_1]], [1])
+    with pytest.raises(TemplateError, match="must be answered"):
+        renderer.extend([delta], [[USER_1, USER_2]], [1])
 
 
 def test_template_that_drops_thinking_is_refused_and_reported():
@@ -146,10 +148,3 @@ def test_template_that_drops_thinking_is_refused_and_reported():
     assert not report.prefix_preserving
     assert "with thinking" in report.reason
     assert Renderer(tiny_tokenizer()).check().prefix_preserving
-
-
-def test_open_generation_prompt_cannot_be_followed_by_a_message():
-    renderer = Renderer(tiny_tokenizer())
-    [prompt] = renderer.prompt_ids([[USER_1]])
-    with pytest.raises(TemplateError, match="must be answered"):
-        renderer.extend([prompt], [[USER_1, USER_2]], [1])

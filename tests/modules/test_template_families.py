@@ -346,3 +346,6 @@ def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
     end = renderer.codec.end_of_turn
     assert end.strip()
     assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
+    report = renderer.check()
+    assert not report.stop_token_trained
+    assert "not learn to stop" in report.reason

@@ -68,7 +68,7 @@ def dialog(policy, questions, num_turns=1, tool=None):
 
 
 def through_buffer_and_loss(td, batch_size):
-    """What reaches the model from a buffer that was filled with ``td``, by group id: ids, trained mask, log-probs."""
+    """The ids, trained masks and log-probs that reach the model from a buffer filled with ``td``, by group id."""
     buffer = ReplayBuffer(storage=LazyStackStorage(len(td)), sampler=SamplerWithoutReplacement(), batch_size=batch_size)
     buffer.extend(td)
     actor, found = Actor(), {}

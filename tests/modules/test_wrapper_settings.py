@@ -14,8 +14,9 @@ from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapp
 from llmrl.modules.llm.engines.vllm.core import request_options
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.policies.options import generation_options
-from llmrl.testing import FakeEngine, tiny_tokenizer
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 from tests.support.conversations import chats, fake_policy, history_td, rows
+from tests.support.refusals import refusals
 
 # name -> a value to start from, another one; what a backend decides is left out
 ARGUMENTS = {
@@ -111,11 +112,12 @@ def test_generation_options_are_checked_at_construction(tokenizer, options, mess
         fake_policy(tokenizer, ["a"], generate_kwargs=options)
 
 
-def test_legacy_option_names(tokenizer):
-    options = {"max_tokens": 2, "n": 3, "max_new_tokens": 50}
+def test_legacy_option_names_and_single_stops(tokenizer):
+    options = {"max_tokens": 2, "n": 3, "max_new_tokens": 50, "stop_token_ids": 5, "stop_sequences": "b"}
     policy = fake_policy(tokenizer, ["Hello there, you"], generate_kwargs=options)
     out = policy(history_td(chats()))
     assert (out.batch_size, len(out[0, 0]["tokens"].response)) == ((3, 3), 2)
+    assert (policy.options.params.stop_token_ids, policy.options.params.stop_strings) == ((5,), ("b",))
 
 
 @pytest.mark.parametrize(
@@ -147,16 +149,6 @@ def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message
         fake_policy(tokenizer, ["a"], **options)
 
 
-def test_what_is_of_another_kind_is_named(model, tokenizer):
-    policy = fake_policy(tokenizer, ["a"])
-    with pytest.raises(TypeError, match="Expected History object"):
-        fake_policy(tokenizer, ["a"], input_key="query")(TensorDict({"query": torch.zeros(2)}, [2]))
-    with pytest.raises(ConfigError, match="must be an Engine"):
-        LLMWrapperBase(model, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match="gradients need a model"):
-        policy.token_scores(*(torch.ones(1, 2, dtype=torch.int64),) * 3)
-
-
 def test_tokens_mode_needs_no_tokenizer_and_reads_a_dense_prompt_by_its_mask(model):
     policy = TransformersWrapper(model, input_mode="tokens", generate_kwargs={"max_new_tokens": 3, "temperature": 0.0})
     eos = model.config.eos_token_id
@@ -184,14 +176,6 @@ def test_text_and_history_mode_options_of_the_tokenizer(tokenizer):
     assert named(history_td(chats()))["text"].rows("prompt")[0] == "[user]Hi<|im_end|>[assistant]"
 
 
-@pytest.mark.parametrize("batch_size", [(0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("generate", [True, False])
-def test_an_empty_batch_is_an_error(tokenizer, batch_size, generate):
-    policy = fake_policy(tokenizer, ["a"], generate=generate)
-    with pytest.raises(ShapeError, match=r"at least one row: got \["):
-        policy(TensorDict({}, batch_size))
-
-
 def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
     class Collector:
         pass
@@ -204,15 +188,6 @@ def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
     del collector
     gc.collect()
     assert policy.collector is None
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [({"n": 2}, "num_samples"), ({"logprobs": True}, "return_log_probs"), ({"seed": 1}, "policy.seed")],
-)
-def test_one_call_cannot_change_what_belongs_to_the_wrapper(tokenizer, option, instead):
-    with pytest.raises(ConfigError, match=rf"belongs to the wrapper.*{instead}"):
-        fake_policy(tokenizer, ["a"])(history_td(chats()), generate_kwargs=option)
 
 
 def test_the_arguments_are_the_documented_ones():
@@ -234,28 +209,6 @@ def test_a_prompt_may_stand_in_a_plain_nested_tensordict(mode):
     assert [tokenizer.decode(row) for row in td["tokens"].rows("full")] == ["2+2=4<|im_end|>"] * 2
     scored = policy.get_new_version(generate=False)(TensorDict({("tokens", "full"): ids}, batch_size=[2]))
     assert scored["log_probs"].full.shape == ids.shape
-
-
-def test_one_stop_token_needs_no_list(tokenizer):
-    policy = fake_policy(tokenizer, ["a b"], generate_kwargs={"stop_token_ids": 5, "stop_sequences": "b"})
-    assert (policy.options.params.stop_token_ids, policy.options.params.stop_strings) == ((5,), ("b",))
-
-
-def test_options_of_one_call_are_refused_where_nothing_is_generated(tokenizer):
-    with pytest.raises(ConfigError, match="this wrapper scores"):
-        fake_policy(tokenizer, ["a"], generate=False)(history_td(chats()), generate_kwargs={"max_new_tokens": 1})
-
-
-@pytest.mark.parametrize("given", [{"model": "no/folder"}, {"model": None, "tokenizer": "no/folder"}])
-def test_a_name_that_cannot_be_loaded_is_a_data_error(model, tokenizer, given):
-    arguments = {"model": given["model"] or model, "tokenizer": given.get("tokenizer", tokenizer)}
-    with pytest.raises(DataError, match=r"TransformersWrapper: (model|tokenizer of) no/folder: cannot be loaded"):
-        TransformersWrapper(**arguments)
-
-
-def test_a_batch_that_is_not_a_tensordict_is_named(tokenizer):
-    with pytest.raises(TypeError, match="the input must be a TensorDict: got dict"):
-        fake_policy(tokenizer, ["a"])({"history": None})
 
 
 @pytest.mark.parametrize("generate", [True, False])
@@ -318,22 +271,6 @@ def test_an_ignored_end_of_sequence_ends_nothing_and_stays_in_the_text(tokenizer
     assert set(ignored["stop_reason"].tolist()) == {StopReason.LENGTH}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [(torch.rand(2, 3), r"torch.float32 \[3\]"), (torch.ones(2, 3, dtype=torch.bool), r"torch.bool \[3\]")],
-)
-def test_ids_of_another_dtype_are_named(model, prompt, message):
-    policy = TransformersWrapper(model, input_mode="tokens")
-    with pytest.raises(TypeError, match=rf"Expected int64\[P\] per row .*got {message}"):
-        policy(TensorDict({"tokens": {"prompt": prompt}}, [2]))
-
-
-def test_an_attention_mask_of_another_shape_is_refused_instead_of_ignored(model):
-    td = TensorDict({"tokens": {"prompt": torch.ones(2, 3).long()}, "attention_mask": torch.ones(2, 2)}, [2])
-    with pytest.raises(ShapeError, match=r"must have the shape of .*: got \[2, 2\] for \[2, 3\]"):
-        TransformersWrapper(model, input_mode="tokens")(td)
-
-
 @pytest.mark.parametrize("wrong", [99999, -1])
 @pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no grad"])
 def test_ids_outside_the_vocabulary_are_named_before_the_model_sees_them(model, wrong, enabled):
@@ -348,16 +285,52 @@ def test_ids_outside_the_vocabulary_are_named_before_the_model_sees_them(model, 
             policy(TensorDict({"tokens": {"prompt": ids}}, [1]))
 
 
-def test_a_conversation_of_no_ids_is_refused(model):
-    scorer = TransformersWrapper(model, input_mode="tokens", generate=False)
-    for call in (scorer, scorer.get_dist):
-        with pytest.raises(ShapeError, match="a conversation is a non-empty int64"):
-            call(TensorDict({"tokens": {"full": torch.zeros(2, 0, dtype=torch.int64)}}, [2]))
-    with pytest.raises(ShapeError, match="at least one row"):
-        scorer.get_dist(TensorDict({}, [0]))
+def fake(**options):
+    return fake_policy(tiny_tokenizer(), ["a"], **options)
 
 
-@pytest.mark.parametrize("seed", [torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, 2, dtype=torch.int64)])
-def test_seeds_of_a_batch_are_one_integer_per_row(tokenizer, seed):
-    with pytest.raises(ShapeError, match="'seed' must be one integer per row"):
-        fake_policy(tokenizer, ["a"])(history_td(chats()).set("seed", seed))
+def of_ids(**options):
+    return TransformersWrapper(tiny_model(hidden_size=16, heads=2), input_mode="tokens", **options)
+
+
+def ids_td(field, ids, **more):
+    return TensorDict({"tokens": {field: ids}, **more}, [len(ids)])
+
+
+ONES, NO_IDS = torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
+ONE_ROW, ONE_SEED = r"at least one row: got \[", "'seed' must be one integer per row"
+test_what_a_wrapper_cannot_read_or_change_is_named = refusals(
+    (TypeError, "the input must be a TensorDict: got dict", lambda: fake()({"history": None})),
+    (TypeError, "Expected History object", lambda: fake(input_key="x")(TensorDict({"x": torch.zeros(2)}, [2]))),
+    (TypeError, r"int64\[P\] per row .*got torch.float32 \[3\]", lambda: of_ids()(ids_td("prompt", torch.rand(2, 3)))),
+    (TypeError, r"int64\[P\] per row .*got torch.bool \[3\]", lambda: of_ids()(ids_td("prompt", ONES.bool()))),
+    (ShapeError, ONE_ROW, lambda: fake()(TensorDict({}, (0,)))),
+    (ShapeError, ONE_ROW, lambda: fake(generate=False)(TensorDict({}, (2, 0)))),
+    (ShapeError, ONE_ROW, lambda: of_ids().get_dist(TensorDict({}, (0,)))),
+    (ShapeError, "non-empty int64", lambda: of_ids(generate=False)(ids_td("full", NO_IDS))),
+    (ShapeError, "non-empty int64", lambda: of_ids().get_dist(ids_td("full", NO_IDS))),
+    (
+        ShapeError,
+        r"must have the shape of .*: got \[2, 2\] for \[2, 3\]",
+        lambda: of_ids()(ids_td("prompt", ONES, attention_mask=torch.ones(2, 2))),
+    ),
+    (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3)))),
+    (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3, 2).long()))),
+    (ConfigError, "must be an Engine", lambda: LLMWrapperBase(tiny_model(), tokenizer=tiny_tokenizer())),
+    (ConfigError, "gradients need a model", lambda: fake().token_scores(ONES, ONES, ONES)),
+    (
+        ConfigError,
+        "this wrapper scores",
+        lambda: fake(generate=False)(history_td(chats()), generate_kwargs={"max_new_tokens": 1}),
+    ),
+    *(
+        (ConfigError, f"belongs to the wrapper.*{to}", lambda own=own: fake()(history_td(chats()), generate_kwargs=own))
+        for own, to in (({"n": 2}, "num_samples"), ({"logprobs": True}, "return_log_probs"), ({"seed": 1}, "policy.se"))
+    ),
+    (
+        DataError,
+        "TransformersWrapper: model no/folder: cannot be loaded",
+        lambda: TransformersWrapper("no/folder", tokenizer=tiny_tokenizer()),
+    ),
+    (DataError, "TransformersWrapper: tokenizer of no/folder: cannot be", lambda: of_ids(tokenizer="no/folder")),
+)

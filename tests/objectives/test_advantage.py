@@ -47,6 +47,10 @@ def written(td: TensorDict) -> dict[int, list[float]]:
     return out
 
 
+def counts(advantage: MCAdvantage, names: str) -> list[int]:
+    return [advantage.counters[name] for name in names.split()]
+
+
 def lengths(td: TensorDict) -> list[int]:
     return [len(row) for row in td.get(("tokens", "full"), as_list=True)]
 
@@ -156,8 +160,7 @@ def test_groups_of_equal_rewards_can_be_dropped():
     assert written(out) == {2: [-0.5, 0.5]}
     assert lengths(out) == [3, 4]
     assert advantage.inv(batch([3, 3], [1.0, 1.0])) is None
-    counters = advantage.counters
-    assert (counters["completed"], counters["written"], counters["dropped"], counters["zero_variance"]) == (3, 1, 2, 2)
+    assert counts(advantage, "completed written dropped zero_variance") == [3, 1, 2, 2]
     bounded = MCAdvantage(2, scale="none", keep_return_bounds=(0.0, 1.0))
     assert written(bounded.inv(batch([1, 1, 2, 2, 3, 3], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))) == {2: [-0.5, 0.5]}
 
@@ -170,8 +173,7 @@ def test_failed_rewards_are_left_out_and_counted(split, bad):
     outs = [advantage.inv(given[:3]), advantage.inv(given[3:])] if split else [advantage.inv(given)]
     assert written(outs[-1]) == {1: [-1.0, 0.0, 1.0]}
     assert lengths(outs[-1]) == [1, 3, 4]
-    counters = advantage.counters
-    assert (counters["failed"], counters["written"], counters["dropped"]) == (4, 1, 1)
+    assert counts(advantage, "failed written dropped") == [4, 1, 1]
 
 
 def test_how_many_must_remain_is_a_choice():
@@ -194,7 +196,7 @@ def test_the_queue_is_bounded_and_says_what_it_evicted(caplog):
     advantage = MCAdvantage(2, max_queued_groups=3)
     for group in range(5):
         advantage.inv(batch([group], [1.0]))
-    assert (advantage.counters["evicted"], advantage.counters["queued"]) == (2, 3)
+    assert counts(advantage, "evicted queued") == [2, 3]
     assert "max_queued_groups=3" in caplog.text
     assert advantage.inv(batch([0], [1.0])) is None
     assert advantage.inv(batch([4], [0.0])) is not None
@@ -299,9 +301,7 @@ def feed(advantage, rewards, group=1):
 def test_candidates_are_written_as_soon_as_rewards_among_them_differ():
     advantage = MCAdvantage(2, scale="none", candidate_group_size=5)
     assert feed(advantage, [0.0, 0.0, 1.0, 1.0, 0.0]) == [None, None, [0.0, 1.0], None, None]
-    assert advantage.counters["queued"] == 0
-    assert (advantage.counters["completed"], advantage.counters["written"], advantage.counters["dropped"]) == (1, 1, 0)
-    assert (advantage.counters["rescued"], advantage.counters["late"]) == (1, 2)
+    assert counts(advantage, "queued completed written dropped rescued late") == [0, 1, 1, 0, 1, 2]
     assert feed(advantage, [1.0, 0.0]) == [None, [1.0, 0.0]]  # all five came: the next is another group of that name
     assert advantage.counters["rescued"] == 1  # not needed
 
@@ -315,8 +315,7 @@ def test_a_selection_can_wait_for_more_and_takes_the_extremes():
 def test_candidates_of_equal_rewards_are_dropped_at_the_maximum():
     advantage = MCAdvantage(2, candidate_group_size=3)
     assert feed(advantage, [1.0, 1.0, 1.0]) == [None] * 3
-    counters = advantage.counters
-    assert (counters["completed"], counters["dropped"], counters["queued"], counters["late"]) == (1, 1, 0, 0)
+    assert counts(advantage, "completed dropped queued late") == [1, 1, 0, 0]
     bounded = MCAdvantage(2, candidate_group_size=4, keep_return_bounds=(0.4, 0.6))
     assert feed(bounded, [0.0, 0.3, 0.2, 1.0]) == [None, None, None, [0.0, 1.0]]
     assert bounded.counters["rescued"] == 1
@@ -345,13 +344,13 @@ def test_a_selector_sees_the_batch_and_may_answer_with_indices_a_mask_or_none():
 def test_failed_candidates_are_not_chosen():
     advantage = MCAdvantage(2, scale="none", candidate_group_size=4)
     assert feed(advantage, [NAN, 0.0, 1.0, NAN]) == [None, None, [0.0, 1.0], None]
-    assert (advantage.counters["failed"], advantage.counters["late"]) == (1, 1)
+    assert counts(advantage, "failed late") == [1, 1]
     few = MCAdvantage(4, scale="none", min_group_size=2, candidate_group_size=5)
     assert feed(few, [NAN, 0.0, NAN, 1.0, NAN]) == [None] * 4 + [[0.0, 1.0]]
-    assert (few.counters["failed"], few.counters["written"]) == (3, 1)
+    assert counts(few, "failed written") == [3, 1]
     none = MCAdvantage(2, candidate_group_size=3)
     assert feed(none, [NAN, NAN, NAN]) == [None] * 3
-    assert (none.counters["failed"], none.counters["dropped"]) == (3, 1)
+    assert counts(none, "failed dropped") == [3, 1]
 
 
 def test_candidates_of_several_turns_are_chosen_by_their_return():
@@ -373,9 +372,8 @@ def test_counters_are_exact_and_can_be_reset():
         "queued_trajectories": 2,
     }  # fmt: skip
     advantage.reset_counters()
-    assert advantage.counters["trajectories"] == advantage.counters["return_sum"] == 0
-    assert advantage.counters["return_max"] == -math.inf
-    assert (advantage.counters["queued"], advantage.counters["queued_trajectories"]) == (1, 2)
+    names = "trajectories return_sum return_max queued queued_trajectories"
+    assert counts(advantage, names) == [0, 0, -math.inf, 1, 2]
 
 
 @pytest.mark.parametrize("candidates", [{}, {"candidate_group_size": 4}])
@@ -398,8 +396,7 @@ def test_fast_and_slow_ways_count_the_same():
     for row in range(6):
         slow.inv(given[row : row + 1])
     assert whole.counters == slow.counters
-    assert whole.counters["trajectories"] == 5  # one failed
-    assert whole.counters["return_sum"] == 13.0
+    assert counts(whole, "trajectories return_sum") == [5, 13.0]  # one failed
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -476,5 +473,4 @@ def test_every_completed_group_is_written_once_however_the_rows_arrive(data):
     for group in range(count):
         own = [reward for reward, number in zip(rewards, groups, strict=True) if number == group]
         assert got[group] == pytest.approx([reward - sum(own) / size for reward in own], abs=1e-6)
-    assert advantage.counters["written"] == count
-    assert advantage.counters["queued"] == 0
+    assert counts(advantage, "written queued") == [count, 0]

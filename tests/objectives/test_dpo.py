@@ -15,7 +15,7 @@ from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import DPOLoss
-from llmrl.objectives.llm.functional import bradley_terry, preference
+from llmrl.objectives.llm.functional import preference
 from tests.support.causal_models import SMALL, assert_same_gradients, causal_lm, gradients, naive_scores
 from tests.support.losses import Recorded, assert_same_step, run_step
 from tests.support.refusals import refusals
@@ -78,23 +78,6 @@ def test_worked_numbers(settings, expected, right):
         assert (output.chosen_log_prob.item(), output.rejected_log_prob.item()) == (-3.0, -2.75)
 
 
-def test_the_gradient_of_a_pair():
-    """d/dm of -log sigmoid(b m) is -b sigmoid(-b m); chosen log-probs rise by it, rejected ones fall."""
-    loss, batch = worked(beta=0.5)
-    total_loss(loss(batch)).backward()
-    first, second = 0.5 * sigmoid(-0.5) / 2, 0.5 * sigmoid(-0.75) / 2
-    expected = [[0, -first, -first], [0, 0, -second], [0, first, 0], [0, second, second]]
-    assert loss.actor_network.log_prob.grad.tolist() == [pytest.approx(row) for row in expected]
-
-
-def test_functions_on_worked_numbers():
-    assert bradley_terry(torch.tensor(1.0), torch.tensor(0.5)).item() == pytest.approx(-math.log(sigmoid(0.5)))
-    with_margin = bradley_terry(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([2.0]))
-    assert with_margin.tolist() == pytest.approx([-math.log(sigmoid(-1.5))])
-    with pytest.raises(ConfigError, match="sigmoid"):
-        preference(torch.zeros(1), kind="sigmod", beta=1.0)
-
-
 def random_pairs(count, seed=0):
     draw = torch.Generator().manual_seed(seed)
     rows = []
@@ -146,6 +129,7 @@ def test_a_row_without_trained_tokens_changes_nothing():
 
 test_settings_that_contradict_each_other = refusals(
     (ConfigError, "sigmoid", lambda: DPOLoss(nn.Identity(), kind="sigmoyd")),
+    (ConfigError, "sigmoid", lambda: preference(torch.zeros(1), kind="sigmod", beta=1.0)),
     (ConfigError, "beta", lambda: DPOLoss(nn.Identity(), beta=0.0)),
     (ConfigError, r"\[0, 0.5\)", lambda: DPOLoss(nn.Identity(), label_smoothing=0.5)),
     (ConfigError, "label_smoothing", lambda: DPOLoss(nn.Identity(), label_smoothing=0.1, kind="ipo")),

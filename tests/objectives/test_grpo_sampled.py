@@ -1,4 +1,4 @@
-"""What a policy sampled is what the loss reads: right after sampling every ratio is 1."""
+"""The loss reads what the policy sampled: right after sampling every ratio is 1."""
 
 import pytest
 import torch

@@ -180,10 +180,6 @@ def test_what_is_missing_or_does_not_fit_is_named():
         loss(history_batch())
 
 
-def test_the_documented_beta_may_be_given_where_it_has_no_effect():
-    assert torch.equal(SFTLoss(recorded(), beta=0.1)(batch()).loss_sft, torch.tensor(2.0))
-
-
 test_settings_that_contradict_each_other_are_refused = refusals(
     (ConfigError, "reduction", lambda: SFTLoss(nn.Identity(), reduction="batchmean")),
     (ConfigError, "loss_function", lambda: SFTLoss(nn.Identity(), loss_function="dpo")),

@@ -1,4 +1,4 @@
-"""Which tokens a loss trains: those that have a log-prob, and were sampled from something."""
+"""A loss trains the tokens that have a log-prob and were sampled from something."""
 
 import pytest
 import torch

@@ -69,7 +69,7 @@ def numbers(request) -> SimpleNamespace:
 
 
 def importance_weight(numbers: SimpleNamespace, mode: str) -> torch.Tensor:
-    """What TRL's generation step hands to its loss, with a cap of 1.2."""
+    """The weights that TRL's generation step hands to its loss, with a cap of 1.2."""
     log_rho = (numbers.old - numbers.engine) * numbers.mask
     if mode.startswith("sequence"):
         log_rho = log_rho.sum(-1, keepdim=True)

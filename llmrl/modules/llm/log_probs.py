@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,61 +107,62 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
-    arguments = (input_ids, attention_mask, select, temperature, chunk, entropy, position_ids, packing, media, routes)
+    options = _Options(temperature, chunk, entropy)
+    arguments = (input_ids, attention_mask, select, options, position_ids, packing, media, routes)
     # Body and head are called separately, not through the model's forward, so a sharded model is made whole first.
     return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
 
 
-def _score(model: nn.Module, *arguments: Any) -> TokenScores:
-    scores = _score_batch(model, *arguments)
-    return scores._replace(log_probs=reach_vision_tower(model, scores.log_probs))
+class _Options(NamedTuple):
+    temperature: float
+    chunk: int | None
+    entropy: bool
 
 
-def _score_batch(
+def _score(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
     select: Tensor,
-    temperature: float,
-    chunk: int | None,
-    entropy: bool,
+    options: _Options,
     position_ids: Tensor | None,
     packing: Packing,
-    media: Sequence[Media] | None = None,
-    routes: Tensor | None = None,
+    media: Sequence[Media] | None,
+    routes: Tensor | None,
 ) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
-    if has_images(media):
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        inputs |= media_inputs(attention_mask, media)
-        with only_given_images(model, inputs) as inputs:
-            if path is None:
-                found = _score_with_whole_model(model, inputs, scored_BT, temperature, entropy, rows=len(input_ids))
-                return _in_place(found, scored_BT)
-            hidden_NH = hidden_before(path, inputs, scored_BT)
-        return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
     replay = nullcontext if routes is None else partial(replaying, model, routes, attention_mask)
-    if (split := active_split()) is not None:
-        inputs = padded_inputs(input_ids, attention_mask, position_ids)
+    inputs = padded_inputs(input_ids, attention_mask, position_ids)
+    if has_images(media):
+        # Without position ids: those of an image count its rows and columns, which the model does by itself.
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **media_inputs(attention_mask, media)}
+        with only_given_images(model, inputs) as inputs:
+            if path is None:  # in one piece, as the tensors of all images have one dimension for all rows
+                found = _score_with_whole_model(model, inputs, scored_BT, options, rows=len(input_ids))
+            else:
+                found = _score_hidden(path, hidden_before(path, inputs, scored_BT), input_ids[scored_BT], options)
+    elif (split := active_split()) is not None:
         with replay():
-            return _score_slice(model, path, inputs, scored_BT, temperature, chunk, entropy, split)
-    packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
-    if path is None:
-        inputs = padded_inputs(input_ids, attention_mask, position_ids)
-        return _in_place(_score_with_whole_model(model, inputs, scored_BT, temperature, entropy), scored_BT)
-    if packed is None:
-        _tell_routers(model, attention_mask.bool())
-        with replay():
-            hidden_NH = hidden_before(path, padded_inputs(input_ids, attention_mask, position_ids), scored_BT)
+            return _score_slice(model, path, inputs, scored_BT, options, split)
     else:
-        _tell_routers(model, packed.segment_ids >= 0)
-        inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-        with replay(packed):
-            hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
-        before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
-        hidden_NH = hidden_PSH.flatten(0, 1)[before_N]
-    return _in_place(_score_hidden(path, hidden_NH, input_ids[scored_BT], temperature, chunk, entropy), scored_BT)
+        packed = pack_batch(model, input_ids, attention_mask.bool(), packing, has_positions=position_ids is not None)
+        if path is None:
+            found = _score_with_whole_model(model, inputs, scored_BT, options)
+        elif packed is None:
+            _tell_routers(model, attention_mask.bool())
+            with replay():
+                hidden_NH = hidden_before(path, inputs, scored_BT)
+            found = _score_hidden(path, hidden_NH, input_ids[scored_BT], options)
+        else:
+            _tell_routers(model, packed.segment_ids >= 0)
+            inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+            with replay(packed):
+                hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
+            before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
+            found = _score_hidden(path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], options)
+    scores = _in_place(found, scored_BT)
+    return scores._replace(log_probs=reach_vision_tower(model, scores.log_probs))
 
 
 def _score_slice(
@@ -170,9 +170,7 @@ def _score_slice(
     path: HeadPath | None,
     inputs: dict[str, Tensor],
     scored_BT: Tensor,
-    temperature: float,
-    chunk: int | None,
-    entropy: bool,
+    options: _Options,
     split: SequenceSplit,
 ) -> TokenScores:
     """Scores by all ranks of ``split``, each from its slice of the hidden states; see `SequenceSplit`."""
@@ -188,19 +186,18 @@ def _score_slice(
         position_BT = torch.arange(split.width, device=ids_BT.device).expand_as(ids_BT)
     else:
         local["attention_mask"] = attention_BT
-    local["position_ids"] = split.cut(position_BT)
+    local["position_ids"] = split.cut(position_BT)  # of the whole sequence: a slice would count from 0
     _tell_routers(model, split.cut(attention_BT).bool())
     hidden_BSH = path.body(**accepted(path.body, local)).last_hidden_state
     # The hidden state of a token is what the next one is predicted from, which may be the first of the next slice.
     target_BS = split.cut(ids_BT.roll(-1, dims=1))
     next_BS = split.cut(split.widen(scored_BT.long()).roll(-1, dims=1)).bool()
-    scores = _in_place(
-        _score_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], temperature, chunk, entropy), next_BS
-    )
+    scores = _in_place(_score_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], options), next_BS)
 
     def join(value_BS: Tensor) -> Tensor:
         return split.join(value_BS).roll(1, dims=1)[:, : scored_BT.shape[1]]
 
+    # Every rank needs the scores of all tokens, for losses that look at whole sequences.
     entropy_BT = None if scores.entropy is None else join(scores.entropy)
     return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool())
 
@@ -270,64 +267,40 @@ class TokenScorer(nn.Module):
         attention_mask: Tensor,
         select: Tensor,
         temperature: float | None = None,
-        entropy: bool = False,
-        position_ids: Tensor | None = None,
-        packing: Packing | None = None,
-        media: Sequence[Media] | None = None,
-        routes: Tensor | None = None,
+        **options: Any,
     ) -> TokenScores:
-        return token_logprobs(
-            self.model,
-            input_ids,
-            attention_mask,
-            select,
-            temperature=self.temperature if temperature is None else temperature,
-            chunk=self.chunk,
-            entropy=entropy,
-            position_ids=position_ids,
-            packing=packing or (self.packing if position_ids is None else "off"),
-            media=media,
-            routes=routes,
-        )
+        """Calls `token_logprobs`; ``options`` are its keywords, in place of the scorer's own."""
+        temperature = self.temperature if temperature is None else temperature
+        packing = "off" if options.get("position_ids") is not None else self.packing
+        options = {"temperature": temperature, "chunk": self.chunk, "packing": packing, **options}
+        return token_logprobs(self.model, input_ids, attention_mask, select, **options)
 
-    def token_scores(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        select: Tensor,
-        *,
-        entropy: bool = False,
-        media: Sequence[Media] | None = None,
-        routes: Tensor | None = None,
-    ) -> TokenScores:
-        return self(input_ids, attention_mask, select, entropy=entropy, media=media, routes=routes)
+    def token_scores(self, *batch: Tensor, **options: Any) -> TokenScores:
+        return self(*batch, **options)  # not `forward` itself: the hooks of a sharded module run around a call
 
 
 # ------------------------------------------------------------------------------------------------- scores from hidden
 
+_Scores = tuple[Tensor, Tensor | None, Tensor]  # of N tokens: log-probs, entropies, and whether they are the likeliest
 
-def _score_hidden(
-    path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk: int | None, entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
+
+def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options) -> _Scores:
     head = path.head
     plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
     if plain and type(head.weight) in (Tensor, nn.Parameter):
         device_type = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else head.weight.dtype
-        spec = _HeadSpec(
-            dtype=torch.float32 if getattr(head, "in_float32", False) else dtype,  # see model_options.float32_head
-            chunk=chunk or chunk_rows(head.weight.shape[0], device_type),
-            path=path,
-            temperature=temperature,
-            entropy=entropy,
-        )
+        dtype = torch.float32 if getattr(head, "in_float32", False) else dtype  # see model_options.float32_head
+        options = options._replace(chunk=options.chunk or chunk_rows(head.weight.shape[0], device_type))
+        spec = _HeadSpec(dtype, path, options)
         return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
 
     # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing recomputes its logits
-    def score(hidden_CH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        return _score_logits(map_logits(head(hidden_CH), path, temperature), targets_C, entropy)
+    def score(hidden_CH: Tensor, targets_C: Tensor) -> _Scores:
+        return _score_logits(map_logits(head(hidden_CH), path, options.temperature), targets_C, options.entropy)
 
-    size = chunk or chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
+    # A wrapped head may not tell its vocabulary: 2^17 stands in for it, a large one.
+    size = options.chunk or chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
     pieces = [
         checkpoint(score, hidden_CH, targets_C, use_reentrant=False)
         for hidden_CH, targets_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
@@ -336,12 +309,13 @@ def _score_hidden(
 
 
 def _score_with_whole_model(
-    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, temperature: float, entropy: bool, rows: int = 0
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    def score(rows: dict[str, Tensor], scored: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, options: _Options, rows: int = 0
+) -> _Scores:
+    def score(rows: dict[str, Tensor], scored: Tensor) -> _Scores:
         output = model(**accepted(model, rows))
         logits = getattr(output, "logits", output)[:, :-1][scored[:, 1:]]
-        return _score_logits(map_logits(logits, None, temperature), rows["input_ids"][scored], entropy)
+        logits = map_logits(logits, None, options.temperature)
+        return _score_logits(logits, rows["input_ids"][scored], options.entropy)
 
     num_tokens = scored_BT.shape[1]
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1 << 17
@@ -354,19 +328,20 @@ def _score_with_whole_model(
     return _concatenate(pieces)
 
 
-def _concatenate(pieces: list[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[Tensor, Tensor | None, Tensor]:
+def _concatenate(pieces: list[_Scores]) -> _Scores:
     log_probs, entropies, top1 = zip(*pieces, strict=True)
     return torch.cat(log_probs), None if entropies[0] is None else torch.cat(entropies), torch.cat(top1)
 
 
-def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> _Scores:
+    # Differentiated by autograd: `checkpoint` around it makes the logits again in the backward pass.
     log_p_CV = logits_CV.log_softmax(-1)
     log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
     entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1) if entropy else None
     return log_prob_C, entropy_C, log_prob_C.detach() >= log_p_CV.detach().amax(-1)
 
 
-def _in_place(scores: tuple[Tensor, Tensor | None, Tensor], scored_BT: Tensor) -> TokenScores:
+def _in_place(scores: _Scores, scored_BT: Tensor) -> TokenScores:
     """One value per scored token -> [B, T], 0 elsewhere."""
     log_probs, entropy, top1 = (
         None if value_N is None else value_N.new_zeros(scored_BT.shape).masked_scatter(scored_BT, value_N)
@@ -384,13 +359,10 @@ def chunk_rows(vocabulary: int, device_type: str) -> int:
 # ------------------------------------------------------------------------------------ the chunked head, with recompute
 
 
-@dataclass(frozen=True)
-class _HeadSpec:
+class _HeadSpec(NamedTuple):
     dtype: torch.dtype  # of the matrix product
-    chunk: int
     path: HeadPath
-    temperature: float
-    entropy: bool
+    options: _Options  # with the chunk
 
 
 class _HeadScores(torch.autograd.Function):
@@ -409,15 +381,15 @@ class _HeadScores(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         spec: _HeadSpec,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> _Scores:
         dtype = reduction_dtype(spec.dtype)
         log_prob_N = hidden_NH.new_empty(targets_N.shape, dtype=dtype)
         log_sum_N = torch.empty_like(log_prob_N)
-        entropy_N = torch.empty_like(log_prob_N) if spec.entropy else None
+        entropy_N = torch.empty_like(log_prob_N) if spec.options.entropy else None
         top1_N = torch.empty_like(targets_N, dtype=torch.bool)
         for part, logits_CV, _ in _chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
             target_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
-            max_C = logits_CV.amax(-1)
+            max_C = logits_CV.amax(-1)  # subtracted, so that no exponential overflows
             top1_N[part] = target_C >= max_C
             logits_CV.sub_(max_C[:, None])
             if entropy_N is None:
@@ -426,11 +398,12 @@ class _HeadScores(torch.autograd.Function):
                 weight_CV = logits_CV.exp()
                 norm_C = weight_CV.sum(-1)
                 log_norm_C = norm_C.log()
+                # H = log Z - E[x]. As a product of matrices the mean takes no third tensor of this size.
                 entropy_N[part] = log_norm_C - torch.bmm(weight_CV[:, None], logits_CV[:, :, None]).view(-1) / norm_C
             log_sum_N[part] = max_C + log_norm_C
             log_prob_N[part] = target_C - max_C - log_norm_C
         ctx.spec = spec
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a gradient that is not there comes as None, and its part is left out
         ctx.mark_non_differentiable(top1_N)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N)
         return log_prob_N, entropy_N, top1_N
@@ -449,6 +422,7 @@ class _HeadScores(torch.autograd.Function):
         cast_VH = weight_VH.to(spec.dtype)
         for part, logits_CV, slope_CV in _chunks_of_logits(hidden_NH, cast_VH, bias_V, spec, with_slope=True):
             grad_C1 = grad_log_prob_N[part, None]
+            # d loss / dx = g_y (onehot(y) - p) - g_H p (log p + H), in the memory of the logits
             log_p_CV = logits_CV.sub_(log_sum_N[part, None])
             if grad_entropy_N is None:
                 grad_CV = log_p_CV.exp_().mul_(-grad_C1)
@@ -477,22 +451,22 @@ def _chunks_of_logits(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: _HeadSpec, *, with_slope: bool = False
 ) -> Iterator[tuple[slice, Tensor, Tensor | float | None]]:
     """Yields (rows, logits[C, V], d logits / d head output); the consumer may overwrite the logits."""
-    path = spec.path
+    path, (temperature, chunk, _) = spec.path, spec.options
     weight_VH = weight_VH.to(spec.dtype)
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
-    for start in range(0, hidden_NH.shape[0], spec.chunk):
-        part = slice(start, min(start + spec.chunk, hidden_NH.shape[0]))
-        with torch.autocast(hidden_NH.device.type, enabled=False):
+    for start in range(0, hidden_NH.shape[0], chunk):
+        part = slice(start, min(start + chunk, hidden_NH.shape[0]))
+        with torch.autocast(hidden_NH.device.type, enabled=False):  # it would undo the dtype of the spec
             logits_CV = F.linear(hidden_NH[part].to(spec.dtype), weight_VH, bias_V).to(reduction_dtype(spec.dtype))
         slope: Tensor | float | None = None
-        factor = path.scale / spec.temperature
+        factor = path.scale / temperature
         if path.softcap is None:
             if factor != 1.0:
                 logits_CV.mul_(factor)
                 slope = factor
         else:
             logits_CV.mul_(path.scale / path.softcap).tanh_()
-            if with_slope:
+            if with_slope:  # d tanh(u) = 1 - tanh(u)^2
                 slope = logits_CV.square().neg_().add_(1.0).mul_(factor)
-            logits_CV.mul_(path.softcap / spec.temperature)
+            logits_CV.mul_(path.softcap / temperature)
         yield part, logits_CV, slope

@@ -1,4 +1,4 @@
-"""Reading a model's files, from a folder or the hub, with one error for all that can be wrong with them."""
+"""Loads a model's files from a folder or the hub, with one error for everything that can be wrong with them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def loaded(load: Callable[..., T], source: str, *, setting: str = "model", **opt
 
 
 def check_whole(missing: Iterable[str]) -> None:
-    """Raises ValueError if weights are missing in the files: Transformers makes them up, and only warns."""
+    """Raises ValueError if the files lack weights: Transformers would initialise them at random, and only warn."""
     if missing := sorted(missing):
         raise ValueError(f"{len(missing)} of its weights are in none of its files, such as {', '.join(missing[:3])}")

@@ -117,6 +117,7 @@ def lay_out(lengths: Sequence[int], budget: int | None = None) -> Layout:
             f"pack: a pack must hold the longest sequence: got a budget of {budget} tokens and a sequence of {longest};"
             " raise the budget, or leave it out."
         )
+    # Best fit, decreasing. ``room`` is sorted, so the first pack that is not too small is the fullest one that fits.
     room: list[tuple[int, int]] = []  # (tokens left, number of the pack), ascending
     places = [(0, 0)] * len(lengths)
     num_packs = width = 0
@@ -134,6 +135,7 @@ def lay_out(lengths: Sequence[int], budget: int | None = None) -> Layout:
 def _place(ids_N: Tensor, layout: Layout) -> Packed:
     device = ids_N.device
     length_B = torch.tensor(layout.lengths, device=device)
+    # The size is known here: without output_size the device would be asked for it.
     row_N = torch.arange(len(length_B), device=device).repeat_interleave(length_B, output_size=len(ids_N))
     position_N = torch.arange(len(ids_N), device=device) - (length_B.cumsum(0) - length_B)[row_N]
     index_N = torch.tensor(layout.starts, device=device)[row_N] + position_N
@@ -142,6 +144,7 @@ def _place(ids_N: Tensor, layout: Layout) -> Packed:
         flat = torch.full((layout.num_tokens,), filling, dtype=torch.int64, device=device)
         return flat.index_copy_(0, index_N, value_N).view(layout.num_packs, layout.width)
 
+    # Position 0 in the filling makes each of its tokens a sequence of its own, which nothing else attends to.
     return Packed(grid(ids_N, 0), grid(position_N, 0), grid(row_N, -1), index_N, layout)
 
 
@@ -235,7 +238,7 @@ def _candidate_paths(model: nn.Module) -> list[HeadPath]:
         scale = float(config.logit_scale)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     bodies = [causal_lm.base_model, causal_lm.get_decoder()]
-    maps = [(scale, softcap), (1.0, None)]
+    maps = [(scale, softcap), (1.0, None)]  # a family may name a scale in its configuration and not apply it
     return [HeadPath(body, head, *map_) for body in bodies if body is not causal_lm for map_ in maps]
 
 
@@ -371,6 +374,7 @@ def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, dev
     padded_NH = body(**padded_inputs(ids_BT, attended_BT.long()))[attended_BT]
 
     bound = tolerance * padded_NH.abs().max()
+    # The comparisons are written so that NaN fails them.
     if not max((first - other_first).abs().max(), (last - other_last).abs().max()) <= bound:
         return "a packed row sees its neighbour"
     if not (torch.cat(packed_rows) - padded_NH).abs().max() <= bound:

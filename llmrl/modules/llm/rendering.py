@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_SHAPES = 4096
 _Anchor = tuple[Chat, str]  # a short conversation, and its text
-_UNTRIED: Any = object()  # in place of the anchor of a new shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """The effect of a template on training, measured on a short conversation."""
+    """The effects of a template on training, measured on short conversations."""
 
     trained_share: float  # of the tokens of a question and its answer, how many are trained
     stop_token_trained: bool  # whether the model learns to end its turn
@@ -91,7 +90,7 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
         self._anchors: dict[Any, _Anchor | None] = {}
-        self.compared: set[Any] = set()  # `shape`s of conversations of which a caller has compared renderings
+        self.compared: set[Any] = set()  # `shape`s of conversations whose renderings a caller has compared
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -104,6 +103,7 @@ class Renderer:
                  generation prompt is asked for)
         """
         chats, images = self._take_images(chats)
+        # Spans are found in the text and mapped to tokens by offsets: rendering and encoding happen once per batch.
         texts, spans = self.codec.render_with_spans(chats, add_generation_prompt=add_generation_prompt, tools=tools)
         ids, token_spans = self.codec.encode_with_spans(texts, spans)
         if self.vision is not None:
@@ -136,7 +136,7 @@ class Renderer:
         return [replace(row, media=own) for row, own in zip(rows, media, strict=True)]
 
     def media(self, images: Sequence[Any], ids: Tensor, sampled: Tensor | None = None) -> Media:
-        """The media of a row int64[T] with these images, of which ``sampled`` bool[S], S <= T, are the policy's ids."""
+        """The media of a row int64[T] with these images; ``sampled`` bool[S], S <= T, marks the policy's ids."""
         return {**self.vision.media(images), POSITIONS: self.vision.positions(ids, sampled)}
 
     def _take_images(self, chats: Sequence[Chat]) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
@@ -181,7 +181,7 @@ class Renderer:
         rows = self._encode_once([text_by_key[key] for key in keys])
         if self.vision is not None:
             rows = [self.vision.expand(row, _joined(own))[0] for row, own in zip(rows, images, strict=True)]
-        # Apart, as the engine saw the one and wrote the other.
+        # Encoded apart: the engine was given the prompt and drew what follows, whatever tokens the joined text has.
         return rows_to_tensors([row + self._begun(text) for row, text in zip(rows, opened, strict=True)])
 
     def extend(
@@ -220,7 +220,7 @@ class Renderer:
             except RewriteError as error:
                 if not return_errors:
                     raise
-                extensions.append(error.with_traceback(None))  # which would keep the renderer's frames alive
+                extensions.append(error.with_traceback(None))  # the traceback would keep the renderer's frames alive
         going_on = [row for row, extension in enumerate(extensions) if isinstance(extension, _Extension)]
         encoded = self._encode_once([extensions[row].text for row in going_on])
         rows: list[list[int]] = []
@@ -243,7 +243,7 @@ class Renderer:
         return result
 
     def addition(self, chat: Chat, new: int) -> Any:
-        """What the last ``new`` messages add: equal where :meth:`extend` adds the same ids. Raises as that does."""
+        """A value for the last ``new`` messages, equal where :meth:`extend` adds the same ids. Raises as that does."""
         covered = len(chat) - new
         [chat], [opened] = _without_open(self._take_images([chat])[0])
         return self._after(chat[:covered], chat[covered:]), opened
@@ -312,7 +312,7 @@ class Renderer:
     ) -> _Extension:
         """The text that the last messages add, after the assistant's end-of-turn text if one is due."""
         covered = len(chat) - num_new
-        if covered <= 0:
+        if covered <= 0:  # a new conversation
             if num_ids:
                 raise TemplateError(
                     f"Renderer.extend: new must count fewer messages than the conversation has when its stream is not "
@@ -333,8 +333,9 @@ class Renderer:
         if self._reads_contents:
             return None
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if (found := self._anchors.get(shape, _UNTRIED)) is not _UNTRIED:
-            return found
+        if shape in self._anchors:
+            return self._anchors[shape]
+        # Other texts than the conversation's own, so that what is found holds for its shape.
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         found = None
@@ -369,6 +370,7 @@ class Renderer:
         after_assistant = context[-1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
         prefixes = [before[:cut]]
+        # The stream begins with the prompt of the last answer, which the template may write in another way by now.
         if checked and after_assistant and len(context) > 1:
             prefixes += self.codec.render([context[:-1]], add_generation_prompt=True, tools=tools)
         for prefix in prefixes:
@@ -400,6 +402,7 @@ class Renderer:
         end = self.end_of_turn_ids
         if self.codec.end_is_control and len(stream) and stream[-1].item() == end[-1]:
             return []  # the turn has its control token, with or without the text that the template puts before it
+        # An answer that was cut at its length may hold the first part of the end.
         tail = stream[-len(end) :].tolist() if end else []
         for present in range(len(end), 0, -1):
             if tail[-present:] == end[:present]:

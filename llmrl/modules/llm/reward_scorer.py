@@ -26,7 +26,7 @@ class RewardScorer(nn.Module):
         self.model = model
 
     def use_packing(self, packing: Packing) -> None:
-        """Rewards are computed on padded rows."""
+        """Does nothing: rewards are computed on padded rows."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         given = (input_ids, attention_mask)

@@ -1,5 +1,4 @@
-"""Routers of a mixture of experts: records what they decide, for the loss that balances the load of the experts, and
-replays what an engine's routers decided.
+"""Routers of a mixture of experts: recorded for the loss that balances their load, or made to repeat other choices.
 
 A router scores all experts for each token and sends the token to a few of them. Which positions of a forward pass are
 tokens, and not padding, is known where the pass is laid out: `token_logprobs` writes it to the model's `Routers`.
@@ -77,7 +76,9 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         modules = router_modules(model)  # not kept: they have hooks that know this object
         self.count = len(modules)
-        self.layers = _layers(model, modules)
+        names = {id(module): name for name, module in model.named_modules()}
+        parts = [names[id(module)].split(".") for module in modules]
+        self.layers = [next((int(part) for part in own if part.isdigit()), 0) for own in parts]  # of the decoder layers
         self.is_real: Tensor | None = None
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
         if not modules:
@@ -88,31 +89,27 @@ class Routers:
                 "otherwise; use model_options.router_aux_loss=0."
             )
         for number, module in enumerate(modules):
-            module.register_forward_hook(partial(self._see, number))  # first: it sees what the router chose by itself
-            module.register_forward_hook(partial(self._replay, number))
+            module.register_forward_hook(partial(self._see, number))
         model.routers = self
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers:
-        """Those that the model has, or else gets."""
+        """The model's `Routers`, made if it has none yet."""
         return getattr(model, "routers", None) or cls(model)
 
-    def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._seen is None:  # even if checkpointing computes a layer again: it saves the same tensors then
-            return
-        parts = _tensors(output)
-        indices = next((part for part in parts if not part.is_floating_point()), None)
-        count = getattr(module, "num_experts", None) or parts[0].shape[-1]
-        logits = next(part for part in parts if part.is_floating_point() and part.shape[-1] == count).flatten(0, -2)
-        if indices is None:
-            indices = logits.topk(module.top_k, dim=-1).indices
-        self._seen[number] = (logits, indices.reshape(len(logits), -1), self._routes(number))
-
-    def _routes(self, number: int) -> Tensor | None:
-        return None if _active is None else _active[:, self.layers[number]].long()
-
-    def _replay(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        routes_NK = self._routes(number)
+    def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """The hook of a router: records what it chose by itself, and makes it choose the routes that are replayed."""
+        routes_NK = None if _active is None else _active[:, self.layers[number]].long()
+        if self._seen is not None:
+            parts = _tensors(output)
+            indices = next((part for part in parts if not part.is_floating_point()), None)
+            count = getattr(module, "num_experts", None) or parts[0].shape[-1]
+            scores = (part for part in parts if part.is_floating_point() and part.shape[-1] == count)
+            logits = next(scores).flatten(0, -2)
+            if indices is None:  # the router returns its scores alone
+                indices = logits.topk(module.top_k, dim=-1).indices
+            self._seen[number] = (logits, indices.reshape(len(logits), -1), routes_NK)
+        # Also where checkpointing computes a layer again, for which the routes are set once more.
         return None if routes_NK is None else _route(module, arguments, routes_NK)
 
     def choices(self) -> Tensor:
@@ -149,12 +146,6 @@ class Routers:
         return RouterLoad(torch.stack(chosen), torch.stack(probs), real.sum(), replayed, differing)
 
 
-def _layers(model: nn.Module, modules: list[nn.Module]) -> list[int]:
-    """The number of the decoder layer that each of the modules is in."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return [next((int(part) for part in names[id(module)].split(".") if part.isdigit()), 0) for module in modules]
-
-
 def _tensors(output: Any) -> list[Tensor]:
     return [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
 
@@ -163,7 +154,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def active_routes() -> Tensor | None:
-    """The routes that are replayed in this pass; for `same_routes`, around what computes a part of it again."""
+    """The routes that are replayed in this pass; `same_routes` sets them again where a part of it is recomputed."""
     return _active
 
 
@@ -195,6 +186,7 @@ def replaying(
             f" and of {type(model).__name__}, whose last router is in layer {last if routers.count else 'none'}: got "
             f"{list(routes_BTLK.shape)}; they are those of another model, or of other tokens."
         )
+    # Padding is routed by the model itself: what a batch holds there is filling.
     routes_BTLK = routes_BTLK.masked_fill(~attention_BT.bool()[..., None, None], -1)
     if (split := active_split()) is not None:
         filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # of padding: not read
@@ -250,6 +242,7 @@ def why_not_replayed(model: nn.Module) -> str | None:
     """
     if not (modules := router_modules(model)):
         return "it is not a mixture of experts"
+    # A router alone, on the CPU: the plan of a run asks before any weights are loaded.
     router = copy.deepcopy(modules[0]).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*router.parameters(), *router.buffers()):
@@ -264,7 +257,7 @@ def why_not_replayed(model: nn.Module) -> str | None:
                 return f"its router ({type(router).__name__}) does not return the experts that it chooses"
             same = _tensors(_route(router, (hidden,), chosen))
             asked = getattr(router, "num_experts", None) or max(part.shape[-1] for part in own)
-            asked = asked - 1 - chosen
+            asked = asked - 1 - chosen  # counted from the other end
             other = _tensors(_route(router, (hidden,), asked))
     except Exception as error:  # third-party code: any error means that it cannot be told
         return f"its router ({type(router).__name__}) fails: {type(error).__name__}: {error}"

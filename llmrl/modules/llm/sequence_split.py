@@ -1,4 +1,4 @@
-"""Sequences split over the ranks of a group: each computes a slice of every sequence, in attention a part of the heads.
+"""Sequences split over ranks: each rank computes a slice of every sequence, and in attention a part of the heads.
 
 All layers but attention look at one token at a time, so a slice is enough for them. Attention needs the whole sequence
 of a head: before it the ranks exchange their slices of all heads for all slices of their heads, after it back (the
@@ -47,7 +47,7 @@ class SequenceSplit:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around the forward and backward passes that all ranks of the group do on the same batch."""
+        """Splits the forward and backward passes inside, which all ranks of the group run on the same batch."""
         global _active
         _active = self
         try:
@@ -93,7 +93,7 @@ def why_not_split(model: nn.Module, size: int) -> str | None:
 
 
 def can_share_heads(heads: int, key_heads: int, size: int) -> bool:
-    """True if each of ``size`` ranks can have as many attention heads as the others, beside their keys and values."""
+    """True if ``size`` ranks can have equally many attention heads each, with the keys and values that these need."""
     return not heads % size and not (key_heads % size and size % key_heads)
 
 
@@ -125,17 +125,14 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group), None
 
 
-def _heads_of_all(value_BHSD: Tensor, split: SequenceSplit) -> Tensor:
-    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; fewer than n heads are repeated before."""
-    if value_BHSD.shape[1] < split.size:
-        value_BHSD = value_BHSD.repeat_interleave(split.size // value_BHSD.shape[1], dim=1)
-    parts = _Exchange.apply(torch.stack(value_BHSD.chunk(split.size, dim=1)), split.group)
-    return torch.cat(parts.unbind(0), dim=2)
+def _swapped(value: Tensor, split: SequenceSplit) -> Tensor:
+    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; [B, T, H / n, D] back to [B, S, H, D].
 
-
-def _slice_of_all(value_BTHD: Tensor, split: SequenceSplit) -> Tensor:
-    """[B, T, H / n, D] of this rank's heads to [B, S, H, D] of its slice."""
-    parts = _Exchange.apply(torch.stack(value_BTHD.chunk(split.size, dim=1)), split.group)
+    Fewer than n heads, of keys and values, are repeated before.
+    """
+    if value.shape[1] < split.size:
+        value = value.repeat_interleave(split.size // value.shape[1], dim=1)
+    parts = _Exchange.apply(torch.stack(value.chunk(split.size, dim=1)), split.group)
     return torch.cat(parts.unbind(0), dim=2)
 
 
@@ -147,11 +144,11 @@ def _attention(
     split = _active
     if split is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    query, key, value = (_heads_of_all(each, split) for each in (query, key, value))
+    query, key, value = (_swapped(each, split) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     layer = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
     output, _ = sdpa_attention_forward(layer, query, key, value, attention_mask, **options)
-    return _slice_of_all(output, split), None
+    return _swapped(output, split), None
 
 
 def _mask(*, q_length: int, kv_length: int, q_offset: int = 0, **options: Any) -> Tensor | None:

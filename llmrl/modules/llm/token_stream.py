@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import ShapeError
+from llmrl.modules.llm.engines.base import Generation
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
@@ -87,7 +88,7 @@ class TokenStream:
         return cls(**columns)
 
     def write(self, td: TensorDictBase, *, only: Collection[str] | None = None) -> None:
-        """Writes the streams beside the prompts of ``td``, in place of what the containers held.
+        """Writes the streams beside the prompts of ``td``, replacing the containers that are there.
 
         ``only`` limits the containers that are written.
         """
@@ -111,7 +112,7 @@ class TokenStream:
     def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
         """The streams without what these rows hold: a new training record starts with them.
 
-        keep_ids  leaves the ids, which nothing is known of any more
+        keep_ids  leaves the ids, without anything else that was known of them
         """
 
         def emptied(name: str) -> Any:
@@ -138,26 +139,26 @@ class TokenStream:
         """The number of answers that the stream of a row holds; None if that is not known."""
         if self.assistant_mask is None:
             return None
+        # Answers are the runs of True in the mask: each begins at a 1 behind a 0.
         return max(1, (b"\0" + self.assistant_mask[row].bool().cpu().numpy().tobytes()).count(b"\0\1"))
 
 
 def turn_columns(
     prompts: list[Tensor],
-    responses: list[Tensor],
-    log_probs: list[Tensor] | None,
-    plain: list[Tensor] | None,
+    turn: Generation,
     stream: TokenStream | None,
     covered: list[int] | None,
-    versions: list[Tensor] | None = None,
-    routes: list[Tensor] | None = None,
+    *,
+    log_probs: bool,
 ) -> dict[str, dict[str, Any]]:
     """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
 
-    Reads   prompts int64[P], responses int64[R], their log-probs float32[R], ``plain`` if sampling was truncated,
-            ``versions`` int64[R] if the weights changed meanwhile; ``routes`` int16[P + R, layers, K]
-            stream   what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
+    prompts    int64[P]
+    stream     what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
+    log_probs  False leaves out everything in the container of that name
     Raises  ShapeError if the stream is longer than the prompt that it begins
     """
+    responses = turn.ids
     prompt_lengths = [prompt.numel() for prompt in prompts]  # a quarter of the cost of len()
     lengths = [at + response.numel() for at, response in zip(prompt_lengths, responses, strict=True)]
     masks: dict[str, Any] = {
@@ -174,19 +175,18 @@ def turn_columns(
         pairs = zip(masks["all_assistant_mask"], prompt_lengths, strict=True)
         masks["prompt_assistant_mask"] = [mask[:at] for mask, at in pairs]
     columns = {"masks": masks, "tokens": tokens}
-    if log_probs is not None:
+    if log_probs:
         before = _zeros_behind(stream, "log_probs", prompt_lengths)
         if before is None:
             before = _split(torch.zeros(sum(prompt_lengths)), prompt_lengths)
-        columns["log_probs"] = {"prompt": before, "response": log_probs, "full": _joined(before, log_probs)}
+        drawn, plain, routes = turn.log_probs, turn.plain_log_probs, turn.routes
+        columns["log_probs"] = {"prompt": before, "response": drawn, "full": _joined(before, drawn)}
         earlier = _zeros_behind(stream, "plain", prompt_lengths)
         if plain is not None or earlier is not None:  # a turn that was not truncated has the same plain log-probs
-            columns["log_probs"]["plain"] = _joined(
-                before if earlier is None else earlier, log_probs if plain is None else plain
-            )
-        if versions is not None:
+            columns["log_probs"]["plain"] = _joined(earlier or before, plain or drawn)
+        if turn.versions is not None:
             earlier = _zeros_behind(stream, "versions", prompt_lengths)
-            columns["log_probs"]["versions"] = _joined(earlier or [row.long() for row in before], versions)
+            columns["log_probs"]["versions"] = _joined(earlier or [row.long() for row in before], turn.versions)
         if routes is not None:
             earlier = [row[:0] for row in routes] if stream is None or stream.routes is None else stream.routes
             columns["log_probs"]["routes"] = [_first_known(*pair) for pair in zip(earlier, routes, strict=True)]
@@ -194,7 +194,7 @@ def turn_columns(
 
 
 def _first_known(earlier: Tensor, routes: Tensor) -> Tensor:
-    """The routes of a token are those of the turn that read it first: its log-prob, and the next one's, are of that."""
+    """A token keeps the routes of the turn that read it first, by which its successor's log-prob was computed."""
     unknown = (earlier < 0).flatten(1).all(1)
     return torch.cat([torch.where(unknown[:, None, None], routes[: len(earlier)], earlier), routes[len(earlier) :]])
 
@@ -203,6 +203,7 @@ def _response_masks(prompt_lengths: list[int], lengths: list[int]) -> list[Tenso
     """bool[T] per row, True on the response."""
     if not lengths:
         return []
+    # All rows by one call: the mask is a run of False and a run of True per row.
     ends = torch.tensor([prompt_lengths, lengths]).T
     runs = ends.diff(dim=1, prepend=ends.new_zeros(len(lengths), 1)).flatten()
     return _split(torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(runs), lengths)

@@ -111,7 +111,7 @@ class Vision:
             return self._made[key]
         made = self._made[key] = self._make(load_image(source) if image is None else image)
         self._size += _num_bytes(made[1])
-        while self._size > _CACHE_BYTES and len(self._made) > 1:
+        while self._size > _CACHE_BYTES and len(self._made) > 1:  # the one just made stays, however large
             self._size -= _num_bytes(self._made.popitem(last=False)[1][1])
         return made
 
@@ -154,7 +154,9 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
 
     A processor that also takes videos is loaded without that part if torchvision is missing, or the part's files.
     """
+    import transformers
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -168,7 +170,8 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
     except (ImportError, OSError) as error:
         if not ("orchvision" in str(error) or "video processor" in str(error)):
             raise
-        processor = _without_videos(config.model_type).from_pretrained(source, **options)
+        kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+        processor = image_processor_class(kind).from_pretrained(source, **options)
     if processor.tokenizer.chat_template is None:
         processor.tokenizer.chat_template = processor.chat_template
     return processor
@@ -183,15 +186,8 @@ def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
         processor.image_processor.save_pretrained(folder)
 
 
-def _without_videos(model_type: str) -> type[ProcessorMixin]:
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    return image_processor_class(getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type]))
-
-
 def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A class of processors without its part for videos, which needs torchvision."""
+    """The class of processors without its part for videos, which needs torchvision."""
 
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         @classmethod
@@ -231,6 +227,7 @@ def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Te
 
     Position ids are not among them: the model derives them from these.
     """
+    # Positions count a row's real ids, so padding on either side moves nothing.
     device = attention_mask.device
     is_image_BT = torch.zeros(attention_mask.shape, dtype=torch.bool, device=device)
     for row, (attended, own) in enumerate(zip(attention_mask.bool(), media, strict=True)):
@@ -242,9 +239,9 @@ def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Te
 
 @contextmanager
 def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Inputs in which an image's id that was sampled is another id, inside a block in which it is embedded as itself.
+    """Replaces image ids that were sampled in the inputs; inside the block the model still embeds them as themselves.
 
-    A model takes each such id for the place of an image, and would find more places than images.
+    A model takes each image id for the place of an image, and would find more places than images.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids_BT, given_BT = inputs["input_ids"], inputs["mm_token_type_ids"].bool()
@@ -273,8 +270,8 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 
 def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
-    """The log-probs, with a gradient of 0 for that part if it is trained: ranks average the gradients of the same
-    parameters, even if a batch has no image.
+    """The log-probs, with a gradient of 0 for a trained vision tower: ranks average the gradients of the same
+    parameters, even if one rank's batch has no image.
     """
     tower = vision_tower(model) if torch.is_grad_enabled() else None
     trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import new_tensordict, required, row_values
 from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, to_rows
 from llmrl.envs.transforms.base import Transform
@@ -105,10 +106,10 @@ class MCAdvantage(Transform):
         self.reset_counters()
         self._queue = GroupQueue(
             candidate_selection_min_size or grpo_size,
+            candidate_group_size or grpo_size,
             max_queued_groups=max_queued_groups,
             counters=self.counters,
-            max_size=candidate_group_size,
-            choose=None if candidate_group_size is None else self._choose,
+            choose=self._choose,
             give_up=self._give_up,
         )
 
@@ -154,11 +155,11 @@ class MCAdvantage(Transform):
         yield selector is None or callable(selector), f"candidate_selector must be callable: got {selector!r}"
 
     def reset_counters(self) -> None:
-        """Counts from zero; what waits stays, and so do the sizes of the queue."""
+        """Sets the counters to zero; the queue stays, and so do the counts of what waits in it."""
         self.counters |= {**dict.fromkeys(_COUNTED, 0), "return_sum": 0.0, "return_max": -math.inf}
 
     def clear_queues(self) -> None:
-        """Forgets everything that waits; the counters stay."""
+        """Empties the queue; the counters stay."""
         self._queue.clear()
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -189,6 +190,7 @@ class MCAdvantage(Transform):
         rows, size = td.batch_size[0], self.group_size
         if isinstance(rewards, list) or not rows or rewards.shape[0] != rows:
             return None
+        # If completions of these groups wait already, they come first in their groups: then it goes row by row.
         rows_of: dict[Group, list[int]] = {}
         for row, group in enumerate(self._groups(td)):
             rows_of.setdefault(group, []).append(row)
@@ -230,6 +232,7 @@ class MCAdvantage(Transform):
                 f"steps{where}"
             )
         groups = self._groups(td)
+        # Rewards wait on the CPU, and in float64: a group of close ones would lose its digits.
         rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
         ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
@@ -254,7 +257,12 @@ class MCAdvantage(Transform):
         self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
 
     def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
-        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped."""
+        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped.
+
+        Without candidates a group is taken as it comes: `_advantages` drops it, and counts why.
+        """
+        if self.candidate_group_size is None:
+            return members
         scored = [member for member in members if math.isfinite(self._return(member))]
         failed = len(members) - len(scored)
         if len(scored) >= self.group_size:
@@ -275,29 +283,32 @@ class MCAdvantage(Transform):
         return chosen
 
     def _teaches(self, members: list[Trajectory], *, also_equal: bool) -> bool:
-        returns = [self._return(member) for member in members]
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            if not low < sum(returns) / len(returns) < high:
-                return False
-        if also_equal:
-            return True
+        returns_1G = torch.tensor([[self._return(member) for member in members]], dtype=torch.float64)
+        values_1C = returns_1G
         if self.trajectory_return is None:
-            returns = torch.cat([member.flat_rewards for member in members]).tolist()
-        return min(returns) < max(returns)
+            values_1C = torch.cat([member.flat_rewards for member in members])[None]
+        equal, within = self._rules(values_1C, returns_1G)
+        return bool(within) and (also_equal or not bool(equal))
+
+    def _rules(self, values_NC: Tensor, returns_NG: Tensor) -> tuple[Tensor, Tensor]:
+        """bool[N] twice: groups whose values are all equal, and those whose mean return is within the bounds."""
+        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
+        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
+        mean_N = returns_NG.nanmean(1)
+        return equal_N, (mean_N > low) & (mean_N < high)
 
     def _write_rows(self, groups: list[list[Trajectory]]) -> TensorDictBase | None:
         if not groups:
             return None
-        flat = [[member.flat_rewards for member in group] for group in groups]
-        longest = max(len(rewards) for group in flat for rewards in group)
-        size = max(map(len, groups))  # smaller than grpo_size only if candidates failed
-        rewards_NGK = torch.full((len(groups), size, longest), torch.nan, dtype=torch.float64)
-        absent_NGK = torch.ones_like(rewards_NGK, dtype=torch.bool)
-        for n, group in enumerate(flat):
-            for g, rewards in enumerate(group):
-                rewards_NGK[n, g, : len(rewards)] = rewards
-                absent_NGK[n, g, : len(rewards)] = False
+        size = max(map(len, groups))
+        nothing = torch.empty(0, dtype=torch.float64)  # fills up a group some of whose candidates failed
+        flat: list[Tensor] = []
+        for group in groups:
+            flat += [member.flat_rewards for member in group] + [nothing] * (size - len(group))
+        shape = (len(groups), size, -1)
+        rewards_NGK = pad_rows(flat, value=math.nan).view(shape)
+        absent_NGK = ~lengths_mask([len(rewards) for rewards in flat], rewards_NGK.shape[-1]).view(shape)
         advantage_NGK, keep_NG = self._advantages(rewards_NGK, absent_NGK)
         rows: list[Row] = []
         advantages: list[Tensor] = []  # one per row
@@ -353,19 +364,16 @@ class MCAdvantage(Transform):
         num_failed = int(failed_NG.sum())
         if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
+        # A group is kept if enough completions are left, its rewards differ, and its mean is within the bounds.
         failed_NG = failed_NG | missing_NG
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)
         values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
-        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
-        equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
+        equal_N, within_N = self._rules(values_NC, returns_NG)
         self.counters["zero_variance"] += int((equal_N & keep_N).sum())
+        keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
-        if self.keep_return_bounds is not None:
-            low, high = self.keep_return_bounds
-            mean_N = returns_NG.nanmean(1)
-            keep_N &= (mean_N > low) & (mean_N < high)
         advantage_NC = torch.full_like(values_NC, torch.nan)
         if bool(keep_N.any()):
             advantage_NC[keep_N] = group_advantage(values_NC[keep_N], scale=self.scale, eps=self.eps)

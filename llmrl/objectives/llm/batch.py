@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -21,18 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
+from llmrl.modules.llm.engines.base import present
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import read_media
 from llmrl.objectives.llm.functional import StepCounts
 
-__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "token_scores_of", "trained_tokens"]
+__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "token_scores_of", "trained_tokens", "untruncated"]
 
 TOKENS = ("tokens", "full")
 RESPONSE = ("tokens", "response")
 ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
-SAMPLED = ("log_probs", "full")
 ROUTES = ("log_probs", "routes")
 GROUP_ID = "group_id"
 
@@ -73,21 +73,14 @@ class PaddedBatch:
         return cls(reader, ids_BT.to(device), attention_BT.to(device), lengths, device)
 
     @classmethod
-    def read(
-        cls,
-        td: TensorDictBase,
-        *,
-        reader: str,
-        tokens_key: NestedKey = TOKENS,
-        attention_key: NestedKey = ATTENTION_MASK,
-        device: torch.device | None = None,
-    ) -> PaddedBatch:
-        """Reads the tokens int64 ragged[T] or [B, T], and the attention mask, which dense tokens must have."""
+    def read(cls, td: TensorDictBase, keys: Any, *, reader: str, device: torch.device | None = None) -> PaddedBatch:
+        """Reads ``keys.tokens`` int64 ragged[T] or [B, T], and ``keys.attention_mask``, required for dense tokens."""
         if td.ndim != 1:
             raise ShapeError(
                 f"{reader}: the batch must have one dimension, a conversation per row: got batch size "
                 f"{tuple(td.batch_size)}; flatten it with td.reshape(-1)."
             )
+        tokens_key, attention_key = keys.tokens, keys.attention_mask
         ids = _get(td, tokens_key, reader)
         if isinstance(ids, list):  # rows of a padded batch, as a buffer gives them back, keep their padding
             return cls.from_rows(ids, td.get(attention_key, None, as_list=True), reader=reader, device=device)
@@ -131,7 +124,7 @@ class PaddedBatch:
         """float[B, T], 0 outside the mask, from one number per conversation ([1, 1] a row) or per token ([T, 1])."""
         advantage = _get(td, key, self.reader)
         num_tokens = self.input_ids.shape[1]
-        if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):
+        if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):  # one per conversation
             advantage_BT = advantage.reshape(-1, 1).expand(-1, num_tokens)
         else:
             aligned = []
@@ -149,36 +142,30 @@ class PaddedBatch:
         )
         return advantage_BT.masked_fill(~mask_BT, 0.0)
 
-    def trained_mask(
-        self,
-        td: TensorDictBase,
-        strategy: MaskingStrategy,
-        *,
-        assistant_key: NestedKey = ASSISTANT_MASK,
-        response_key: NestedKey = RESPONSE,
-        sampled_key: NestedKey = SAMPLED,
-    ) -> Tensor:
+    def trained_mask(self, td: TensorDictBase, keys: Any, strategy: MaskingStrategy) -> Tensor:
         """bool[B, T]: the tokens that are trained, of those that have a predecessor in their row.
+
+        Reads    ``keys.assistant_mask``; without it ``keys.response``; for "generic" also ``keys.sample_log_prob``
 
         ``sft``      the assistant mask: the tokens that the policy sampled, from ("masks", "trained_from") on if the
                      batch has that; without an assistant mask the response
         ``rlhf``     the same, and the assistant mask is required
         ``generic``  the tokens of ``sft``, and all others that have a behaviour log-prob
         """
-        has_mask = td.get(assistant_key, None, as_list=True) is not None
-        if has_mask:
-            mask_BT = self.column(td, assistant_key).bool()
+        if strategy == "rlhf" or td.get(keys.assistant_mask, None, as_list=True) is not None:
+            mask_BT = self.column(td, keys.assistant_mask).bool()
             own_BT = mask_BT & own_part(td, mask_BT)
         else:
-            mask_BT = own_BT = response_part(td, self.attention_mask, self.lengths, response_key)
+            mask_BT = own_BT = response_part(td, self.attention_mask, self.lengths, keys.response)
         if strategy == "generic":
-            sampled_BT = self.column(td, sampled_key, "Couldn't find the log-prob of the sampled tokens") != 0
+            key = untruncated(td, keys.sample_log_prob)
+            sampled_BT = self.column(td, key, "Couldn't find the log-prob of the sampled tokens") != 0
+            # The mask decides where it is True: a token that was certain has the log-prob 0, and was sampled.
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
-        if not has_mask and strategy == "rlhf":
-            _get(td, assistant_key, self.reader)
-        if own_BT is None:
-            _get(td, response_key, self.reader, f"the batch has neither {assistant_key} nor {response_key}")
+        if own_BT is None:  # neither mask nor response: an error that names both
+            missing = f"the batch has neither {keys.assistant_mask} nor {keys.response}"
+            _get(td, keys.response, self.reader, missing)
         return with_predecessor(own_BT, self.attention_mask)
 
     def _row_lengths(self) -> list[int]:
@@ -189,6 +176,15 @@ class PaddedBatch:
         if broken_B.any():
             row = int(broken_B.nonzero()[0])
             raise DataError(f"{self.reader}: {expected}: got NaN or inf in row {row}; {remedy}.")
+
+
+def untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
+    """The entry "plain" beside the log-probs "full" of the sampled tokens, if the batch has one, else ``key``.
+
+    The trainer's distribution is not truncated, so the ratio needs the engine's log-probs from before the cut.
+    """
+    plain = (*key[:-1], "plain") if isinstance(key, tuple) and key[-1] == "full" else key
+    return key if td.get(plain, None, as_list=True) is None else plain
 
 
 def actor_scores(
@@ -207,10 +203,8 @@ def actor_scores(
            actor(copy of td), reading ``log_probs_key`` from what it returns
     """
     if (token_scores := token_scores_of(actor)) is not None:
-        media = read_media(td)
-        given = {"entropy": entropy} | ({} if media is None else {"media": media})
-        if td.get(ROUTES, None, as_list=True) is not None:
-            given["routes"] = batch.column(td, ROUTES)
+        routes = None if td.get(ROUTES, None, as_list=True) is None else batch.column(td, ROUTES)
+        given = {"entropy": entropy, **present(media=read_media(td), routes=routes)}
         scores = token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"

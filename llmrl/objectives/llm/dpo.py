@@ -6,6 +6,7 @@ apart by micro-batches or ranks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, get_args
 
 import torch
@@ -14,13 +15,12 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.vision import Media
+from llmrl.modules.llm.engines.base import present
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import Preference, StepCounts
-from llmrl.objectives.llm.pairs import read_pairs
+from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 __all__ = ["DPOLoss", "DPOLossOutput"]
 
@@ -48,7 +48,7 @@ class DPOLoss(LossModule):
                                                               share, "positions" in the ids of both
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=), with media= of both if there is "media"
     Returns DPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
-    Raises  DataError for a pair of which one answer has no trained token; MissingKeyError; ConfigError for settings
+    Raises  DataError for a pair with one answer that has no trained token; MissingKeyError; ConfigError for settings
             that contradict each other
 
     kind                     "sigmoid" (DPO), "ipo" or "hinge" (SLiC): `functional.preference`
@@ -91,53 +91,49 @@ class DPOLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT, _ = read_pairs(td, self.tensor_keys, "DPOLoss")
-        return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
+        return read_pairs(td, self.tensor_keys, "DPOLoss").counts()
 
     @torch.no_grad()
     def sequence_log_probs(self, td: TensorDictBase) -> Tensor:
         """float32[B, 2]: the log-probs of the chosen and the rejected answers, as the loss compares them."""
-        return self._score(*read_pairs(td, self.tensor_keys, "DPOLoss"))
+        return self._score(read_pairs(td, self.tensor_keys, "DPOLoss"))
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> DPOLossOutput:
-        batch, mask_CT, media = read_pairs(td, self.tensor_keys, "DPOLoss")
-        length_B2 = torch.stack(mask_CT.sum(-1).chunk(2), -1)
-        pair_B = length_B2.sum(-1) > 0  # not those that stand in for a rank without rows
-        counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
-        log_prob_B2 = self._score(batch, mask_CT, media)
+        pairs = read_pairs(td, self.tensor_keys, "DPOLoss")
+        mean = partial(pairs.mean, counts=normalizer or pairs.counts())
+        log_prob_B2 = self._score(pairs)
         reference_B2 = torch.zeros_like(log_prob_B2)
         if not self.reference_free:
             reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
-            reference_B2 = reference_B2.to(log_prob_B2).masked_fill(~pair_B.unsqueeze(-1), 0.0)
+            # A row that stands in for a rank without rows may hold anything as its reference.
+            without_tokens_B2 = torch.stack((~pairs.mask_CT.any(-1)).chunk(2), -1)
+            reference_B2 = reference_B2.to(log_prob_B2).masked_fill(without_tokens_B2, 0.0)
             if not reference_B2.isfinite().all():
                 row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
                 raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
         chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
         margin_B = chosen_B - rejected_B
         loss_B = fn.preference(margin_B, kind=self.kind, beta=self.beta, label_smoothing=self.label_smoothing)
-
-        def mean(value_B: Tensor) -> Tensor:
-            return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
-
         return DPOLossOutput(
             loss_dpo=mean(loss_B),
             pairs_right=mean((margin_B.detach() > 0).to(loss_B.dtype)),
             margin=mean(self.beta * margin_B.detach()),
             chosen_log_prob=mean(log_prob_B2[:, 0].detach()),
             rejected_log_prob=mean(log_prob_B2[:, 1].detach()),
-            tokens=mask_CT.sum().to(loss_B.dtype),
+            tokens=pairs.mask_CT.sum().to(loss_B.dtype),
             batch_size=[],
         )
 
-    def _score(self, batch: PaddedBatch, mask_CT: Tensor, media: list[Media] | None) -> Tensor:
+    def _score(self, pairs: Pairs) -> Tensor:
         """float32[B, 2], with grad."""
-        given = {"entropy": False} | ({} if media is None else {"media": media})
+        batch, mask_CT, media = pairs
         token_scores = reading.token_scores_of(self.actor_network)
         if token_scores is None:
             raise ConfigError(
                 f"DPOLoss: the actor must have token_scores, as policy wrappers and TokenScorer have: got "
                 f"{type(self.actor_network).__name__}."
             )
+        given = {"entropy": False, **present(media=media)}
         scores = token_scores(batch.input_ids, batch.attention_mask, mask_CT, **given)
         log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
         if self.normalize_by_seq_length:

@@ -50,7 +50,7 @@ Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
 Preference = Literal["sigmoid", "ipo", "hinge"]
 
-MAX_LOG_RATIO = 20.0  # e**20 = 5e8: beyond it a ratio means nothing, and e**89 is infinite in float32
+MAX_LOG_RATIO = 20.0  # e**20 = 5e8: a larger ratio carries no information, and e**89 is infinite in float32
 
 
 # --------------------------------------------------------------------------------------------------------- the ratios
@@ -229,6 +229,7 @@ def kl_estimate(
         case "k3":
             return d_BT.exp() - d_BT - 1
         case "k3+":
+            # k2 minus itself adds its gradient and no value.
             k2_BT, fixed_BT = d_BT.square() / 2, d_BT.detach()
             return (fixed_BT.exp() - fixed_BT - 1) + (k2_BT - k2_BT.detach())
         case "k3-weighted":
@@ -278,6 +279,7 @@ def correction_weight(
         case "mask":
             return rho_BT.where((rho_BT >= low) & (rho_BT <= high), 0.0)
         case "seq-tis" | "seq-mask":
+            # Clamped before exp: the product over a long sequence leaves the range of float32 easily.
             product_B1 = log_rho_BT.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             kept_B1 = product_B1.clamp(max=cap) if kind == "seq-tis" else product_B1.where(product_B1 <= cap, 0.0)
             return kept_B1.expand_as(rho_BT)
@@ -290,7 +292,7 @@ def correction_weight(
 def sequence_veto(proximal_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> Tensor:
     """bool[B, T], True in the sequences in which any token has a rho = exp(lo - lg) outside [low, high].
 
-    One token that the trainer holds for impossible says that the whole sequence was sampled from something else.
+    One token that is impossible for the trainer means that the whole sequence was sampled from something else.
     Source: Liu et al. 2025, "When speed kills stability".
     """
     rho_BT = log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT).exp()
@@ -324,6 +326,7 @@ class StepCounts:
         merged = dict(self.group_tokens)
         for group, tokens in other.group_tokens.items():
             merged[group] = merged.get(group, 0) + tokens
+        # A group that is in both parts counts once, which only the ids tell.
         groups = len(merged) if merged else self.groups + other.groups
         return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences, groups, merged)
 
@@ -398,6 +401,7 @@ def token_weights(
         case "prompt-mean":
             if group_id_B is None or not counts.group_tokens:
                 raise MissingKeyError("aggregation: 'prompt-mean' needs the 'group_id' of every row, int64[B].")
+            # A group's rows may be spread over micro-batches and ranks, so its size is that of the step.
             per_row = [counts.group_tokens.get(group, 1) for group in group_id_B.reshape(-1).tolist()]
             return mask_BT / (torch.tensor(per_row, dtype=dtype, device=mask_BT.device)[:, None] * counts.groups)
         case "sum":

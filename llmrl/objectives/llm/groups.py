@@ -144,15 +144,11 @@ class Trajectory(NamedTuple):
         return torch.cat([reward.flatten() for reward in self.rewards])
 
 
-Choose = Callable[[list[Trajectory]], list[Trajectory] | None]
-
-
 class GroupQueue:
     """Trajectories waiting for the others of their group, in the order in which the groups began.
 
-    A group is whole when ``size`` completions are there. With ``choose`` it has up to ``max_size`` of them: from
-    ``size`` on ``choose`` picks those to take, or returns None to go on waiting; at ``max_size`` the group is given up.
-    Completions of a group that was closed earlier are ignored.
+    From ``size`` completions of a group on, ``choose`` picks those to take, or returns None to go on waiting; at
+    ``max_size`` the group is given up. Completions of a group that was closed earlier are ignored.
 
     Writes  ``counters``: "evicted", "late", "queued", "queued_trajectories"
     Calls   ``choose(members)``; ``give_up(members)`` at ``max_size``
@@ -161,12 +157,12 @@ class GroupQueue:
     def __init__(
         self,
         size: int,
+        max_size: int,
         *,
         max_queued_groups: int,
         counters: dict[str, int | float],
-        max_size: int | None = None,
-        choose: Choose | None = None,
-        give_up: Callable[[list[Trajectory]], None] | None = None,
+        choose: Callable[[list[Trajectory]], list[Trajectory] | None],
+        give_up: Callable[[list[Trajectory]], None],
     ):
         self.size, self.max_size = size, max_size
         self.max_queued_groups = max_queued_groups
@@ -194,7 +190,7 @@ class GroupQueue:
         """Queues trajectories; returns the groups that are whole now."""
         whole = []
         for group, trajectory in ended:
-            if group in self._closed:
+            if group in self._closed:  # its answers were chosen; once all have come the name is free again
                 self.counters["late"] += 1
                 self._closed[group] -= 1
                 if not self._closed[group]:
@@ -204,9 +200,7 @@ class GroupQueue:
             members.append(trajectory)
             if len(members) < self.size:
                 continue
-            if self._choose is None:
-                whole.append(self._waiting.pop(group))
-            elif (chosen := self._choose(members)) is not None:
+            if (chosen := self._choose(members)) is not None:
                 whole.append(chosen)
                 self._close(group)
             elif len(members) == self.max_size:
@@ -219,7 +213,7 @@ class GroupQueue:
                 f"MCAdvantage: group {group} was given up with {len(members)} of {self.size} completions, because "
                 f"more than max_queued_groups={self.max_queued_groups} groups wait."
             )
-        while len(self._open) > self.max_queued_groups * (self.max_size or self.size):
+        while len(self._open) > self.max_queued_groups * self.max_size:
             self._open.popitem(last=False)
             self.counters["evicted"] += 1
         self.counters["queued"] = len(self._waiting)
@@ -283,6 +277,7 @@ def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
     best_first_N = torch.argsort(returns_N, descending=True, stable=True)
     worst_first_N = torch.argsort(returns_N, stable=True)
     num_best = (size + 1) // 2
+    # Two stable sorts, as one sort read backwards would take the last of equals.
     best = best_first_N[:num_best].tolist()
     worst = [index for index in worst_first_N.tolist() if index not in best][: size - num_best]
     return torch.tensor(sorted(best + worst))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict import TensorClass, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
@@ -220,18 +220,8 @@ class GRPOLoss(LossModule):
         return GRPOLossOutput(**terms, **metrics, batch_size=[])
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
-        keys = self.tensor_keys
-        batch = PaddedBatch.read(
-            td, reader="GRPOLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
-        )
-        mask_BT = batch.trained_mask(
-            td,
-            self.settings.masking_strategy,
-            assistant_key=keys.assistant_mask,
-            response_key=keys.response,
-            sampled_key=_untruncated(td, keys.sample_log_prob),
-        )
-        return batch, mask_BT
+        batch = PaddedBatch.read(td, self.tensor_keys, reader="GRPOLoss", device=self.device)
+        return batch, batch.trained_mask(td, self.tensor_keys, self.settings.masking_strategy)
 
     def _score(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, *, entropy: bool) -> TokenScores:
         log_probs_key = self.tensor_keys.sample_log_prob
@@ -247,7 +237,7 @@ class GRPOLoss(LossModule):
 
     def _behaviour(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> Tensor:
         key, missing = self.tensor_keys.sample_log_prob, "Couldn't find the log-prob of the sampled tokens"
-        return batch.finite(td, _untruncated(td, key), mask_BT, missing=missing, remedy="the engine gave none")
+        return batch.finite(td, reading.untruncated(td, key), mask_BT, missing=missing, remedy="the engine gave none")
 
     def _proximal(
         self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor
@@ -314,18 +304,6 @@ class GRPOLoss(LossModule):
                 return surrogate_BT, (nowhere_BT, nowhere_BT)
             case _:
                 return fn.reinforce(log_prob_BT, advantage_BT), (nowhere_BT, nowhere_BT)
-
-
-def _untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
-    """The entry "plain" beside the log-probs "full" of the sampled tokens, if the batch has one, else ``key``.
-
-    The trainer's distribution is not truncated, so the ratio needs the engine's log-probs from before the cut.
-    """
-    if isinstance(key, tuple) and key[-1] == "full":
-        plain = (*key[:-1], "plain")
-        if td.get(plain, None, as_list=True) is not None:
-            return plain
-    return key
 
 
 @torch.no_grad()

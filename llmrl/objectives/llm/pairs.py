@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -13,15 +13,33 @@ from llmrl.errors import DataError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.vision import POSITIONS, Media, read_media
 from llmrl.objectives.llm.batch import PaddedBatch
+from llmrl.objectives.llm.functional import StepCounts
 
-__all__ = ["read_pairs"]
+__all__ = ["Pairs", "read_pairs"]
 
 
-def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch, Tensor, list[Media] | None]:
-    """The 2 B conversations, the chosen ones first, bool[2 B, T], the tokens of their answers, and their media.
+class Pairs(NamedTuple):
+    """2 B conversations, the chosen ones first, with the tokens of their answers, bool[2 B, T], and their media."""
+
+    batch: PaddedBatch
+    mask_CT: Tensor
+    media: list[Media] | None
+
+    def counts(self) -> StepCounts:
+        """The tokens of the answers, and the pairs as ``sequences``."""
+        return StepCounts.of(torch.cat(self.mask_CT.chunk(2), -1))
+
+    def mean(self, value_B: Tensor, counts: StepCounts) -> Tensor:
+        """The part of this batch in a mean over the pairs of a step."""
+        is_pair_B = self.mask_CT.any(-1).chunk(2)[0]  # rows without tokens stand in for a rank without rows
+        return value_B.masked_fill(~is_pair_B, 0.0).sum() / max(counts.sequences, 1)
+
+
+def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
+    """Cuts each row into its two conversations.
 
     Reads   ``keys.tokens``, ``keys.assistant_mask`` and ``keys.num_chosen``, as `DPOLoss` says
-    Raises  DataError for a pair of which one answer, but not the other, has no token; MissingKeyError
+    Raises  DataError for a pair with one answer that has tokens and one that has none; MissingKeyError
     """
     ids = list(required(td, keys.tokens, reader, as_list=True))
     masks = list(required(td, keys.assistant_mask, reader, as_list=True))
@@ -32,6 +50,7 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch,
             raise DataError(
                 f"{reader}: num_chosen must leave tokens to both conversations: got {cut} of {len(whole)} in row {row}."
             )
+    # All chosen ones first: `chunk(2)` then parts values per conversation into chosen and rejected.
     halves = [whole[:cut] for cut, whole, _ in pairs] + [whole[cut:] for cut, whole, _ in pairs]
     batch = PaddedBatch.from_rows(halves, reader=reader)
     marked = [mask[:cut] for cut, _, mask in pairs] + [mask[cut:] for cut, _, mask in pairs]
@@ -46,4 +65,4 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> tuple[PaddedBatch,
         rows = list(zip(cuts.flatten().tolist(), media, strict=True))
         media = [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] < cut]} for cut, own in rows]
         media += [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] >= cut] - cut} for cut, own in rows]
-    return batch, mask_CT, media
+    return Pairs(batch, mask_CT, media)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -15,7 +16,7 @@ from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.pairs import read_pairs
+from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 __all__ = ["RewardLoss", "RewardLossOutput"]
 
@@ -40,13 +41,13 @@ class RewardLoss(LossModule):
             "margin"  float32[B]  by how much the rewards are to differ, if the batch has it
     Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
     Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
-    Raises  DataError for a pair of which one answer has no token, and for images; MissingKeyError
+    Raises  DataError for a pair with one answer that has no token, and for images; MissingKeyError
 
-    level   "sequence": the reward after the last token. "token": the mean over all positions from the first one on at
-            which the conversations differ; one that has ended keeps its last reward. Such a model judges answers that
-            are not finished
-    first_share  with "token", the share of the loss at that first position; the mean has the rest. What is wrong shows
-            there, and in a mean over all of the answer it counts little
+    level   "sequence": the reward after the last token. "token": the mean over all positions from the first one where
+            the conversations differ; one that has ended keeps its last reward. Such a model also judges unfinished
+            answers
+    first_share  with "token", the share of the loss at that first position; the mean has the rest. An error shows
+            there first, and counts little in a mean over the whole answer
 
     Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
     """
@@ -71,19 +72,18 @@ class RewardLoss(LossModule):
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
-        _, mask_CT = self._read(td)
-        return StepCounts.of(torch.cat(mask_CT.chunk(2), -1))
+        return self._read(td).counts()
 
     @torch.no_grad()
     def pair_rewards(self, td: TensorDictBase) -> Tensor:
         """float32[B, 2]: the rewards of the chosen and the rejected answers."""
-        batch, _ = self._read(td)
+        batch = self._read(td).batch
         return _last(self._rewards(batch), batch)
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> RewardLossOutput:
-        batch, mask_CT = self._read(td)
-        pair_B = mask_CT.any(-1).chunk(2)[0]  # not those that stand in for a rank without rows
-        counts = normalizer or StepCounts(int(mask_CT.sum()), int(pair_B.sum()))
+        pairs = self._read(td)
+        batch = pairs.batch
+        mean = partial(pairs.mean, counts=normalizer or pairs.counts())
         reward_CT = self._rewards(batch)
         reward_B2 = _last(reward_CT, batch)
         margin_B = td.get(self.tensor_keys.margin, None)
@@ -95,10 +95,6 @@ class RewardLoss(LossModule):
             loss_B = fn.bradley_terry(*reward_B2.unbind(-1), margin_B)
         else:
             loss_B = _token_loss(reward_CT, batch, margin_B, self.first_share)
-
-        def mean(value_B: Tensor) -> Tensor:
-            return value_B.masked_fill(~pair_B, 0.0).sum() / max(counts.sequences, 1)
-
         chosen_B, rejected_B = reward_B2.detach().unbind(-1)
         return RewardLossOutput(
             loss_reward=mean(loss_B),
@@ -106,15 +102,15 @@ class RewardLoss(LossModule):
             margin=mean(chosen_B - rejected_B),
             chosen_reward=mean(chosen_B),
             rejected_reward=mean(rejected_B),
-            tokens=mask_CT.sum().to(loss_B.dtype),
+            tokens=pairs.mask_CT.sum().to(loss_B.dtype),
             batch_size=[],
         )
 
-    def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
-        batch, mask_CT, media = read_pairs(td, self.tensor_keys, "RewardLoss")
-        if has_images(media):
-            raise DataError("RewardLoss: a reward network reads text alone: the batch has images.")
-        return batch, mask_CT
+    def _read(self, td: TensorDictBase) -> Pairs:
+        pairs = read_pairs(td, self.tensor_keys, "RewardLoss")
+        if has_images(pairs.media):
+            raise DataError("RewardLoss: a reward network reads text only: the batch has images.")
+        return pairs
 
     def _rewards(self, batch: PaddedBatch) -> Tensor:
         return self.reward_network(batch.input_ids, batch.attention_mask)
@@ -130,8 +126,10 @@ def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor, first_s
     """[B]: the pair's loss where it parts, and the mean from there to where the longer one ends."""
     length_C = batch.attention_mask.sum(-1, keepdim=True)
     place_T = torch.arange(reward_CT.shape[1], device=reward_CT.device)
+    # The shorter of a pair keeps its last reward, so that the longer one is compared to its end.
     kept_CT = reward_CT.gather(1, torch.minimum(place_T, length_C - 1))
     chosen_BT, rejected_BT = kept_CT.chunk(2)
+    # -1 in the padding: a conversation that ends where the other goes on has parted from it.
     one_BT, other_BT = batch.input_ids.masked_fill(~batch.attention_mask, -1).chunk(2)
     parted_BT = (one_BT != other_BT).cumsum(-1) > 0
     counted_BT = parted_BT & (place_T < torch.maximum(*length_C.chunk(2)))

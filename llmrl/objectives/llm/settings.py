@@ -17,8 +17,6 @@ Proximal = Literal["behaviour", "detach", "recomputed"]
 RatioLevel = Literal["token", "sequence"]
 Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]
 
-Checks = Iterator[tuple[bool, str]]  # whether a rule holds, and the error if it does not
-
 _CHOICES = {
     "aggregation": (*get_args(Aggregation), "none"),
     "masking_strategy": get_args(MaskingStrategy),
@@ -69,8 +67,7 @@ _ADVANTAGE_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings:
-    """Ratio, surrogate, aggregation and KL of the loss. `GRPOLoss` explains each; a recipe's ``grpo:`` section has the
-    same names.
+    """Ratio, surrogate, aggregation and KL of the loss, under the names of a recipe's ``grpo:`` section.
 
     Raises  ConfigError for a value that is out of range, or for settings that contradict each other
     """
@@ -113,11 +110,12 @@ class GRPOSettings:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise unknown(f"GRPOLoss: {name}", getattr(self, name), tuple(filter(None, known)))
-        for holds, problem in (*self._ranges(), *self._combinations()):
+        for holds, problem in self._checks():
             if not holds:
                 raise ConfigError(f"GRPOLoss: {problem}.")
 
-    def _ranges(self) -> Checks:
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """The rules of the settings, each with the error message for its violation."""
         yield self.dual_clip is None or self.dual_clip > 1, f"dual_clip must be above 1: got {self.dual_clip}"
         threshold, kls = self.kl_mask_threshold, (self.kl, self.kl_inference)
         yield threshold is None or threshold > 0, f"kl_mask_threshold must be above 0: got {threshold}"
@@ -125,8 +123,6 @@ class GRPOSettings:
             all(coefficient is None or coefficient >= 0 for coefficient in kls),
             f"kl_to_ref_coeff and kl_to_inference_coeff must not be negative: got {kls[0]} and {kls[1]}",
         )
-
-    def _combinations(self) -> Checks:
         surrogate, proximal, correction = self.surrogate, self.proximal, self.engine_correction["kind"]
         cap, band, veto = self.correction_cap, self.correction_band, self.correction_veto
         yield (

@@ -179,7 +179,7 @@ class SFTLoss(LossModule):
         else:
             reference_B = fn.sequence_sum(reference_BT, mask_BT)
             loss_B = fn.minor_sft(log_prob_B / divisor_B, reference_B / divisor_B, beta=self.beta)
-        loss_B = loss_B.masked_fill(length_B == 0, 0.0)
+        loss_B = loss_B.masked_fill(length_B == 0, 0.0)  # minor_sft of no token is log 2, not 0
         if self.reduction == "none":
             return loss_B
         return loss_B.sum() / counts.sequences if self.reduction == "mean" else loss_B.sum()
@@ -188,10 +188,8 @@ class SFTLoss(LossModule):
         keys = self.tensor_keys
         has_tokens = td.get(keys.tokens, None, as_list=True) is not None
         if has_tokens and td.get(keys.assistant_mask, None, as_list=True) is not None:
-            batch = PaddedBatch.read(
-                td, reader="SFTLoss", tokens_key=keys.tokens, attention_key=keys.attention_mask, device=self.device
-            )
-            return batch, batch.trained_mask(td, "rlhf", assistant_key=keys.assistant_mask)
+            batch = PaddedBatch.read(td, keys, reader="SFTLoss", device=self.device)
+            return batch, batch.trained_mask(td, keys, "rlhf")
         history = td.get(keys.history, None)
         if history is None:
             raise MissingKeyError(

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "SamplingParams", "StopReason", "check_ids"]
+__all__ = ["Engine", "Generation", "MediaRows", "Rows", "SamplingParams", "StopReason", "check_ids", "present"]
 
 
 class StopReason(IntEnum):
     """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
 
-    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut from outside: never a natural stop.
+    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut off from outside: never a natural stop.
 
     >>> StopReason.LENGTH.natural, StopReason.EOS.natural
     (False, True)
@@ -115,7 +115,7 @@ class SamplingParams:
 
 @dataclass
 class Generation:
-    """The answer of an engine, row by row, in the order of the prompts.
+    """An engine's answers, in the order of the prompts.
 
     ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
     log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
@@ -137,6 +137,10 @@ class Generation:
     routes: list[Tensor] | None = None
 
 
+Rows = Sequence[Tensor]  # ids int64[T], or a mask of them bool[T]
+MediaRows = Sequence[Mapping[str, Tensor]] | None
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Runs a model for the wrapper.
@@ -152,21 +156,11 @@ class Engine(Protocol):
     version: int
 
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation: ...
 
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]: ...
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
@@ -203,8 +197,13 @@ class SeededEngine:
         self.version = state["version"]
 
 
+def present(**keywords: Any) -> dict[str, Any]:
+    """Those that are not None: engines and models of text alone need not know ``media`` and ``routes``."""
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
-    """Raises ShapeError for rows that no model can look up; on a GPU such ids end the process.
+    """Raises ShapeError for ids outside the model's embedding, which on a GPU end the process.
 
     Reads  vocabulary_size  None: only shapes and dtypes are checked
 

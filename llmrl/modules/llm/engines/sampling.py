@@ -43,9 +43,11 @@ def row_uniforms(seeds: Sequence[int], num_steps: int) -> Tensor:
     >>> bool((row_uniforms([5, 7], 9)[1] == row_uniforms([7], 20)[0, :9]).all())
     True
     """
+    # A seed may be any Python integer: it is wrapped into a signed 64-bit one.
     seeds_B = torch.tensor([(int(seed) + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds], dtype=torch.int64)
     steps_R = torch.arange(1, num_steps + 1, dtype=torch.int64)
     bits_BR = mix64(mix64(seeds_B + GOLDEN)[:, None] + steps_R * GOLDEN)
+    # The upper 24 bits: as many as a float32 holds, so that nothing rounds up to 1.
     return _shift_right(bits_BR, 40).float() * 2.0**-24
 
 
@@ -91,6 +93,7 @@ def _nucleus_floor(logits_BV: Tensor, top_p: float) -> Tensor:
         inside_BK = probs_BK.cumsum(-1) - probs_BK < top_p  # the mass before this token does not suffice yet
         if size == vocabulary or not inside_BK[:, -1].any():
             break
+    # With top_p = 0 nothing is inside, and the most likely token stays.
     return top_BK.gather(1, (inside_BK.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
@@ -99,7 +102,9 @@ def draw(log_probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     never drawn.
     """
     cdf_BV = log_probs_BV.exp().cumsum(-1)
+    # Rounding moves the total away from 1. Scaled by it, and kept below it, every uniform falls on some token.
     total_B1 = cdf_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     target_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
+    # right=True passes over tokens of probability 0, whose cumulative probability is that of the token before.
     return torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(-1)

@@ -18,13 +18,21 @@ from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, SeededEngine, StopReason, check_ids
+from llmrl.modules.llm.engines.base import (
+    Generation,
+    MediaRows,
+    Rows,
+    SamplingParams,
+    SeededEngine,
+    StopReason,
+    check_ids,
+)
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
 from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.routers import Routers
-from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images
+from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,12 +92,7 @@ class TransformersEngine(SeededEngine):
 
     @torch.no_grad()  # not inference_mode: buffers that a model caches in its forward must stay usable by the trainer
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Media] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation:
         """Samples one response per prompt: see `Engine`. Raises ShapeError, ConfigError."""
         seeds = self._seeds(seeds, len(prompts))
@@ -104,10 +107,9 @@ class TransformersEngine(SeededEngine):
         with evaluating(self.model):
             lengths = [len(prompt) + params.max_new_tokens for prompt in prompts]
             for batch in _batches(lengths, self.max_batch_tokens, self.pad_inputs):
+                own, own_seeds = [prompts[row] for row in batch], [seeds[row] for row in batch]
                 own_media = [media[row] for row in batch] if media else None
-                decoding = _Decoding(
-                    self, [prompts[row] for row in batch], [seeds[row] for row in batch], params, own_media
-                )
+                decoding = _Decoding(self, own, own_seeds, params, own_media)
                 for row, result in zip(batch, decoding.run(), strict=True):
                     rows[row] = result
         ids, log_probs, plain, reasons, routes = ([row[part] for row in rows] for part in range(5))
@@ -129,7 +131,7 @@ class TransformersEngine(SeededEngine):
             inputs["attention_mask"] = attention_mask
             if "position_ids" in self._accepts and position_ids is not None:
                 inputs["position_ids"] = position_ids
-        if "logits_to_keep" in self._accepts:
+        if "logits_to_keep" in self._accepts:  # else the head computes the logits of the whole prompt
             inputs["logits_to_keep"] = 1
         return self.model(**inputs).logits[:, -1].float()
 
@@ -137,12 +139,7 @@ class TransformersEngine(SeededEngine):
 
     @torch.no_grad()
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Media] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """Log-probs of the tokens of each sequence: see `Engine`."""
         self._check_ids(sequences, "sequence")
@@ -165,14 +162,14 @@ class TransformersEngine(SeededEngine):
                     scores[row] = row_scores[: lengths[row]].clone()
         return scores
 
-    def _check_ids(self, rows: Sequence[Tensor], what: str) -> None:
+    def _check_ids(self, rows: Rows, what: str) -> None:
         check_ids(rows, vocabulary_size(self.model), who="TransformersEngine", what=what)
 
     # --- weights and state --------------------------------------------------------------------------------------------
 
     @property
     def unsaved_buffers(self) -> frozenset[str]:
-        """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
+        """Names that a set of weights may leave out: buffers that the model makes by itself."""
         return unsaved_buffers(self.model)
 
     @torch.no_grad()
@@ -188,7 +185,7 @@ class TransformersEngine(SeededEngine):
             own = self.model.state_dict(keep_vars=True)
             check_weights(own, weights)
             for name, value in weights.items():
-                own[name].copy_(value)
+                own[name].copy_(value)  # in place: the module may be the trainer's own
         self.version = version
 
     def close(self) -> None:
@@ -199,19 +196,11 @@ class _Decoding:
     """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
 
     def __init__(
-        self,
-        engine: TransformersEngine,
-        prompts: list[Tensor],
-        seeds: list[int],
-        params: SamplingParams,
-        media: list[Media] | None = None,
+        self, engine: TransformersEngine, prompts: Rows, seeds: Sequence[int], params: SamplingParams, media: MediaRows
     ):
-        self._forward, self.tokenizer, self.pad_token_id = engine.forward, engine.tokenizer, engine.pad_token_id
+        self.engine, self.model = engine, engine.model
         self.routers = Routers.of(engine.model) if engine.reports_routes else None
-        self.model, self.config = engine.model, engine.model.config
-        self.on_tokens = engine.on_tokens
-        self.params, self.media = params, media
-        self.prompts = prompts
+        self.prompts, self.params, self.media = prompts, params, media
         self.home = prompts[0].device  # where the caller keeps its rows
         self.device = device = model_device(engine.model)
         stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
@@ -236,9 +225,10 @@ class _Decoding:
         for step in range(params.max_new_tokens):
             steps.append(self._draw(logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]))
             token_N, drawn_N, _ = steps[-1]
-            if self.on_tokens is not None:
-                self.on_tokens(token_N, drawn_N)
-            ended_N = ended_N | torch.isin(token_N, stop_ids) if len(stop_ids) != 1 else ended_N | (token_N == stop_ids)
+            if self.engine.on_tokens is not None:
+                self.engine.on_tokens(token_N, drawn_N)
+            # A comparison takes a third of the time of isin, and nearly every call has one stop id.
+            ended_N = ended_N | (token_N == stop_ids if len(stop_ids) == 1 else torch.isin(token_N, stop_ids))
             if params.stop_strings:
                 ended_N = ended_N | self._string_ends(token_N, rows_N, tails, string_end_B, step)
             if step + 1 == params.max_new_tokens:
@@ -247,6 +237,7 @@ class _Decoding:
                 num_left = int((~ended_N).sum())
                 if num_left == 0:
                     break
+                # Rows that ended leave when they are half of the batch: their removal copies the whole cache.
                 if num_left * 2 <= len(token_N):
                     segments.append((rows_N, steps))
                     steps = []
@@ -265,9 +256,9 @@ class _Decoding:
 
     def forward(self, *inputs: Any) -> Tensor:
         if self.routers is None:
-            return self._forward(*inputs)
+            return self.engine.forward(*inputs)
         with self.routers.recording():
-            logits_NV = self._forward(*inputs)
+            logits_NV = self.engine.forward(*inputs)
             self.read_routes = self.routers.choices()  # of the tokens that this pass has read
         return logits_NV
 
@@ -275,6 +266,7 @@ class _Decoding:
         """float32[N, V]: the logits after each prompt. Leaves the cache, mask and positions of all rows behind."""
         from transformers import DynamicCache
 
+        # The prompts of a group are equal: each is read once, and its cache repeated for its rows.
         distinct: dict[Any, int] = {}
         keys = [prompt.cpu().numpy().tobytes() for prompt in self.prompts]
         if self.media:  # equal ids, and the very same tensors
@@ -284,18 +276,19 @@ class _Decoding:
         unique = [self.prompts[first] for first in firsts]
         lengths = [len(prompt) for prompt in unique]
         self.width = max(lengths)
-        ids_UP = pad_rows(unique, value=self.pad_token_id, side="left").to(self.device)
+        ids_UP = pad_rows(unique, value=self.engine.pad_token_id, side="left").to(self.device)
         self.mask_NT: Tensor | None = None  # rows of one length need no mask, and are faster without
         self.position_N1: Tensor | None = None
         position_UP = None
-        is_vision = getattr(self.config, "vision_config", None) is not None  # it would count on from its last images
+        # Without a mask such a model would count positions on from the images of the last call.
+        is_vision = getattr(self.model.config, "vision_config", None) is not None
         if min(lengths) != self.width or is_vision:
             mask_UP = lengths_mask(lengths, self.width, side="left").to(self.device)
             position_UP = (mask_UP.cumsum(-1) - 1).clamp_(min=0)
             response = torch.ones(len(unique), self.params.max_new_tokens, dtype=torch.bool, device=self.device)
             self.mask_NT = torch.cat([mask_UP, response], dim=1).long()
             self.position_N1 = position_UP[:, -1:]
-        self.cache = DynamicCache(config=self.config)
+        self.cache = DynamicCache(config=self.model.config)
         mask_UP = None if self.mask_NT is None else self.mask_NT[:, : self.width]
         own_media = [self.media[first] for first in firsts] if self.media else None
         if has_images(own_media):
@@ -307,6 +300,7 @@ class _Decoding:
         else:
             logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
         if self.routers is not None:
+            # Only now are the numbers of layers and of experts per token known.
             of_prompts = self.read_routes.unflatten(0, (len(unique), self.width))
             self.prompt_routes = [of_prompts[u, self.width - lengths[u] :] for u in which_B]
             steps = (len(self.prompts), self.params.max_new_tokens)
@@ -368,7 +362,7 @@ class _Decoding:
         rows = rows_N.tolist()
         for row, token in zip(rows, token_N.tolist(), strict=True):
             tails[row] = [*tails[row][-window + 1 :], token]
-        texts = self.tokenizer.batch_decode([tails[row] for row in rows], skip_special_tokens=False)
+        texts = self.engine.tokenizer.batch_decode([tails[row] for row in rows], skip_special_tokens=False)
         hits = []
         for row, text in zip(rows, texts, strict=True):
             hit = ends[row] is None and any(stop in text for stop in stop_strings)
@@ -392,6 +386,7 @@ class _Decoding:
         eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
         columns = [column_BR.to(self.home) for column_BR in columns]
         for row, eos_end in enumerate(eos_end_B):
+            # A row is cut where it ended first: it was drawn further while others of its batch went on.
             string_end = string_end_B[row] or num_steps + 1
             length = min(eos_end, string_end, num_steps)
             if eos_end <= min(string_end, num_steps):

@@ -34,8 +34,8 @@ class WeightGroups(Protocol):
 class WeightSet:
     """A complete set of weights, named as in a checkpoint. ``groups`` can be iterated once.
 
-    dtype  what is sent of floating-point weights, the engine's own; None: as they are
-    kept   parts of names of weights that a model computes with in float32 whatever its dtype: they are sent as they are
+    dtype  floating-point weights are sent in this one, the engine's own; None: as they are
+    kept   parts of the names of weights that a model keeps in float32 whatever its dtype: they are sent as they are
     """
 
     metadata: Metadata
@@ -89,8 +89,8 @@ class WeightSpec:
     >>> spec.weight_set({**model.state_dict(), "lm_haed.weight": torch.zeros(2)})
     Traceback (most recent call last):
         ...
-    llmrl.errors.WeightSyncError: VLLMEngine: every weight must have its place: got unknown names lm_haed.weight. Did
-    you mean 'lm_head.weight'? Nothing was updated.
+    llmrl.errors.WeightSyncError: VLLMEngine: every weight must be one of the model's: got unknown names
+    lm_haed.weight. Did you mean 'lm_head.weight'? Nothing was updated.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -139,7 +139,7 @@ class WeightSpec:
         return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups), kept=self._kept)
 
     def _check_tied_once(self, names: Iterable[str]) -> None:
-        """Two names of a tied weight can only be compared once groups are made, so only one may be there."""
+        """Raises for two names of one tied weight, which could only be compared after both groups were made."""
         seen: dict[str, str] = {}
         for name in names:
             other = seen.setdefault(self._stored_name.get(name, name), name)
@@ -164,11 +164,11 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
     unknown = sorted(weights.keys() - own.keys())
     if unknown:
         raise WeightSyncError(
-            f"{who}: every weight must have its place: got unknown names {_some(unknown)}."
+            f"{who}: every weight must be one of the model's: got unknown names {_some(unknown)}."
             f"{did_you_mean(unknown[0], own)} Nothing was updated."
         )
     tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in own.items():
+    for name, tensor in own.items():  # names of one weight point at the same memory
         storage = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         tied.setdefault(storage, []).append(name)
     missing = []
@@ -176,7 +176,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
         given = [name for name in names if name in weights]
         if not given:
             missing.append(names[0])
-        for name in given[1:]:
+        for name in given[1:]:  # if they differed, the last one copied would win silently
             if weights[name] is not weights[given[0]] and not torch.equal(weights[name], weights[given[0]]):
                 raise WeightSyncError(
                     f"{who}: {given[0]} and {name} are tied in this model and must be equal. Nothing was updated."

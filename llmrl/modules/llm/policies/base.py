@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.engines import Engine
-from llmrl.modules.llm.engines.base import check_ids
+from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids, present
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.model_files import loaded
@@ -40,7 +39,7 @@ from llmrl.modules.llm.policies.rows import Key, Padding, row_seeds
 from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
-from llmrl.modules.llm.vision import MEDIA, Media, load_processor, read_media, write_media
+from llmrl.modules.llm.vision import MEDIA, load_processor, read_media, write_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -127,9 +126,7 @@ class LLMWrapperBase(nn.Module):
         self.settings.tokenizer = self._load_tokenizer(model, tokenizer)
         self.tokenizer = text_tokenizer(self.settings.tokenizer)
         self.renderer = self._make_renderer()
-        self.mode = make_mode(
-            input_mode, tokenizer=self.tokenizer, renderer=self.renderer, tokenizer_kwargs=tokenizer_kwargs
-        )
+        self.mode = make_mode(self.settings, self.tokenizer, self.renderer)
         self.generate = generate
         self.input_mode, self.keys = input_mode, container_keys(self.settings)
         for name, key in self.keys.items():
@@ -148,7 +145,7 @@ class LLMWrapperBase(nn.Module):
         self._collector: weakref.ref[Any] | None = None
 
     def _set_outputs(self) -> None:
-        """Sets the arguments of the output, of which ``generate_kwargs`` may hold two."""
+        """Sets the arguments of the output; two of them may come in ``generate_kwargs``."""
         given, options = self.settings, self.options
         self.num_samples = options.num_return_sequences if given.num_samples is None else given.num_samples
         wanted = options.logprobs if given.return_log_probs is None else given.return_log_probs
@@ -159,7 +156,7 @@ class LLMWrapperBase(nn.Module):
     def _stop_token_ids(self) -> tuple[int, ...]:
         """The template's, or without one the tokenizer's."""
         if self.renderer is not None:
-            return tuple(self.renderer.stop_token_ids)
+            return self.renderer.stop_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return () if eos is None else (eos,)
 
@@ -237,26 +234,17 @@ class LLMWrapperBase(nn.Module):
                 new.engine = self.engine
                 if changes.keys() & BATCHING_SETTINGS:
                     new.engine = join_requests(own_engine(self.engine), new.settings)
-            new.engine.version = self.engine.version
+            new.engine.version = self.engine.version  # even a new engine has the same weights
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
                 new._seed, new._generator = self._seed, self._generator
         return new
 
-    def token_scores(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        select: Tensor,
-        *,
-        entropy: bool = False,
-        media: Sequence[Media] | None = None,
-        routes: Tensor | None = None,
-    ) -> TokenScores:
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, **options: Any) -> TokenScores:
         """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
 
-        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T], media of each row, routes
-        int16[B, T, layers, K]; see ``token_logprobs``
+        input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; ``options`` are those of `token_logprobs`:
+        entropy, media, routes
         Raises  ConfigError if the backend has no model in this process
         """
         if self.scorer is None:
@@ -264,8 +252,7 @@ class LLMWrapperBase(nn.Module):
                 f"{type(self).__name__}: gradients need a model in this process: this wrapper has only an engine; score"
                 " with a TransformersWrapper of the trainer's model."
             )
-        given = {"temperature": self.temperature, "entropy": entropy, **_given(media=media, routes=routes)}
-        return self.scorer(input_ids, attention_mask, select, **given)
+        return self.scorer(input_ids, attention_mask, select, **{"temperature": self.temperature, **options})
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
         """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
@@ -306,8 +293,8 @@ class LLMWrapperBase(nn.Module):
                 "weights."
             )
         self._check_batch(td)
-        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature}
-        return token_categorical(model, self._conversations(td), masking_strategy, mask, **given).reshape(td.batch_size)
+        given = {"pad_token_id": self.pad_token_id, "temperature": self.temperature, "batch_size": td.batch_size}
+        return token_categorical(model, self._conversations(td), masking_strategy, mask, **given)
 
     # --- collectors and requests of several threads -------------------------------------------------------------------
 
@@ -332,9 +319,9 @@ class LLMWrapperBase(nn.Module):
         return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
-        """Ends the joining of requests: what waits goes at once, later calls go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
 
-        Returns when everything was answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
+        Returns when all are answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
         """
         if isinstance(self.engine, BatchingEngine):
             self.engine.drain(timeout)
@@ -342,6 +329,7 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
+        # 1. The prompt ids: the stream of earlier turns as it was drawn, and behind it what was appended since.
         prompt_mask_key = (self.keys["masks"], "prompt_attention_mask")
         prompts = self.mode.read(td, self.input_key, prompt_mask_key, self.attention_mask_key)
         stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
@@ -352,28 +340,27 @@ class LLMWrapperBase(nn.Module):
             prompts.texts = self.mode.carried_texts(td, self.keys, prompts.stream)
         seeds = self._seeds(td, len(prompts.ids))
         batch_size = td.batch_size
-        if self.num_samples is not None:
+        if self.num_samples is not None:  # only now: what the samples share was read and encoded once
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
+        # 2. The engine draws an answer to each.
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **_given(media=prompts.media))
+        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **present(media=prompts.media))
+        # 3. The views of the finished turns, as rows or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
-        log_probs, versions = generation.log_probs if self.return_log_probs else None, generation.versions
-        sampled = (log_probs, generation.plain_log_probs)
-        columns = turn_columns(
-            prompts.ids, generation.ids, *sampled, prompts.stream, covered, versions, generation.routes
-        )
+        columns = turn_columns(prompts.ids, generation, prompts.stream, covered, log_probs=self.return_log_probs)
         padding = Padding.around_turns(prompts.ids, generation.ids, self.pad_token_id) if self.pad_output else None
         if padding is not None and "prompt_assistant_mask" in columns["masks"]:
             columns["masks"]["prompt_attention_mask"] = [torch.ones(len(row), dtype=torch.bool) for row in prompts.ids]
         out = self._write(self._output(td, batch_size), make_containers(columns | views, batch_size, padding))
         if prompts.media is not None:
             out.set(MEDIA, write_media(prompts.media, batch_size))
+        # 4. One value per turn.
         begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
-        rows = [None] * len(generation.ids) if versions is None else versions
-        oldest = [generation.version if row is None or not len(row) else int(row[0]) for row in rows]
+        versions = [()] * len(generation.ids) if generation.versions is None else generation.versions
+        oldest = [int(row[0]) if len(row) else generation.version for row in versions]  # they only rise within a row
         out.set("policy_version", torch.tensor(oldest).reshape(batch_size))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
@@ -395,7 +382,7 @@ class LLMWrapperBase(nn.Module):
             _log.warning(
                 f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot "
                 "be trained in one piece: a turn that does not begin with what came before is rendered again and "
-                "starts a training record of its own. They are counted in counters['rewritten']; this is said once. "
+                "starts a training record of its own. They are counted in counters['rewritten']; this is logged once. "
                 f"({reason})"
             )
         self.counters["rewritten"] += len(rewritten)
@@ -403,6 +390,7 @@ class LLMWrapperBase(nn.Module):
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
         """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
         num_samples = self.num_samples or 1
+        # The samples of one row must differ, and each be the same in every run.
         if (given := row_seeds(td, num_rows, who=type(self).__name__)) is not None:
             return [seed + sample * _SEED_STRIDE for seed in given for sample in range(num_samples)]
         if self._generator is None:
@@ -436,25 +424,20 @@ class LLMWrapperBase(nn.Module):
         return self.pad_token_id if self.pad_output else None
 
     def score_rows(
-        self,
-        ids: Sequence[Tensor],
-        *,
-        masks: Sequence[Tensor] | None = None,
-        temperature: float | None = None,
-        media: Sequence[Media] | None = None,
+        self, ids: Rows, *, masks: Rows | None = None, temperature: float | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer if gradients are
         enabled, else by the engine.
         """
         temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
-            return self.engine.score(ids, temperature=temperature, masks=masks, **_given(media=media))
+            return self.engine.score(ids, temperature=temperature, masks=masks, **present(media=media))
         lengths = [len(row) for row in ids]
         device = model_device(self.scorer)
         ids_BT = pad_rows(ids, value=self.pad_token_id).to(device)
         attention_BT = lengths_mask(lengths, ids_BT.shape[1]).to(device)
         select_BT = attention_BT if masks is None else pad_rows(masks).to(device)
-        scores = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **_given(media=media))
+        scores = self.scorer(ids_BT, attention_BT, select_BT, temperature=temperature, **present(media=media))
         return [row[:length] for row, length in zip(scores.log_probs, lengths, strict=True)]
 
     # --- construction helpers -----------------------------------------------------------------------------------------
@@ -487,8 +470,3 @@ class LLMWrapperBase(nn.Module):
             if name in containers:
                 out.set(self.keys[name], containers[name])
         return out
-
-
-def _given(**keywords: Any) -> dict[str, Any]:
-    """Those that are not None: engines and models of text alone need not know the others."""
-    return {name: value for name, value in keywords.items() if value is not None}

@@ -1,7 +1,7 @@
 """``BatchingEngine``: the requests of several threads as one call of the engine behind it.
 
-It has no thread of its own: of the requests that may share a call, the thread of the oldest makes it, for all of them.
-So nothing has to be started or joined, and a thread that is interrupted leaves nothing behind.
+It has no thread of its own: the thread of the oldest request makes the call for all requests that may share it. So
+nothing has to be started or joined, and an interrupted thread leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
-from llmrl.modules.llm.engines import Engine, Generation, SamplingParams
+from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams, present
 
 __all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
 
@@ -87,17 +87,13 @@ class BatchingEngine:
         self.engine.version = value
 
     def generate(
-        self,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation:
         """As the engine's; waits for other requests with these parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
-            whole = self.engine.generate(_chained(parts, 0), params, seeds=_chained(parts, 1), **_media(parts))
+            given = {"seeds": _chained(parts, 1), **present(media=_chained(parts, 2))}
+            whole = self.engine.generate(_chained(parts, 0), params, **given)
             names = [name for name in vars(whole) if name != "version"]
             columns = [_split(getattr(whole, name), parts) for name in names]
             return [replace(whole, **dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
@@ -105,17 +101,12 @@ class BatchingEngine:
         return self._ask(("generate", params, seeds is None, media is None), call, (prompts, seeds, media))
 
     def score(
-        self,
-        sequences: Sequence[Tensor],
-        *,
-        temperature: float = 1.0,
-        masks: Sequence[Tensor] | None = None,
-        media: Sequence[Mapping[str, Tensor]] | None = None,
+        self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]:
         """As the engine's; waits for other requests at this temperature."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
-            given = {"temperature": temperature, "masks": _chained(parts, 1), **_media(parts)}
+            given = {"temperature": temperature, "masks": _chained(parts, 1), **present(media=_chained(parts, 2))}
             return _split(self.engine.score(_chained(parts, 0), **given), parts)
 
         return self._ask(("score", temperature, masks is None, media is None), call, (sequences, masks, media))
@@ -146,9 +137,9 @@ class BatchingEngine:
     # --- ending and showing -------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float = 600.0) -> None:
-        """Ends the joining: requests that wait go at once, later ones go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
 
-        Returns when all were answered. Raises DeadlineError after ``timeout`` seconds.
+        Returns when all are answered. Raises DeadlineError after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -206,11 +197,12 @@ class BatchingEngine:
         return request.answer
 
     def _leave(self, request: _Request) -> None:
-        """Answered, failed or interrupted: what this thread held is given back, what it left undone waits again."""
+        """After an answer, an error or an interrupt: frees the engine, and queues again what was left undone."""
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
             if self._caller is threading.current_thread():
+                # Interrupted inside its call, which was for others too: one of their threads makes it again.
                 undone = [taken for taken in self._taken if taken is not request and not taken.answered]
                 for taken in undone:
                     taken.caller = None
@@ -219,15 +211,16 @@ class BatchingEngine:
             self._changed.notify_all()
 
     def _take(self, request: _Request) -> list[_Request] | None:
-        """The requests of the call that this thread has to make now; None while it has to wait. Holds the lock."""
+        """The requests of the call that this thread has to make now; None while it must wait. The lock is held."""
         if self._caller is not None or request not in self._queue:
             return None
+        # A kind of request that keeps coming must not hold back the others for longer than their timeout.
         now = time.monotonic()
         first = min(self._queue, key=lambda waiting: waiting.deadline)
         if first.kind != request.kind and first.deadline <= now:
-            return None  # requests past their deadline go before those of other kinds
+            return None
         same = [waiting for waiting in self._queue if waiting.kind == request.kind]
-        if same[0] is not request:
+        if same[0] is not request:  # the oldest of a kind makes its call
             return None
         batch, num_rows = [request], request.num_rows
         for waiting in same[1:] if self._joining else ():
@@ -263,7 +256,7 @@ class BatchingEngine:
         return len(self._queue) + sum(not taken.answered for taken in self._taken)
 
     def _free_if_dead(self) -> None:
-        """Takes the engine from a thread that ended without giving it back, as one of the process before a fork."""
+        """Frees the engine if the thread that used it is gone, as after a fork."""
         if self._caller is not None and not self._caller.is_alive():
             self._caller, self._taken = None, []
             self._changed.notify_all()
@@ -313,7 +306,7 @@ class _Request:
 
 
 def _answer(batch: list[_Request]) -> None:
-    """Makes one call for all; if that fails, one for each, so that only those fail that do so alone."""
+    """Makes one call for all; if that fails, one for each, so that only the faulty requests fail."""
     try:
         answers = batch[0].call([request.part for request in batch])
     except Exception as error:
@@ -330,10 +323,6 @@ def _answer(batch: list[_Request]) -> None:
 
 def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any] | None:
     return None if parts[0][position] is None else list(chain.from_iterable(part[position] for part in parts))
-
-
-def _media(parts: list[tuple[Any, ...]]) -> dict[str, Any]:
-    return {} if parts[0][2] is None else {"media": _chained(parts, 2)}
 
 
 def _split(values: Sequence[Any] | None, parts: list[tuple[Any, ...]]) -> list[Any]:

@@ -52,7 +52,7 @@ class _Rows:
                 f"{type(self).__name__}: fields must hold the same rows: got {wrong[0]} of {list(shapes[wrong[0]])}, "
                 f"expected {list(batch_size)}."
             )
-        if any(isinstance(value, list) for value in fields.values()):
+        if any(isinstance(value, list) for value in fields.values()):  # rows of any length
             columns = {name: _flat_rows(value, len(batch_size)) for name, value in fields.items()}
             fill(self, stack_columns(columns, batch_size))
         else:
@@ -93,7 +93,7 @@ class _Rows:
         return field_rows(inner(self), field)
 
     def _parts(self) -> dict[str, list[Any]]:
-        """The rows of prompt and response, which make up ``full``; or of whichever fields there are."""
+        """The rows of prompt and response, which make up ``full``; or of the fields that are set."""
         columns = {name: self.rows(name) for name in ("prompt", "response", "full")}
         present = {name: rows for name, rows in columns.items() if rows is not None}
         return {name: present[name] for name in ("prompt", "response")} if len(present) == 3 else present
@@ -368,6 +368,7 @@ def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> l
     if not batch_ndim:
         history = History.stack([history])
     chats = history.to_chats()
+    # ``to_chats`` leaves out whether a message is finished, which templates do not read.
     if asks and all(chats):
         for chat, complete in zip(chats, history[..., -1].is_complete, strict=True):
             if not complete:
@@ -404,7 +405,7 @@ def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
 
 
 def _without_opening(prompt: list[dict[str, Any]], full: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A rendered prompt ends with the opening of an answer, which parses as an empty assistant message."""
+    """The prompt without the opening of an answer, which parses as an empty assistant message."""
     opened = len(prompt) > 0 and prompt[-1]["role"] == "assistant" and not prompt[-1]["content"]
     return prompt[:-1] if opened and prompt[-1] != full[len(prompt) - 1] else prompt
 

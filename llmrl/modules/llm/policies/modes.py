@@ -84,6 +84,7 @@ class Mode(ABC):
     name: ClassVar[str]
     expected: ClassVar[str]
     written: ClassVar[tuple[str, ...]]
+    renderer: Renderer | None = None  # of messages
 
     def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
         """The view under ``key``, one value per row of the batch.
@@ -127,6 +128,7 @@ class Mode(ABC):
             prompts.ids, prompts.stream = self.encode(prompts.rows) if stream is None else stream.ids, stream
             prompts.num_new = [len(row) if stream is None else 0 for row in prompts.ids]
             return {}
+        # 1. Rows that go on: only what the environment appended is encoded.
         prompt_ids: list[Tensor] = list(stream.ids)
         rewritten: dict[int, RewriteError] = {}
         if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
@@ -136,12 +138,13 @@ class Mode(ABC):
                     rewritten[row] = ids
                 else:
                     prompt_ids[row] = torch.cat([stream.ids[row], ids])
+        # 2. Rows that are new, or that the template wrote anew: all of the conversation.
         if restarted := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
             for row, ids in zip(restarted, self.encode([prompts.rows[row] for row in restarted]), strict=True):
                 prompt_ids[row] = ids
                 before = stream.ids[row]
                 if len(before) and torch.equal(ids[: len(before)], before):
-                    del rewritten[row]  # the template rewrites, but nothing that this row has: it goes on after all
+                    del rewritten[row]  # what the template rewrote is not in this row's stream: it goes on after all
             stream = stream.cut({row for row in restarted if not len(stream.ids[row]) or row in rewritten})
         prompts.ids, prompts.stream = prompt_ids, stream
         prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
@@ -150,11 +153,15 @@ class Mode(ABC):
     def media(
         self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
     ) -> list[Media] | None:
-        """The media of rows with these ids, some of which the policy sampled: those of a stream, or given as masks.
+        """The media of rows with these ids. The ids that the policy sampled are marked by a stream, or by masks.
 
         Returns  None if the rows are not messages, or there is no processor
         """
-        return None
+        if self.renderer is None or self.renderer.vision is None:
+            return None
+        masks = stream.assistant_mask if isinstance(stream, TokenStream) else stream
+        images = [[image for own in take_images(chat)[1] for image in own] for chat in rows]
+        return [self.renderer.media(*row) for row in zip(images, ids, masks or [None] * len(ids), strict=True)]
 
     @abstractmethod
     def _read(self, td: TensorDictBase, key: Key, attention_keys: Sequence[Key]) -> Prompts: ...
@@ -212,15 +219,6 @@ class HistoryMode(Mode):
         new = _num_new(rows, stream.covered, "messages")
         return self.renderer.extend(stream.ids, rows, new, return_errors=True)
 
-    def media(
-        self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
-    ) -> list[Media] | None:
-        if self.renderer.vision is None:
-            return None
-        masks = stream.assistant_mask if isinstance(stream, TokenStream) else stream
-        images = [[image for own in take_images(chat)[1] for image in own] for chat in rows]
-        return [self.renderer.media(*row) for row in zip(images, ids, masks or [None] * len(ids), strict=True)]
-
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
         rendered = self.renderer.render(rows)
         return [row.ids for row in rendered], [row.assistant_mask for row in rendered]
@@ -231,6 +229,7 @@ class HistoryMode(Mode):
         messages = [[self._message(*row)] for row in zip(contents, turn.stop_reasons, chats, strict=True)]
         response = History.from_chats(messages)
         full = prompt.extend(response, inplace=False, dim=-1)
+        # A turn that went on with an unfinished message is one message with it: row by row then.
         if any(map(is_open, chats)):
             full = History.stack([_with_turn(*row) for row in zip(full.unbind(0), chats, messages, strict=True)])
         covered = [len(chat) + (not is_open(chat)) for chat in chats]
@@ -316,15 +315,9 @@ class TokensMode(Mode):
         return {}, None
 
 
-def make_mode(
-    name: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    renderer: Renderer | None,
-    tokenizer_kwargs: Mapping[str, Any] | None,
-) -> Mode:
-    """The mode of that name. Raises ConfigError for an unknown one, or one that needs a tokenizer and has none."""
-    known = ("history", "text", "tokens")
+def make_mode(settings: Any, tokenizer: PreTrainedTokenizerBase | None, renderer: Renderer | None) -> Mode:
+    """The ``input_mode`` of a wrapper. Raises ConfigError for an unknown one, or one that lacks its tokenizer."""
+    name, known = settings.input_mode, ("history", "text", "tokens")
     if name not in known:
         raise ConfigError(
             f"LLM wrapper: input_mode must be one of {', '.join(known)}: got {name!r}.{did_you_mean(name, known)}"
@@ -333,13 +326,14 @@ def make_mode(
         return TokensMode()
     if tokenizer is None:
         raise ConfigError(f"LLM wrapper: input_mode {name!r} needs a tokenizer: pass tokenizer=, or use 'tokens'.")
-    return HistoryMode(renderer) if name == "history" else TextMode(tokenizer, tokenizer_kwargs)
+    return HistoryMode(renderer) if name == "history" else TextMode(tokenizer, settings.tokenizer_kwargs)
 
 
 def _text_views(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
     """The text of each response without its end-of-turn token, and the text container's columns."""
+    # All parts are decoded in one call: answers without their end-of-turn token, new parts of prompts, and the ends.
     bodies: list[list[int]] = []
     ends: list[int | None] = []
     for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):
@@ -377,19 +371,19 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
 
 
 def _num_new(rows: Sequence[Any], covered: Sequence[int], unit: str) -> list[int]:
-    """The messages or characters of each row that its stream does not cover. Raises RolloutError for fewer than it."""
+    """The messages or characters that each row's stream does not cover. Raises RolloutError if it covers too many."""
     num_new = [len(value) - known for value, known in zip(rows, covered, strict=True)]
     if num_new and min(num_new) < 0:
         row = num_new.index(min(num_new))
         raise RolloutError(
             f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, its tokens cover "
-            f"{covered[row]}; what rewrites the past must drop ('tokens', 'prompt') too."
+            f"{covered[row]}; a transform that rewrites the past must drop ('tokens', 'prompt') too."
         )
     return num_new
 
 
 def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:
-    """One conversation with its turn; a turn that went on with an unfinished message is one message with it."""
+    """One conversation with its turn; a turn that continues an unfinished message is joined to it."""
     if not is_open(chat):
         return full
     [said] = messages

@@ -7,7 +7,7 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -69,24 +69,14 @@ def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
             raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
 
 
+_NOT_GIVEN = ("stop_strings", "extra")  # by their own names: see _LEGACY, and the options of vLLM
 _LEGACY = {
     "max_tokens": "max_new_tokens",
     "n": "num_return_sequences",
     "stop_strings": "stop_sequences",
     "stop": "stop_sequences",
 }
-_SAMPLING = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "do_sample",
-    "stop_sequences",
-    "stop_token_ids",
-    "ignore_eos",
-)
+_SAMPLING = (*(field.name for field in fields(SamplingParams) if field.name not in _NOT_GIVEN), "stop_sequences")
 _OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
 _SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # of beam search, with their neutral values
 _KNOWN = (*_SAMPLING, *_OTHER, *_SEARCH, *_LEGACY)
@@ -231,7 +221,7 @@ _HANDED_ON: dict[str, tuple[Any, Callable[[Any], bool], str]] = {  # neutral val
     "bad_words": ([], lambda value: all(isinstance(word, str) and word for word in value), "non-empty strings"),
 }
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that change nothing, why others are refused
-    "best_of": ((1,), "log-probs say nothing of answers that were picked from several"),
+    "best_of": ((1,), "the log-probs of an answer are not those of one that was picked from several"),
     "logits_processors": (([],), "log-probs of logits that a function changed are not those of the policy"),
     "prompt_logprobs": ((), "a wrapper with generate=False scores a whole conversation"),
     "truncate_prompt_tokens": ((), "the model would see other ids than those of the prompt"),

@@ -166,6 +166,7 @@ class Padding:
             values = torch.cat(list(rows))
             fill = self.pad_token_id if container == "tokens" else 0
             mask = mask.to(values.device)
+            # A mask selects row by row, in the order of the joined values: one assignment places them all.
             dense = values.new_full((*mask.shape, *values.shape[1:]), fill)
             dense[mask] = values
             out[field] = dense.reshape((*batch_size, *dense.shape[1:]))

@@ -1,4 +1,4 @@
-"""The whole conversations of a batch as ids, and what a model says of them: values and distributions per token.
+"""Whole conversations of a batch as ids, and the log-probs and distributions that a model gives their tokens.
 
 The ids are ``("tokens", "full")`` if that is there, because ids that were sampled are never made again from text;
 else the mode's own view, encoded. Losses call ``token_scores`` instead of a distribution, whose memory grows with the
@@ -76,6 +76,7 @@ class Conversations:
         """
         tokens, masks = (inner(td.get(keys[name], None)) for name in ("tokens", "masks"))
         full_key = (keys["tokens"], "full")
+        # Ids that were sampled are scored as they are, even if the mode's own view is there too.
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
             rows = mode.read(td, input_key, attention_mask_key).rows
@@ -225,12 +226,8 @@ class TokenCategorical(Distribution):
         self.logits = logits
         self.tokens = tokens
         self.mask = mask
+        # In parts, as all sums over the vocabulary: their temporaries are as large as the logits that they read.
         self._log_total_N = torch.cat([part_CV.logsumexp(-1) for part_CV in logits.split(_ROWS_AT_A_TIME)])
-
-    def reshape(self, batch_size: torch.Size) -> TokenCategorical:
-        """The same distributions for tokens [*batch_size, T]."""
-        shape = (*batch_size, self.mask.shape[-1])
-        return TokenCategorical(self.logits, self.tokens.reshape(shape), self.mask.reshape(shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """float32[*S, *B, T] of ids int64[*S, *B, T]; ``dist.log_prob(dist.tokens)`` is what ``token_scores`` gives."""
@@ -286,8 +283,9 @@ def token_categorical(
     *,
     pad_token_id: int,
     temperature: float,
+    batch_size: torch.Size,
 ) -> TokenCategorical:
-    """The distributions of the chosen tokens, [B, T]. Without gradients the model is in evaluation mode meanwhile."""
+    """The distributions of the chosen tokens, [*batch_size, T]. Without gradients the model runs in evaluation mode."""
     chosen = conversations.selected(masking_strategy, mask)
     device = model_device(model)
     ids_BT, attention_BT = (value.to(device) for value in conversations.padded(pad_token_id))
@@ -300,7 +298,8 @@ def token_categorical(
                 logits_NV = _chosen_logits(model, inputs, mask_BT, temperature)
         else:
             logits_NV = _chosen_logits(model, padded_inputs(ids_BT, attention_BT), mask_BT, temperature)
-    return TokenCategorical(logits_NV, ids_BT, mask_BT)
+    shape = (*batch_size, ids_BT.shape[-1])
+    return TokenCategorical(logits_NV, ids_BT.reshape(shape), mask_BT.reshape(shape))
 
 
 def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor, temperature: float) -> Tensor:
@@ -315,7 +314,7 @@ def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor,
     hidden_NH = hidden_before(path, inputs, mask_BT)
     if len(hidden_NH) <= _ROWS_AT_A_TIME or torch.is_grad_enabled():
         return map_logits(path.head(hidden_NH), path, temperature)
-    # in parts, so that there is no second tensor of their size while they are made
+    # in parts: a second tensor of their size never exists
     start, logits_NV = 0, None
     for part_CH in hidden_NH.split(_ROWS_AT_A_TIME):
         part_CV = map_logits(path.head(part_CH), path, temperature)

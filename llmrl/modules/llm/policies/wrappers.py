@@ -51,6 +51,7 @@ class TransformersWrapper(LLMWrapperBase):
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
+            # Any id will do: masks come from lengths, never from ids.
             pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), 0)
         engine = TransformersEngine(
             model,
@@ -127,7 +128,7 @@ class vLLMWrapper(LLMWrapperBase):
         try:
             engine.check(self.options.params)
         except BaseException:
-            if engine is not model:
+            if engine is not model:  # built here, so only here can it be closed
                 engine.close()
             raise
         pad = getattr(self.tokenizer, "pad_token_id", None)
