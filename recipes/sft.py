@@ -18,7 +18,7 @@ from functools import partial
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.console import SFT_COLUMNS
-from llmrl.train.dealing import attention_share, deal_batch, deal_epochs
+from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
 from llmrl.train.models import load_model
@@ -40,20 +40,19 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     loss = SFTLoss(policy)
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
-    share = attention_share(model)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
         run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
-            # 1. All ranks draw the same rows and train a part of them each: one more rank changes no number.
-            batch, imbalance = deal_batch(session, rows[buffer.sample()], share, everywhere=True)
+            # 1. All ranks draw the same rows, and each trains a part of them: more ranks give the same numbers.
+            batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
-            # 2. Micro-batches, loss, clipping, AdamW.
+            # 2. Micro-batches, loss, clipping, AdamW. The loss is -log p of the tokens that the assistant wrote.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation. Problems of their own decide when to stop: those that are reported must not.
+            # 3. Evaluation. A split of its own decides when to stop: the reported score must not have been selected by.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from llmrl.train.run import Run
     from llmrl.train.sft_data import TokenizedRows
 
-__all__ = [
-    "check_template",
-    "data_plan",
-    "grpo_plan",
-    "grpo_settings",
-    "plan_recipe",
-    "read_data",
-    "samples_exactly",
-    "sft_steps",
-]
+__all__ = ["grpo_plan", "grpo_settings", "plan_recipe", "read_data", "samples_exactly"]
 
 Rows = list[tuple[str, str]]
 
@@ -51,13 +42,10 @@ def plan_recipe(
     gpu: GPU | None = None,
 ) -> Rows:
     """Rows of label and text that describe a run of ``config`` on the data that ``tokenize(config, tokenizer)`` reads,
-    on the machine that is here or on ``gpu``. Loads no weights.
+    on this machine or on ``gpu``. Loads no weights.
     """
-    tokenizer = load_tokenizer(config, runs=runs)
-    check_problems(config, tokenizer)
     with Session(config) as session:
-        shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        return data_plan(config, session, tokenize(config, tokenizer), shape, gpu)
+        return _prepare(tokenize, config, config, session, runs, gpu)[-1]
 
 
 def read_data(
@@ -70,12 +58,25 @@ def read_data(
     """The tokenizer of a run on data, what ``tokenize(config, tokenizer)`` reads, and the optimizer steps of the run
     and of an epoch. Prints the plan.
     """
-    tokenizer = load_tokenizer(run.source, runs=run.runs)
+    tokenizer, data, rows = _prepare(tokenize, config, run.source, session, run.runs)
+    run.print_plan(f"{recipe} · {data.source}", rows)
+    return tokenizer, data, *_steps(config, len(data))
+
+
+def _prepare(
+    tokenize: Callable[[Any, PreTrainedTokenizerBase], TokenizedRows],
+    config: SFTConfig,
+    source: SFTConfig,
+    session: Session,
+    runs: Path,
+    gpu: GPU | None = None,
+) -> tuple[PreTrainedTokenizerBase, TokenizedRows, Rows]:
+    """Tokenizer, data and plan; ``source`` has the model to load, see `Run`."""
+    tokenizer = load_tokenizer(source, runs=runs)
     check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
-    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, data, shape))
-    return tokenizer, data, *sft_steps(config, len(data))
+    shape = model_shape(meta_model(source, tokenizer, runs=runs))
+    return tokenizer, data, data_plan(config, session, data, shape, gpu)
 
 
 def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -102,7 +103,7 @@ def data_plan(
     config: SFTConfig, session: Session, data: TokenizedRows, shape: ModelShape, gpu: GPU | None = None
 ) -> Rows:
     """The plan of a run that trains on ``data``."""
-    steps, per_epoch = sft_steps(config, len(data))
+    steps, per_epoch = _steps(config, len(data))
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
@@ -124,7 +125,7 @@ def data_plan(
     ]
 
 
-def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
+def _steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
     """Optimizer steps of a run, and of an epoch."""
     per_epoch = math.ceil(num_chats / config.batch_size)
     return config.steps or max(1, math.ceil(config.epochs * per_epoch)), per_epoch
@@ -197,16 +198,20 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
         advantage["scale"] = own.pop("scale")
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
         advantage["trajectory_return"] = "sum"
-    if advantage["scale"] != "raw":  # there the group is not a baseline, and equal rewards teach too
+    if advantage["scale"] != "raw":  # with raw rewards the group is not a baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     loss = preset.settings
     if loss.proximal == "detach" and loss.surrogate != "reinforce":  # which has no ratio to clip
-        if config.rollout.max_staleness > 1:  # clipped against the weights that sampled: several updates on rollouts of
-            own.setdefault("proximal", "behaviour")  # the same old weights would push on where the first has arrived
+        if config.rollout.max_staleness > 1:
+            # Clip against the weights that sampled: else several updates on rollouts of the same old weights would
+            # each move as far as the clip allows, in the same direction.
+            own.setdefault("proximal", "behaviour")
         elif config.updates_per_step > 1:
+            # The first update compares weights with themselves, later ones need log-probs from before it: the
+            # engine's if they are the trainer's own, else computed again.
             own.setdefault("proximal", "behaviour" if exact else "recomputed")
     if own.get("proximal", loss.proximal) == "behaviour":
-        own.setdefault("correction", None)
+        own.setdefault("correction", None)  # the ratio contains the engine's difference already
     if own.get("aggregation", loss.aggregation) == "dr_grpo":
         own["max_length"] = config.sampling.max_tokens
     return advantage, replace(loss, **own).keywords()

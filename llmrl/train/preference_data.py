@@ -17,14 +17,12 @@ from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import Sample
-from llmrl.train.dealing import deal_batch
 from llmrl.train.preference_settings import PairsConfig, RewardConfig
 from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.train.distributed import Session
     from llmrl.train.updater import Updater
 
 __all__ = ["ReferenceLogProbs", "TokenizedPairs", "held_out_pairs", "tokenize_pairs", "tokenize_with_held_out"]
@@ -175,17 +173,17 @@ class ReferenceLogProbs:
     def __init__(self) -> None:
         self.values: Tensor | None = None
 
-    def compute(self, session: Session, updater: Updater, loss: DPOLoss, rows: TensorDict, share: float) -> None:
-        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; nothing if a checkpoint had them."""
+    def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict) -> None:
+        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; does nothing if a checkpoint had them."""
         if self.values is not None:
             return
         self.values = torch.empty(len(rows), 2)
         for start in range(0, len(rows), AT_ONCE):
-            mine, _ = deal_batch(session, rows[start : start + AT_ONCE], share, everywhere=True)
+            mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
             scores = updater.score(mine, loss.sequence_log_probs)
             numbers = [] if mine is None else mine["row"].tolist()
             own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
-            for number, pair in session.gather(own):
+            for number, pair in updater.session.gather(own):
                 self.values[number] = torch.tensor(pair)
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,6 +82,12 @@ class RolloutSettings(Settings):
         """True if engines are servers, and none is on a trainer's GPU."""
         return bool(self.servers or self.gpus or self.ray)
 
+    @property
+    def of_engine(self) -> list[str]:
+        """The settings of an engine that this run starts itself, if they do not have their defaults."""
+        names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
     @model_validator(mode="before")
     @classmethod
     def _read_old_names(cls, section: Any) -> Any:
@@ -103,8 +109,7 @@ class RolloutSettings(Settings):
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness needs sleep off: the engine samples during updates")
         places = [name for name in ("gpus", "servers", "ray") if getattr(self, name)]
-        names = ["own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options"]
-        set_here = places + [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        set_here = places + self.of_engine
         if set_here and self.engine != "vllm":
             raise ValueError(f"{set_here[0]} needs engine vllm")
         if self.ray and len(places) > 1:

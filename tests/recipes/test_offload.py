@@ -103,7 +103,7 @@ def test_the_plan_counts_offloaded_parameters_in_host_memory():
 def test_offloading_is_named_where_it_makes_a_run_fit():
     gpu = parse_gpu("80:8")
     settings = config(model="x", rollout={"engine": "vllm"}, env={"name": "gsm8k"})
-    changes = remedies(settings, shape_of("32B"), gpu, low_precision=True)
+    changes = remedies(settings, shape_of("32B"), gpu)
     assert changes["memory.offload"] == "parameters"
     assert "optim.name" not in changes
     type(settings).model_validate(with_changes(settings, changes).model_dump())
