@@ -35,7 +35,6 @@ from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
-from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.evaluation import Evaluator
@@ -84,10 +83,10 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
-    sampling = config.sampling.generate_kwargs
     reports = {"reports_routes": prepared.replays_routes}  # of a mixture of experts, for the trainer to take the same
-    engine = RolloutEngine(config, session, model, tokenizer, sampling, prepared.engine, **reports)
-    actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
+    engine = RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports)
+    options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps)
     loss = GRPOLoss(actor, **loss_settings)
     reference = make_reference(config, session, run, actor, tokenizer) if config.grpo.kl else None
@@ -104,7 +103,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     )
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
-    sampled, share = None, attention_share(model)
+    sampled = None
     with closing(rollouts):
         samplers = PerRank(session, buffer.sampler)
         run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
@@ -116,8 +115,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             data = rollouts.take(version=step - 1)
             metrics = rollouts.sync_weights(version=step - 1)
 
-            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group.
-            #    Groups of equal rewards teach nothing and are left out; with refill (DAPO) others take their place.
+            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
+            #    which is what a better answer is measured by; no value network is needed. Groups of equal rewards
+            #    teach nothing and are left out; with refill (DAPO) others take their place.
             buffer.empty()
             quota.reset()
             buffer.extend(trainable_rows(data, config))
@@ -135,10 +135,11 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
             #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
             #    are not exact enough for several updates.
-            batches, metrics["perf/imbalance"] = deal_parts(session, buffer, config.updates_per_step, share)
+            batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
             metrics |= add_log_probs(session, updater, loss, reference, batches)
 
-            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts.
+            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts. The loss raises the
+            #    log-probs of tokens with a positive advantage and lowers the others, within the clip range.
             with sampled.watch(loss):
                 metrics |= updater.train(loss, batches, step)
 
@@ -229,15 +230,13 @@ def trainable_rows(data: TensorDictBase, config: GRPOConfig) -> TensorDictBase:
     return select_training_columns(MaskTruncated().inv(data) if config.truncated == "mask" else data)
 
 
-def deal_parts(
-    session: Session, buffer: ReplayBuffer, num_parts: int, share: float
-) -> tuple[list[TensorDictBase | None], float]:
+def deal_parts(updater: Updater, buffer: ReplayBuffer, num_parts: int) -> tuple[list[TensorDictBase | None], float]:
     """The buffer's rows in random order, in parts that differ by one row at most, each dealt over the ranks (None: this
     one gets no row); and the mean imbalance of their costs.
     """
     count = len(buffer)
     sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
-    dealt = [deal_batch(session, buffer.sample(size) if size else None, share) for size in sizes]
+    dealt = [updater.deal(buffer.sample(size) if size else None) for size in sizes]
     return [batch for batch, _ in dealt], sum(imbalance for _, imbalance in dealt) / num_parts
 
 
