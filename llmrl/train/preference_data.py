@@ -86,6 +86,7 @@ def held_out_pairs(
     try:
         rows = load_split(measured.data, held_out.split, _EMBEDDED)
     except DataError:
+        # Only the default split may be missing: one that was asked for is an error.
         if data.path in _EMBEDDED or held_out.model_fields_set & {"dataset", "split"}:
             raise
         rows = load_split(data, data.split, _EMBEDDED)

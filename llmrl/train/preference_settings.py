@@ -112,10 +112,8 @@ class RewardConfig(PairsConfig):
     def _cannot_generate(self) -> RewardConfig:
         if self.env is not None:
             raise ValueError("env is for models that answer: a reward model is measured on pairs of eval.split")
-        if self.packing == "on":
-            raise ValueError("packing is for models that answer: leave it out")
-        if self.parallel.context > 1:
-            raise ValueError("parallel.context is for models that answer: leave it out")
-        if self.model_options.float32_head:
-            raise ValueError("model_options.float32_head is of models that answer: leave it out")
+        given = {"packing": self.packing == "on", "parallel.context": self.parallel.context > 1}
+        given["model_options.float32_head"] = self.model_options.float32_head
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"{names[0]} is for models that answer: leave it out")
         return self

@@ -143,6 +143,7 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, c
         chats.num_too_long += 1
         if config.too_long == "split":  # a piece begins with the last token of the one before, which it does not train
             starts = range(0, len(ids) - 1, max(limit - 1, 1))
+    # Of a long conversation, a piece that trains nothing is left out.
     for start in starts:
         piece = mask[start : start + limit].clone()
         piece[0] &= start == 0  # the first token of a row has no log-prob
