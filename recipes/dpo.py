@@ -39,7 +39,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     updater = make_updater(config, session, policy, steps=steps)
     settings = config.dpo.model_dump(exclude={"reference"})
     loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
-    reference = ReferenceLogProbs()
+    reference = ReferenceLogProbs()  # of every pair, under the starting model: no second model is kept
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -60,7 +60,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation: answers of the model itself, which the loss does not look at.
+            # 3. Evaluation: of answers that the model samples, which the loss never sees.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

@@ -104,7 +104,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
     sampled = None
-    with closing(rollouts):
+    with closing(task), closing(rollouts):
         samplers = PerRank(session, buffer.sampler)
         run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
         run.evaluate_before(evaluator)
@@ -116,8 +116,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             metrics = rollouts.sync_weights(version=step - 1)
 
             # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
-            #    which is what a better answer is measured by; no value network is needed. Groups of equal rewards
-            #    teach nothing and are left out; with refill (DAPO) others take their place.
+            #    which stands in for a value network. Groups of equal rewards teach nothing and are left out; with
+            #    refill (DAPO) others take their place.
             buffer.empty()
             quota.reset()
             buffer.extend(trainable_rows(data, config))
@@ -269,8 +269,8 @@ def check_processes(config: GRPOConfig, world_size: int) -> None:
         )
     if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
         raise ConfigError(
-            f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
-            "processes has a part: use one process, or an algorithm that looks at groups"
+            f"algo {config.algo} divides by the spread of a whole batch, and each of the {world_size} processes has a "
+            "part: use one process, or an algorithm that looks at groups"
         )
     sharded = config.parallel.mode == "fsdp2" and world_size > 1
     if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:

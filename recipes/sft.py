@@ -33,11 +33,15 @@ __all__ = ["plan", "run"]
 
 def train(config: SFTConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
+    # Conversations come first: what is wrong with them is reported before weights are loaded.
     tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize_chats, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
+    # The policy scores given tokens, in chunks, so that no tensor of all logits exists. The updater has the optimizer.
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
+
+    # The buffer holds the numbers of the rows, and deals out each once per epoch, in another order each time.
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -52,7 +56,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation. A split of its own decides when to stop: the reported score must not have been selected by.
+            # 3. Evaluation. Stopping looks at other problems: a score that decides when to stop is too good to report.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

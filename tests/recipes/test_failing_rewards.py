@@ -1,8 +1,11 @@
 """Rewards that fail: a conversation without one is left out and counted, and only too many of them end a run."""
 
+import gc
 import statistics
 
 import pytest
+
+from tests.support.processes import is_running
 
 SOURCE = """
 import math, pathlib, time
@@ -118,6 +121,18 @@ def test_a_run_whose_rewards_all_fail_is_aborted_with_the_first_traceback(place,
     assert place.steps("f") == []
 
 
+def test_the_process_of_a_reward_ends_with_its_run(place):
+    """Regression: it lived on until the run was collected as garbage."""
+    place.module("numbered", "import os\ndef score(completion, answer):\n    return os.getpid()\n")
+    gc.disable()
+    try:
+        place.train("grpo", "n", env={"reward": "numbered:score"}, steps=1)
+        [process] = {int(rollout.reward) for rollout in place.rollouts("n", 1)}
+        assert not is_running(process)
+    finally:
+        gc.enable()
+
+
 def test_how_many_may_fail_is_a_setting(place, run):
     run("all_but_two", max_failed=1.0)
     assert [step["rollout/failed"] for step in place.steps("f")] == [14, 16, 16]
@@ -134,9 +149,9 @@ def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place):
     assert [step["step"] for step in place.steps("b")] == [1, 2, 3, 4]
 
 
-def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place):
-    place.module("exam", "def score(completion, answer):\n    return None if answer == '3' else 0.5\n")
-    place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(4)])
+def test_held_out_problems_are_measured_and_those_that_cannot_be_scored_are_left_out_of_the_mean(place):
+    place.module("exam", "def score(completion, answer):\n    return {'103': None, '102': 0.5}.get(answer, 0.25)\n")
+    place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": f"10{i}"} for i in (2, 2, 3)])
     place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
     place.run("eval", "e", words=["scoring failed on 1"])

@@ -198,7 +198,7 @@ def test_adapters_are_those_of_the_text_layers_and_the_engine_samples_by_them(pl
     model = tiny_model(tiny_processor(), **VISION)
     model.model.visual.q_proj = torch.nn.Linear(4, 4)  # some families name its layers as those of the decoder
     config = SFTConfig(model=VISION, data={"path": "colours"}, lora={"r": 2})
-    adapted = add_adapters(config, model, None, None)
+    adapted = add_adapters(config, model)
     assert not [name for name, _ in adapted.named_modules() if "visual" in name and "lora" in name]
 
 

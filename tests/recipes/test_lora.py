@@ -114,10 +114,9 @@ def test_a_run_of_grpo_begins_at_its_reference_and_goes_on_from_its_adapters(pla
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3_moe"])
 def test_layers_of_other_kinds_have_adapters_and_merge(architecture):
-    with Session(sft_config()) as session:
-        model = tiny_model(tiny_tokenizer(), architecture=architecture, hidden_size=32, heads=2, layers=1)
-        plain = tiny_model(tiny_tokenizer(), architecture=architecture, hidden_size=32, heads=2, layers=1)
-        adapted = add_adapters(sft_config(), model, session, None)
+    sizes = {"architecture": architecture, "hidden_size": 32, "heads": 2, "layers": 1}
+    plain, adapted = tiny_model(tiny_tokenizer(), **sizes), tiny_model(tiny_tokenizer(), **sizes)
+    adapted = add_adapters(sft_config(), adapted)
     assert torch.equal(logits(adapted), logits(plain)), "new adapters change nothing"
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -130,9 +129,8 @@ def test_layers_of_other_kinds_have_adapters_and_merge(architecture):
 
 
 def test_dropout_is_of_adapters_alone_and_of_training_alone():
-    with Session(sft_config()) as session:
-        model = tiny_model(tiny_tokenizer(), hidden_size=32, heads=2)
-        adapted = add_adapters(sft_config(lora={"r": 2, "dropout": 0.5}), model, session, None)
+    config = sft_config(lora={"r": 2, "dropout": 0.5})
+    adapted = add_adapters(config, tiny_model(tiny_tokenizer(), hidden_size=32, heads=2))
     random = [name for name, module in adapted.named_modules() if module.training]
     assert random
     assert all(".lora_dropout." in name for name in random)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import datasets
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
-from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
+from llmrl.envs.llm.tasks.sums import sums_preferences
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
 ROWS = sums_preferences("test")[:6]
@@ -119,15 +118,6 @@ def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     assert largest_difference(place.weights("one", 3), place.weights("two", 3)) < 1e-6
 
 
-def test_every_pair_of_mistakes_has_a_right_and_a_wrong_answer():
-    rows = sums_mistakes("validation")
-    answers = [str(sum(map(int, re.findall(r"\d+", row["prompt"])))) for row in rows]
-    assert {sums_reward(row["chosen"], answer) for row, answer in zip(rows, answers, strict=True)} == {1.0}
-    assert {sums_reward(row["rejected"], answer) for row, answer in zip(rows, answers, strict=True)} == {0.0}
-    assert len({row["rejected"] for row in rows}) > 0.8 * len(rows), "a problem has another mistake almost each time"
-    assert rows == sums_mistakes("validation"), "they are the same every time"
-
-
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_a_margin_comes_from_the_data(place, level):
     rows = [{**PAIR, "prompt": f"{i} + {i}?", "gap": 0.5 * i} for i in range(6)]
@@ -138,15 +128,6 @@ def test_a_margin_comes_from_the_data(place, level):
     with_margin, without = place.steps("a")[0], place.steps("b")[0]
     assert with_margin["preference/margin"] == pytest.approx(without["preference/margin"])
     assert with_margin["policy/loss"] > without["policy/loss"] + 0.3
-
-
-def test_settings_that_cannot_be_run_are_refused(place):
-    place.train("reward", "bad", code=2, words=["env is for models that answer"], env={"name": "sums"})
-    place.train("reward", "bad", code=2, words=["float32_head is of models"], model_options={"float32_head": True})
-    place.train("reward", "bad", code=2, words=["first_share is for level token"], reward={"first_share": 0.5})
-    place.train("reward", "same", code=3, words=["eval.split must be pairs that are not"], eval={"split": "train"})
-    data = {"path": place.rows("p.jsonl", [PAIR, {**PAIR, "prompt": "1 + 1?"}]), "margin_column": "gap"}
-    place.train("reward", "bad", code=3, words=["'gap' must be a number: row 1 has None"], data=data)
 
 
 def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path, monkeypatch):

@@ -74,10 +74,6 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
         assert padded <= budget or len(part) == 1, "only a row that is longer by itself may exceed it"
 
 
-def test_micro_batches_put_rows_of_similar_length_together():
-    assert microbatches([30, 2, 31, 3], 64) == [[1, 3], [0, 2]]
-
-
 # --- the step
 
 
