@@ -153,7 +153,7 @@ class Session:
         others = set() if tower is None else set(tower.modules())
         for module in [*(m for m in model.modules() if type(m).__name__ in units and m not in others), model]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
-        # By these Transformers finds what weights are called in files; of FSDP's class it would take them as they are.
+        # FSDP changes the model's class. Transformers maps names of weights in files to the model's by these two.
         type(model).__name__, type(model).__module__ = kind.__name__, kind.__module__
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")

@@ -72,8 +72,8 @@ class EnginePlan:
     length   most tokens of a conversation; None: as many as model and memory have
     options  arguments of vLLM
     servers  URLs of engines that run elsewhere; then there is none here
-    apart    number of servers that ``llmrl launch`` is to start; then there is no engine here either
-    ray      servers that a Ray cluster is to place; then neither
+    apart    number of servers that ``llmrl launch`` is to start; then there is none here either
+    ray      servers that a Ray cluster is to place; then there is none here either
     """
 
     own_process: bool = False
@@ -321,8 +321,8 @@ def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
 
 
 def _needed_length(config: GRPOConfig, longest_evaluated: int) -> int:
-    """Tokens of the longest prompt with its longest answers, and the one more that vLLM wants for scoring. What tools
-    and users say in between is not in it.
+    """Tokens of the longest prompt with its longest answers, and one more, which vLLM needs for scoring. What tools and
+    users say in between is not counted.
     """
     evaluated = longest_evaluated + config.eval.max_tokens if longest_evaluated else 0
     return max(longest_row(config), evaluated) + 1

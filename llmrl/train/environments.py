@@ -105,7 +105,7 @@ def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) 
 
 
 def is_file(dataset: str | None) -> bool:
-    """True for a local file, which has one split whatever is asked for."""
+    """True for a local file, which has only one split."""
     return dataset is not None and (Path(dataset).suffix.lower() in FILE_FORMATS or Path(dataset).expanduser().exists())
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPU",
-    "MemoryPlan",
     "engine_memory",
     "engine_share",
     "find_gpu",
@@ -125,7 +124,7 @@ class MemoryPlan:
 
     ``training``   at the peak of a backward pass
     ``resident``   of those, what stays while the engine samples
-    ``sampling``   of the engine; beside ``training`` all the time, unless it ``sleeps`` meanwhile
+    ``sampling``   of the engine; in addition to ``training``, unless it ``sleeps`` during updates
     ``reserve``    driver, libraries, and what the allocator cannot use
     ``host``       in host memory, for this GPU, where parameters wait there
     """
@@ -155,7 +154,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan of a run on ``num_gpus`` of ``capacity`` bytes; None for a CPU, where nothing is reserved.
 
-    ``checkpointing``  None: by the settings, of which "auto" takes it if the run does not fit otherwise
+    ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit otherwise
     """
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity}
     if checkpointing is None:
@@ -183,6 +182,9 @@ def plan_memory(
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
     if num_gpus > 1 and not sharded:
         stays["DDP's buckets"] = trained
+    rollout = grpo.rollout if grpo else RolloutSettings()
+    # Transformers samples by the trainer's weights, and its cache is gone when a batch is sampled.
+    sleeps = rollout.engine == "transformers" or (rollout.sleep is not False and not rollout.max_staleness)
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
@@ -193,14 +195,16 @@ def plan_memory(
         training=training,
         resident=sum(stays.values()),
         sampling=_engine(grpo, shape, num_gpus, low_precision) if grpo else {},
-        sleeps=_engine_sleeps(grpo) if grpo else True,
+        sleeps=sleeps,
         reserve=0.0 if capacity is None else _reserve(capacity),
         checkpointing=checkpointing,
         host=host,
     )
 
 
-def _plan_on(config: ModelSource, shape: ModelShape, gpu: GPU) -> MemoryPlan:
+def _plan_on(config: ModelSource, shape: ModelShape, gpu: GPU | None, num_cpus: int = 1) -> MemoryPlan:
+    if gpu is None:
+        return plan_memory(config, shape, num_gpus=num_cpus, low_precision=config.in_bfloat16(None))
     low = config.in_bfloat16(gpu.bfloat16)
     return plan_memory(config, shape, num_gpus=gpu.count, low_precision=low, capacity=gpu.bytes)
 
@@ -243,8 +247,8 @@ def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> floa
 
 
 def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
-    """Autocast's copies of all weights; of shards, two layers and the outermost parameters whole, with gradients. Below
-    adapters there are neither copies nor gradients, and of layers in 4 bits one whole.
+    """Autocast's copies of all weights; with shards, two whole layers and the outermost parameters, with gradients.
+    Below adapters there are no copies and no gradients, and with layers in 4 bits one whole layer.
     """
     if config.lora:
         blocks = 2 * shape.largest_block + shape.outer if sharded else shape.largest_block
@@ -260,13 +264,6 @@ def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, o
     rows = chunk_rows(shape.vocabulary, "cuda" if on_gpu else "cpu")
     weight = 0 if config.lora else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
     return 3 * 4.0 * rows * shape.vocabulary + weight
-
-
-def _engine_sleeps(config: GRPOConfig) -> bool:
-    """True if the engine gives its memory back while the trainer updates."""
-    if config.rollout.engine == "transformers":
-        return True  # its cache is gone when a batch is sampled
-    return config.rollout.sleep is not False and not config.rollout.max_staleness
 
 
 def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool) -> dict[str, float]:
@@ -317,8 +314,7 @@ def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> float:
 def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
     """True if decoder layers keep their inputs alone in this run on these GPUs: the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
-    given = {"num_gpus": session.world_size, "low_precision": session.low_precision, "capacity": gpu and gpu.bytes}
-    return session.any(plan_memory(config, model_shape(model), **given).checkpointing)
+    return session.any(_plan_on(config, model_shape(model), gpu, session.world_size).checkpointing)
 
 
 # --- what would make it fit -------------------------------------------------------------------------------------------
@@ -443,7 +439,7 @@ def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
 def memory_rows(
     config: ModelSource, shape: ModelShape, session: Session, gpu: GPU | None = None
 ) -> list[tuple[str, str]]:
-    """Rows of the plan for ``gpu``, or for the one that is found; on a CPU a remark on its memory.
+    """Rows of the plan for ``gpu``, or for the one that is found; on a CPU they name its memory.
 
     Raises  ConfigError if the run cannot fit on the GPUs, naming the settings that would make it fit
     """
@@ -451,8 +447,7 @@ def memory_rows(
     count = gpu.count if gpu else session.world_size
     if gpu or count > 1:
         config.parallel.check_count(count)
-    low = session.low_precision
-    plan = _plan_on(config, shape, gpu) if gpu else plan_memory(config, shape, num_gpus=count, low_precision=low)
+    plan = _plan_on(config, shape, gpu, count)
     if gpu and plan.peak > gpu.bytes:
         raise ConfigError(_does_not_fit(config, shape, plan, gpu))
     place = f"CPU, {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / count)} GiB of RAM for each process"

@@ -68,8 +68,8 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     """The tokenizer of ``config.model``, with the chat template of the run and a padding id; for a model that reads
     images the processor that contains it.
 
-    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
-            that is registered for the model
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for a template if
+            another one is registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_processor, tiny_tokenizer
@@ -120,7 +120,7 @@ def load_model(
     model = session.shard(model) if is_tiny and session.sharded else model
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
     freeze_vision(model, config)
-    return add_adapters(config, model, session, adapter) if config.lora else model
+    return add_adapters(config, model, adapter) if config.lora else model
 
 
 def load_files(

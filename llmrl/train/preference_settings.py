@@ -20,7 +20,7 @@ class PreferenceData(Settings):
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
-    rows: int | None = Field(None, ge=1, description="the first so many pairs; null: all")
+    rows: int | None = Field(None, ge=1, description="only the first pairs, this many; null: all")
     prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
     chosen_column: str = Field("chosen", description="where the better answer is")
     rejected_column: str = Field("rejected", description="where the worse answer is")

@@ -57,7 +57,7 @@ def load_reward_model(
         else:
             head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
             model = load_files(config, session, runs=runs, checked=checked, **head)
-    return add_adapters(config, model, session, adapter) if config.lora else model
+    return add_adapters(config, model, adapter) if config.lora else model
 
 
 class PairEvaluator:

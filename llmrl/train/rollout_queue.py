@@ -31,7 +31,7 @@ class _Part:
 
     number   in the order in which they were drawn
     before   the collector's state before them: a resumed run restarts there if they are not finished
-    run      samples them, in the thread that calls it; None if that is done
+    run      samples them in the thread that calls it; None if they are finished
     version  of the weights when they were begun
     """
 
@@ -51,12 +51,12 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait:
-                   what is begun earlier is only older. A group whose oldest token is by weights more than k versions
-                   older than those it would train is dropped
-    oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
-    concurrency    of conversations at a time; None: all
-    modes          entered in each thread, as autocast
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait,
+                   since those begun earlier are only older. A group is dropped if weights more than k versions older
+                   than those it would train sampled its oldest token
+    oversample     groups begun beyond those of a step, as a share of them; those that no step waits for are dropped
+    concurrency    the largest number of conversations at a time; None: all
+    modes          a context that each thread enters, such as autocast
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class Run(AbstractContextManager):
     ``source``    ``config`` with the model to load: the checkpoint, or what ``config.model`` names
     ``adapter``   folder of the adapters to go on with: of a run with ``config.lora``, whose ``source`` is the base
     ``origin``    the model that the run started from, also after a resumption
-    ``start``     number of steps done before
+    ``start``     number of steps that were done before a resumption
     ``exit_code`` 0, or 130 after an interruption
 
     The order of calls: `print_plan`, `begin`, `evaluate_before`, then for each of `steps` perhaps `due` and `evaluate`,
@@ -211,7 +211,7 @@ class Run(AbstractContextManager):
         return self._interrupted or self._ending or self._step == self._total
 
     def due(self, every: int) -> bool:
-        """True if this step is to be evaluated: every so many (0: none) and the last, but not when interrupted."""
+        """True if this step is to be evaluated: every ``every`` steps (0: none) and the last, unless interrupted."""
         return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:

@@ -42,14 +42,14 @@ class TokenizedRows:
     masks: list[Tensor] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)  # of each row, if the model reads images
     num_too_long: int = 0  # rows that were longer than allowed
-    measured: str = ""  # what is measured beside them, in words
+    measured: str = ""  # the rows that are only measured, in words
     unit: ClassVar[str]  # what a row is called
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def as_rows(self) -> TensorDict:
-        """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and what subclasses have beside them."""
+        """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and `columns`."""
         rows = {
             "tokens": Tokens.from_rows({"full": self.ids}),
             "masks": Masks.from_rows({"all_assistant_mask": self.masks}),

@@ -236,13 +236,13 @@ def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _num_turns(data: TensorDictBase) -> list[int]:
-    """The number of answers in each row: runs of tokens that were sampled."""
+    """The number of answers in each row: of runs of sampled tokens."""
     masks = data.get(("masks", "all_assistant_mask"), as_list=True)
     return [int((mask[1:] & ~mask[:-1]).sum()) + int(mask[:1].sum()) for mask in masks]
 
 
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
-    """Metrics of what the environment wrote beside the reward: the values of each reward function, and tool calls.
+    """Metrics of what the environment wrote in addition to the reward: values of each reward function, tool calls.
 
     Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), if present, of rows that are done
     Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns

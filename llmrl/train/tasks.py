@@ -147,7 +147,7 @@ class Task:
 
     @cached_property
     def _planned(self) -> list[Transform]:
-        """As `_scoring`, but for reward models, of which only the files are checked."""
+        """As `_scoring`, but without the weights of reward models: only their files are checked."""
         return self._make_rewards(load=False) if self._has_reward_model else self._scoring
 
     @property
