@@ -39,10 +39,8 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     policy = SimpleNamespace(scorer=RewardScorer(model))
     updater = make_updater(config, session, policy, steps=steps)
     loss = RewardLoss(updater.scorer, **config.reward.model_dump())
-    evaluator = None
-    if pairs.held_out is not None:
-        held_out = pairs.held_out.as_rows()
-        evaluator = PairEvaluator(updater, loss, held_out, split=config.eval.split)
+    held_out = pairs.held_out
+    evaluator = PairEvaluator(updater, loss, held_out.as_rows(), split=config.eval.split) if held_out else None
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -52,11 +50,11 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
         # 1. All ranks draw the same pairs, and each trains a part of them: more ranks give the same numbers.
         batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
-        # 2. Micro-batches, loss, clipping, AdamW.
+        # 2. Micro-batches, loss, clipping, AdamW. The loss is -log sigmoid of the difference of the rewards of a pair.
         metrics = updater.train(loss, [batch], step)
         metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-        # 3. Evaluation: the share of held-out pairs that the model ranks right.
+        # 3. Evaluation: the share of held-out pairs that the model ranks correctly.
         metrics |= run.evaluate_when_due(evaluator, config.eval.every)
         run.finish_step(step, metrics)
     run.print_end(pairs.samples(config.samples), evaluator)

@@ -132,7 +132,7 @@ class Session:
         own = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if not own:
             return
-        for parameter in own:  # a rank without rows has none, and takes part all the same
+        for parameter in own:  # a gradient is None where no row of this rank used the layer: it counts as zero
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         joined = torch.cat([parameter.grad.flatten() for parameter in own])
         dist.all_reduce(joined)

@@ -273,7 +273,7 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
     model.tie_weights()  # new memory has untied them
     values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
-        # One weight at a time: beside its own parts a rank never has more than one whole weight in memory.
+        # One weight at a time: the other ranks never hold more than one whole weight beside their own parts.
         value = torch.empty(own.shape, dtype=own.dtype) if values is None else values[name]
         value = value.detach().to(session.device)
         if not isinstance(own, DTensor):

@@ -206,7 +206,7 @@ class RolloutQueue:
         except BaseException as caught:
             error = caught  # raised when the part is taken
         with self._changed:
-            if part.stopped.is_set():  # `take` or `close` has it off the list, and has counted it
+            if part.stopped.is_set():  # by `take`, which has counted it as dropped, or by `close`
                 return
             part.data, part.error = data, error
             self._unfinished.remove(part)

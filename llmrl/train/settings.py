@@ -24,18 +24,12 @@ from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Setting
 
 __all__ = [
     "AlgorithmSettings",
-    "CheckpointSettings",
     "EnvSettings",
     "EvalSettings",
     "GRPOConfig",
-    "MemorySettings",
-    "ModelOptions",
     "ModelSource",
     "OptimSettings",
-    "ParallelSettings",
-    "ProfileSettings",
     "RewardSettings",
-    "RolloutSettings",
     "SFTConfig",
     "SFTData",
     "SamplingSettings",

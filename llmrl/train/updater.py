@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
@@ -79,35 +78,23 @@ _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 class Updater:
     """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
 
-    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
-    result: every term of the loss is divided by counts of the whole step. Nor does ``packing`` of a pass's sequences.
+    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
+    result, because every term of the loss is divided by counts of the whole step; nor does ``config.packing``.
 
     Raises  ConfigError for packing="on" if the model cannot be packed
     """
 
-    def __init__(
-        self,
-        session: Session,
-        scorer: TokenScorer,
-        optim: OptimSettings,
-        *,
-        steps: int,
-        tokens_per_microbatch: int,
-        packing: Packing = "auto",
-        router_aux_loss: float | None = None,
-    ):
-        self.session = session
-        self.settings = optim
-        self.steps = steps
-        self.tokens_per_microbatch = tokens_per_microbatch
+    def __init__(self, session: Session, scorer: TokenScorer, config: ModelSource, *, steps: int):
+        self.session, self.steps = session, steps
+        self.settings, self._budget = config.optim, config.tokens_per_microbatch
         self._model = scorer.model
         self._attention = attention_share(scorer.model)
-        scorer.use_packing(packing)
-        self._balance = ExpertBalance(session, scorer.model, router_aux_loss)
+        scorer.use_packing(config.packing)
+        self._balance = ExpertBalance(session, scorer.model, config.model_options.router_aux_loss)
         self.scorer = session.prepare(scorer)
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         place = torch.device("cpu") if session.offloads else session.device
-        self.optimizer = make_optimizer(self._trained, optim, place)
+        self.optimizer = make_optimizer(self._trained, config.optim, place)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         is_known = self._gpu and self._gpu.flops and session.low_precision  # the table has the peak of bfloat16
@@ -252,7 +239,7 @@ class Updater:
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
         """The rows of each micro-batch; if every forward pass is a collective, equally many on each rank."""
-        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
+        parts = microbatches(_lengths(batch), self._budget)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
         return parts
@@ -279,15 +266,7 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
     if config.memory.compile:
         for block in decoder_blocks(model):
             block.compile()
-    updater = Updater(
-        session,
-        policy.scorer,
-        config.optim,
-        steps=steps,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        packing=config.packing,
-        router_aux_loss=config.model_options.router_aux_loss,
-    )
+    updater = Updater(session, policy.scorer, config, steps=steps)
     policy.scorer = updater.scorer
     return updater
 

@@ -33,6 +33,12 @@ def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):
     assert improved >= 0.9
 
 
+def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward(tmp_path):
+    _, taught, improved = teach_and_improve(tmp_path, "colours", "colours")
+    assert taught <= 0.75, "a third of the examples is wrong"
+    assert improved >= max(0.8, taught + 0.1)
+
+
 def test_a_tiny_model_learns_by_reward_to_call_the_calculator(tmp_path):
     before, taught, improved = teach_and_improve(tmp_path, "tools", "big_sums")
     called = measures(tmp_path / "improved", "big_sums", "call_rate")

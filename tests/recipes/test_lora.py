@@ -18,6 +18,7 @@ from llmrl.train.models import load_model
 from llmrl.train.settings import GRPOConfig, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.weight_update import merged_weights
+from tests.support.training_rows import worst as difference
 
 peft = pytest.importorskip("peft")
 OPTIM = {"lr": 1e-2, "warmup": 1}
@@ -37,11 +38,6 @@ def read_by_peft(place, run, step):
     """The base of a run with the adapters of a checkpoint merged into it."""
     base = AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "base")
     return peft.PeftModel.from_pretrained(base, place.checkpoint(run, step) / "adapter").merge_and_unload()
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max((value - other[name]).abs().max().item() for name, value in one.items())
 
 
 def logits(model):

@@ -341,9 +341,10 @@ def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_speed_is_of_all_updates_since_it_was_asked(dtype, monkeypatch):
     monkeypatch.setattr("llmrl.train.updater.find_gpu", lambda device, count: GPU("a GPU", 1e9, count, flops=1e9))
-    with Session(sft(dtype=dtype)) as session:
+    config = sft(dtype=dtype, tokens_per_microbatch=100)
+    with Session(config) as session:
         scorer = TokenScorer(tiny_model(hidden_size=32, heads=2), packing="off")
-        updater = Updater(session, scorer, OptimSettings(), steps=9, tokens_per_microbatch=100)
+        updater = Updater(session, scorer, config, steps=9)
         for step in (1, 2):
             updater.step(SFTLoss(updater.scorer), random_rows([9, 6]), step)
         flops = 2 * model_shape(scorer.model).training_flops([9, 6], 10)

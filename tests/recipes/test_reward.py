@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
 from llmrl.envs.llm.tasks.sums import sums_preferences
+from tests.support.training_rows import worst
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
 ROWS = sums_preferences("test")[:6]
@@ -20,11 +21,6 @@ PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 
 def judged_by(model):
     return {"reward": None, "rewards": [{"reward_model": {"model": str(model)}, "name": "judge"}]}
-
-
-def largest_difference(one, other):
-    assert one.keys() == other.keys()
-    return max((value - other[name]).abs().max().item() for name, value in one.items())
 
 
 def test_a_model_of_pairs_is_the_reward_of_grpo(place):
@@ -72,7 +68,7 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     # the whole model is that of peft, from the base and the adapters' file alone
     read = peft.AutoPeftModelForSequenceClassification.from_pretrained(last / "adapter", num_labels=1)
     own = place.weights("judge", 4)
-    assert largest_difference(own, read.merge_and_unload().state_dict()) < 1e-6
+    assert worst(own, read.merge_and_unload().state_dict()) < 1e-6
     assert torch.equal(own["score.weight"], late[HEAD])
     begun = load_file(base / "model.safetensors")["model.norm.weight"]
     assert torch.equal(own["model.norm.weight"], begun), "what has no adapter stays"
@@ -100,11 +96,11 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     # a resumed run is the run that would have been; another one goes on from its adapters
     place.run("resume", "again")
     place.same("judge", "again")
-    assert largest_difference(load_file(place.checkpoint("again", 4) / "adapter" / FILE), late) == 0
+    assert worst(load_file(place.checkpoint("again", 4) / "adapter" / FILE), late) == 0
     shutil.rmtree(place.checkpoint("again", 4))
     place.train("reward", "more", steps=1, model="runs/again", optim={"lr": 1e-9}, eval={"rows": 6})
     merged = AutoModelForSequenceClassification.from_pretrained("merged2").state_dict()
-    assert largest_difference(place.weights("more", 1), merged) < 1e-6
+    assert worst(place.weights("more", 1), merged) < 1e-6
 
 
 @pytest.mark.slow
@@ -114,8 +110,8 @@ def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200, "optim": {"lr": 1e-4}}
     place.train_as_one_and_as_ranks("reward", *savings, step=3, **changes)
     one, two = (load_file(place.checkpoint(run, 3) / "adapter" / FILE) for run in ("one", "two"))
-    assert largest_difference(one, two) < 1e-6
-    assert largest_difference(place.weights("one", 3), place.weights("two", 3)) < 1e-6
+    assert worst(one, two) < 1e-6
+    assert worst(place.weights("one", 3), place.weights("two", 3)) < 1e-6
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])

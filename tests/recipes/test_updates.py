@@ -22,8 +22,8 @@ CONFIG = SFTConfig(model={}, data={"path": "sums"})
 
 
 def updater(session, model, *, tokens=16384, steps=10, **optim):
-    optim = OptimSettings(**{"lr": 1e-2, **optim})
-    return Updater(session, TokenScorer(model), optim, steps=steps, tokens_per_microbatch=tokens)
+    changes = {"optim": OptimSettings(**{"lr": 1e-2, **optim}), "tokens_per_microbatch": tokens}
+    return Updater(session, TokenScorer(model), CONFIG.model_copy(update=changes), steps=steps)
 
 
 def tiny():

@@ -94,6 +94,6 @@ def check_step(
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference between gradients by the same names."""
+    """The largest difference between tensors by the same names."""
     assert found.keys() == expected.keys()
     return max((found[name] - value).abs().max().item() for name, value in expected.items())
