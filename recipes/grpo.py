@@ -16,9 +16,7 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,57 +27,34 @@ from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
 from llmrl.envs.transforms import Compose
-from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.memory import GPU, trainer_gpus
-from llmrl.train.model_shape import model_shape
-from llmrl.train.models import load_model, load_tokenizer, meta_model
-from llmrl.train.plan import grpo_plan, grpo_settings, samples_exactly
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
-from llmrl.train.tasks import Task, eval_rows, training_rows
+from llmrl.train.tasks import Task
 from llmrl.train.updater import Updater, make_updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["plan", "run"]
-
-
-def plan(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
-    """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
-
-    Loads the tokenizer and the data, no weights.
-    """
-    return plan_with_engine(config, runs=runs, gpu=gpu)[0]
-
-
-def plan_with_engine(
-    config: GRPOConfig, *, runs: Path, gpu: GPU | None = None
-) -> tuple[list[tuple[str, str]], EnginePlan | None]:
-    """The rows of `plan`, and the engine that is in them."""
-    tokenizer = load_tokenizer(config, runs=runs)
-    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
-        prepared = prepare(config, config, session, task, runs=runs, gpu=gpu)
-        return prepared.rows, prepared.engine
+__all__ = ["plan", "plan_with_engine", "run"]
 
 
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = Task(config.env, tokenizer)
-    prepared = prepare(config, run.source, session, task, runs=run.runs)
-    run.print_plan(f"grpo · {config.env.name}", prepared.rows)
-    advantage_settings, loss_settings = grpo_settings(config, exact=samples_exactly(config, session))
+    prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
+    run.print_plan(f"grpo · {config.env.name}", rows)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
@@ -88,12 +63,13 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps)
-    loss = GRPOLoss(actor, **loss_settings)
+    loss = GRPOLoss(actor, **prepared.loss)
     reference = make_reference(config, session, run, actor, tokenizer) if config.grpo.kl else None
 
+    # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)
     rollouts = RolloutSource(collector, engine, updater.scorer, session, config)
-    advantage = MCAdvantage(config.group_size, **advantage_settings)
+    advantage = MCAdvantage(config.group_size, **prepared.advantage)
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(collector.env.batch_size[0] * config.env.max_records),
@@ -156,34 +132,10 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 
+plan = plan_grpo
 run = partial(run_recipe, train)
 
 # --- the parts that `train` puts together -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is decided before weights are loaded: prompts, problems to measure on, engine, plan."""
-
-    prompts: list[Mapping[str, Any]]
-    held_out: Sequence[Mapping[str, Any]]
-    engine: EnginePlan | None
-    replays_routes: bool
-    rows: list[tuple[str, str]]
-
-
-def prepare(
-    config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
-) -> Prepared:
-    """``source``: the settings with the model to load, see `Run`."""
-    check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
-    prompts, dropped = task.fit_prompts(training_rows(config.env))
-    held_out = eval_rows(config.env, config.eval) or ()
-    empty = meta_model(source, task.processor, runs=runs)
-    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
-    counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
-    rows = grpo_plan(config, session, task, engine, model_shape(empty), gpu, **counts)
-    return Prepared(prompts, held_out, engine, replays_routes(source, empty), rows)
 
 
 def make_reference(
@@ -258,23 +210,3 @@ def add_log_probs(
         if loss.proximal == "recomputed":
             updater.add_proximal(loss, batch)
     return {"time/logp": time.perf_counter() - clock}
-
-
-def check_processes(config: GRPOConfig, world_size: int) -> None:
-    """Raises ConfigError for settings that this number of processes cannot keep."""
-    advantage, _ = grpo_settings(config)
-    if config.prompts_per_step % world_size:
-        raise ConfigError(
-            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
-        )
-    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
-        raise ConfigError(
-            f"algo {config.algo} divides by the spread of a whole batch, and each of the {world_size} processes has a "
-            "part: use one process, or an algorithm that looks at groups"
-        )
-    sharded = config.parallel.mode == "fsdp2" and world_size > 1
-    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
-        raise ConfigError(
-            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
-            "processes of a sharded model generate in step with each other"
-        )

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrl.errors import DataError, TemplateError
+from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.lora import lora_rows
-from llmrl.train.memory import GPU, memory_rows
+from llmrl.train.memory import GPU, memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
-from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.tasks import Task, eval_rows, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.vision import Media
-    from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.run import Run
     from llmrl.train.sft_data import TokenizedRows
 
-__all__ = ["grpo_plan", "grpo_settings", "plan_recipe", "read_data", "samples_exactly"]
+__all__ = ["PreparedGRPO", "grpo_settings", "plan_grpo", "plan_recipe", "plan_with_engine", "prepare_grpo", "read_data"]
 
 Rows = list[tuple[str, str]]
 
@@ -131,21 +131,80 @@ def _steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
     return config.steps or max(1, math.ceil(config.epochs * per_epoch)), per_epoch
 
 
-def grpo_plan(
+def plan_grpo(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> Rows:
+    """Rows of label and text that describe a run of ``config``, on this machine or on ``gpu``.
+
+    Loads the tokenizer and the data, no weights.
+    """
+    return plan_with_engine(config, runs=runs, gpu=gpu)[0]
+
+
+def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> tuple[Rows, EnginePlan | None]:
+    """The rows of `plan_grpo`, and the engine that is in them."""
+    tokenizer = load_tokenizer(config, runs=runs)
+    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
+        prepared, rows = prepare_grpo(config, config, session, task, runs=runs, gpu=gpu)
+        return rows, prepared.engine
+
+
+@dataclass(frozen=True)
+class PreparedGRPO:
+    """Everything that is decided before weights are loaded: prompts, problems to measure on, engine, algorithm."""
+
+    prompts: list[Mapping[str, Any]]
+    num_dropped: int  # prompts that were too long
+    held_out: Sequence[Mapping[str, Any]]
+    engine: EnginePlan | None
+    replays_routes: bool
+    advantage: dict[str, Any]  # keyword arguments of MCAdvantage
+    loss: dict[str, Any]  # and of GRPOLoss
+
+
+def prepare_grpo(
+    config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
+) -> tuple[PreparedGRPO, Rows]:
+    """The parts of a run without weights, and its plan; ``source`` has the model to load, see `Run`."""
+    _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
+    prompts, dropped = task.fit_prompts(training_rows(config.env))
+    held_out = eval_rows(config.env, config.eval) or ()
+    empty = meta_model(source, task.processor, runs=runs)
+    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
+    # Transformers samples by the trained module itself: in float32 its log-probs are the trainer's own.
+    settings = grpo_settings(config, exact=engine is None and not session.low_precision)
+    prepared = PreparedGRPO(prompts, dropped, held_out, engine, replays_routes(source, empty), *settings)
+    return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
+
+
+def _check_processes(config: GRPOConfig, world_size: int) -> None:
+    """Raises ConfigError for settings that this number of processes cannot keep."""
+    advantage, _ = grpo_settings(config)
+    if config.prompts_per_step % world_size:
+        raise ConfigError(
+            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
+        )
+    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
+        raise ConfigError(
+            f"algo {config.algo} divides by the spread of a whole batch, and each of the {world_size} processes has a "
+            "part: use one process, or an algorithm that looks at groups"
+        )
+    sharded = config.parallel.mode == "fsdp2" and world_size > 1
+    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
+        raise ConfigError(
+            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
+            "processes of a sharded model generate in step with each other"
+        )
+
+
+def _grpo_plan(
     config: GRPOConfig,
     session: Session,
     task: Task,
-    engine: EnginePlan | None,
+    prepared: PreparedGRPO,
     shape: ModelShape,
-    gpu: GPU | None = None,
-    *,
-    num_prompts: int,
-    num_dropped: int = 0,
-    num_eval: int = 0,
+    gpu: GPU | None,
 ) -> Rows:
-    env, prompts = config.env, config.prompts_per_step
-    advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
-    words = PRESETS[config.algo].describe(advantage, loss)
+    env, prompts, num_eval = config.env, config.prompts_per_step, len(prepared.held_out)
+    words = PRESETS[config.algo].describe(prepared.advantage, prepared.loss)
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
     if config.overlong_buffer:
@@ -154,7 +213,9 @@ def grpo_plan(
         words["aggregation"] += ", without answers that were cut off"
     rollouts = f"{prompts} prompts x {config.group_size} = {prompts * config.group_size} rollouts a step"
     updates = f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)}"
-    dropped = f" · {num_dropped} longer than {env.max_prompt_tokens} tokens left out" if num_dropped else ""
+    num_prompts, dropped = len(prepared.prompts), ""
+    if prepared.num_dropped:
+        dropped = f" · {prepared.num_dropped} longer than {env.max_prompt_tokens} tokens left out"
     evaluated = f" · {num_eval} problems measured" if num_eval else ""
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
@@ -165,7 +226,7 @@ def grpo_plan(
         *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
-        *_engine(config, engine),
+        *_engine(config, prepared.engine),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
@@ -178,15 +239,10 @@ def grpo_plan(
     ]
 
 
-def samples_exactly(config: GRPOConfig, session: Session) -> bool:
-    """True if the log-probs of sampling are the trainer's own to float32 rounding."""
-    return config.rollout.engine == "transformers" and not session.low_precision
-
-
 def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
 
-    ``exact``: the result of `samples_exactly`; such log-probs need not be computed again.
+    ``exact``: the log-probs of sampling are the trainer's own to float32 rounding, and need not be computed again.
 
     Raises  ConfigError for settings that contradict each other
     """
