@@ -35,7 +35,7 @@ def one_hangs(completion, answer):
         time.sleep(600)
     return len(completion)
 
-def all_raise(completion, answer):
+def all_raise(answer):
     raise KeyError("grader is down")
 
 def all_but_two(completion, answer):
@@ -116,8 +116,10 @@ def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_score
     assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
 
 
-def test_a_run_whose_rewards_all_fail_is_aborted_with_the_first_traceback(place, run):
-    run("all_raise", code=4, words=["at most max_failed = 50%", "got 16 of 16 in step 1", "grader is down"])
+@pytest.mark.parametrize("env", [{}, {"user": "failing:all_raise", "max_turns": 2}], ids=["reward", "user"])
+def test_a_run_whose_rewards_or_users_all_fail_is_aborted_with_the_first_traceback(place, run, env):
+    reward = "some_none" if env else "all_raise"
+    run(reward, code=4, words=["at most max_failed = 50%", "got 16 of 16 in step 1", "grader is down"], env=env)
     assert place.steps("f") == []
 
 
