@@ -10,13 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import FILE_FORMATS, to_pair
+from llmrl.data.llm.dataset_files import to_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import Sample
+from llmrl.train.environments import is_file
 from llmrl.train.preference_settings import PairsConfig, RewardConfig
 from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
@@ -76,7 +77,7 @@ def held_out_pairs(
     Raises  DataError as `tokenize_pairs`, and if a split would be measured that is trained on
     """
     data, held_out = config.data, config.eval
-    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
+    if held_out.dataset is None and data.path not in _EMBEDDED and is_file(data.path):
         return None, None
     if held_out.dataset is None and held_out.split == data.split:
         raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")

@@ -156,7 +156,9 @@ def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
     place.run("eval", "judge", "--samples", "2", code=2, words=["--samples"])
 
 
-def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place):
-    file = place.rows("pairs.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
+@pytest.mark.parametrize("name", ["pairs.jsonl", "PAIRS.JSONL"])
+def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place, name):
+    """Regression: with an ending in capitals the pairs that were trained on were measured."""
+    file = place.rows(name, [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
     place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval={})
     place.run("eval", "judge", code=2, words=["--data FILE"])
