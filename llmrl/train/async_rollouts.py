@@ -129,7 +129,8 @@ class RolloutSource:
         """The engine's warning, and that rollouts failed in this step, with `first_error` the first time."""
         if not num_failed:
             return self._engine.warning
-        error, self._error_reported = "" if self._error_reported else self.first_error, True
+        error = "" if self._error_reported else self.first_error
+        self._error_reported = self._error_reported or bool(error)  # a reward of None fails without a traceback
         return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:

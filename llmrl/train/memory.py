@@ -112,8 +112,9 @@ def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
     if device.type != "cuda":
         return None
     name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    words = name.replace("-", " ").split()  # the longest label first: an L40S is not an L40
-    label = next((label for label in sorted(_GPUS, key=len, reverse=True) if label.partition("-")[0] in words), None)
+    words = name.replace("-", " ").split()
+    labels = [label for label in _GPUS if label.partition("-")[0] in words]
+    label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
 

@@ -23,6 +23,12 @@ def some_huge(completion, answer):
 def some_raise(completion, answer):
     return 1 / (int(answer) % 3) + len(completion)
 
+def none_then_raise(completion, answer):
+    calls.append(answer)
+    if int(answer) % 3:
+        return len(completion)
+    return None if len(calls) <= 16 else 1 / 0
+
 def one_of_each_group(completion, answer):
     calls.append(answer)
     return None if calls.count(answer) % 4 == 1 else len(completion)
@@ -74,6 +80,12 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
         assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
         trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
         assert step["tokens/trained"] == trained
+
+
+def test_the_first_traceback_is_shown_though_conversations_without_one_failed_before(run):
+    """Regression: the warning of a step without a traceback counted as its report."""
+    out = run("none_then_raise", words=["in none_then_raise", "ZeroDivisionError"]).out
+    assert out.count("rollouts failed") == 3
 
 
 def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place):

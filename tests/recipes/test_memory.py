@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from llmrl.train.memory import (
     GPU,
     engine_memory,
     engine_share,
+    find_gpu,
     memory_rows,
     parse_gpu,
     plan_memory,
@@ -300,6 +302,24 @@ def test_adapters_are_a_remedy_where_nothing_else_helps():
 def test_the_page_has_the_table_of_the_plan():
     page = Path(__file__).parents[2] / "docs/scaling.md"
     assert table() in page.read_text(), "python scripts/memory_table.py prints the table of the page"
+
+
+@pytest.mark.parametrize(
+    ("found", "gib", "label"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100"),
+        ("NVIDIA A100-PCIE-40GB", 39.5, "A100-40"),
+        ("NVIDIA L40S", 44.5, "L40S"),
+        ("GeForce GTX 1080", 7.9, "GeForce GTX 1080"),
+    ],
+)
+def test_a_gpu_is_recognised_by_its_name_and_its_size(monkeypatch, found, gib, label):
+    """Regression: an A100 of 80 GB was called one of 40 GB."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    gpu = find_gpu(torch.device("cuda"))
+    assert (gpu.name, gpu.bytes) == (label, gib * GIB)
 
 
 @pytest.mark.parametrize("text", ["H100:0", "H10", "80:x", "", ":8", "-3"])
