@@ -72,7 +72,7 @@ def held_out_pairs(
     """The pairs that are only measured, and the rows that are left to train on (None: the first ``data.rows``).
 
     They are the pairs of ``eval.split``, or of ``eval.dataset``. A dataset of the hub without that split gives the last
-    pairs of the one that is trained on, a tenth at most; a file alone gives none.
+    pairs of the one that is trained on, a tenth at most; fewer than ten pairs, or a file alone, give none.
 
     Raises  DataError as `tokenize_pairs`, and if a split would be measured that is trained on
     """
@@ -93,6 +93,8 @@ def held_out_pairs(
         rows = load_split(data, data.split, _EMBEDDED)
         count = min(data.rows or len(rows), len(rows))
         first = count - min(held_out.rows or count, count // 10)
+        if first == count:
+            return None, None  # of fewer than ten pairs all are needed
         other = tokenize_pairs(config, tokenizer, rows, range(first, count))
         place = f"the last {len(other)} pairs of split {data.split}"
         other.measured = f"{place}, not trained on: there is no split {held_out.split}"
