@@ -1,1 +1,1 @@
-"""The training loops, one file each, with the YAML files of the runs we have made beside them."""
+"""The training loops, one file each, and YAML files of runs that we have made."""

@@ -18,7 +18,7 @@ from functools import partial
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import DPO_COLUMNS
-from llmrl.train.dealing import attention_share, deal_batch, deal_epochs
+from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
 from llmrl.train.models import load_model
@@ -39,28 +39,28 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     updater = make_updater(config, session, policy, steps=steps)
     settings = config.dpo.model_dump(exclude={"reference"})
     loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
-    reference = ReferenceLogProbs()
+    reference = ReferenceLogProbs()  # of every pair, under the starting model: no second model is kept
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
-    share = attention_share(model)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler, reference=reference)
         if not loss.reference_free:
-            reference.compute(session, updater, loss, rows, share)
+            reference.compute(updater, loss, rows)  # once: the model is the reference until its first update
         run.evaluate_before(evaluator)
         for step in run.steps(steps, DPO_COLUMNS):
-            # 1. All ranks draw the same pairs and train a part of them each: one more rank changes no number.
+            # 1. All ranks draw the same pairs, and each trains a part of them: more ranks give the same numbers.
             batch = rows[buffer.sample()]
             if not loss.reference_free:
                 batch.set("reference_log_probs", reference.values[batch["row"]])
-            batch, imbalance = deal_batch(session, batch, share, everywhere=True)
+            batch, imbalance = updater.deal(batch, everywhere=True)
 
-            # 2. Micro-batches, loss, clipping, AdamW.
+            # 2. Micro-batches, loss, clipping, AdamW. The loss raises log p(chosen) over log p(rejected), each measured
+            #    from where the reference has it.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation: answers of the model itself, which the loss does not look at.
+            # 3. Evaluation: of answers that the model samples, which the loss never sees.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

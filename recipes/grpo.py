@@ -16,9 +16,7 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,72 +27,49 @@ from llmrl.collectors.llm.batches import cat_rows
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
 from llmrl.envs.transforms import Compose
-from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
 from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
-from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.memory import GPU, trainer_gpus
-from llmrl.train.model_shape import model_shape
-from llmrl.train.models import load_model, load_tokenizer, meta_model
-from llmrl.train.plan import grpo_plan, grpo_settings, samples_exactly
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
-from llmrl.train.tasks import Task, eval_rows, training_rows
+from llmrl.train.tasks import Task
 from llmrl.train.updater import Updater, make_updater
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["plan", "run"]
-
-
-def plan(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> list[tuple[str, str]]:
-    """Rows of label and text that describe a run of ``config``, on the machine that is here or on ``gpu``.
-
-    Loads the tokenizer and the data, no weights.
-    """
-    return plan_with_engine(config, runs=runs, gpu=gpu)[0]
-
-
-def plan_with_engine(
-    config: GRPOConfig, *, runs: Path, gpu: GPU | None = None
-) -> tuple[list[tuple[str, str]], EnginePlan | None]:
-    """The rows of `plan`, and the engine that is in them."""
-    tokenizer = load_tokenizer(config, runs=runs)
-    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
-        prepared = prepare(config, config, session, task, runs=runs, gpu=gpu)
-        return prepared.rows, prepared.engine
+__all__ = ["plan", "plan_with_engine", "run"]
 
 
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = Task(config.env, tokenizer)
-    prepared = prepare(config, run.source, session, task, runs=run.runs)
-    run.print_plan(f"grpo · {config.env.name}", prepared.rows)
-    advantage_settings, loss_settings = grpo_settings(config, exact=samples_exactly(config, session))
+    prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
+    run.print_plan(f"grpo · {config.env.name}", rows)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
-    sampling = config.sampling.generate_kwargs
     reports = {"reports_routes": prepared.replays_routes}  # of a mixture of experts, for the trainer to take the same
-    engine = RolloutEngine(config, session, model, tokenizer, sampling, prepared.engine, **reports)
-    actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, generate=False)
+    engine = RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports)
+    options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps)
-    loss = GRPOLoss(actor, **loss_settings)
+    loss = GRPOLoss(actor, **prepared.loss)
     reference = make_reference(config, session, run, actor, tokenizer) if config.grpo.kl else None
 
+    # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)
     rollouts = RolloutSource(collector, engine, updater.scorer, session, config)
-    advantage = MCAdvantage(config.group_size, **advantage_settings)
+    advantage = MCAdvantage(config.group_size, **prepared.advantage)
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(collector.env.batch_size[0] * config.env.max_records),
@@ -104,8 +79,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     )
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
-    sampled, share = None, attention_share(model)
-    with closing(rollouts):
+    sampled = None
+    with closing(task), closing(rollouts):
         samplers = PerRank(session, buffer.sampler)
         run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
         run.evaluate_before(evaluator)
@@ -116,8 +91,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             data = rollouts.take(version=step - 1)
             metrics = rollouts.sync_weights(version=step - 1)
 
-            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group.
-            #    Groups of equal rewards teach nothing and are left out; with refill (DAPO) others take their place.
+            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
+            #    which stands in for a value network. Groups of equal rewards teach nothing and are left out; with
+            #    refill (DAPO) others take their place.
             buffer.empty()
             quota.reset()
             buffer.extend(trainable_rows(data, config))
@@ -135,10 +111,11 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
             # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
             #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
             #    are not exact enough for several updates.
-            batches, metrics["perf/imbalance"] = deal_parts(session, buffer, config.updates_per_step, share)
+            batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
             metrics |= add_log_probs(session, updater, loss, reference, batches)
 
-            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts.
+            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts. The loss raises the
+            #    log-probs of tokens with a positive advantage and lowers the others, within the clip range.
             with sampled.watch(loss):
                 metrics |= updater.train(loss, batches, step)
 
@@ -155,34 +132,10 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 
+plan = plan_grpo
 run = partial(run_recipe, train)
 
 # --- the parts that `train` puts together -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is decided before weights are loaded: prompts, problems to measure on, engine, plan."""
-
-    prompts: list[Mapping[str, Any]]
-    held_out: Sequence[Mapping[str, Any]]
-    engine: EnginePlan | None
-    replays_routes: bool
-    rows: list[tuple[str, str]]
-
-
-def prepare(
-    config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
-) -> Prepared:
-    """``source``: the settings with the model to load, see `Run`."""
-    check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
-    prompts, dropped = task.fit_prompts(training_rows(config.env))
-    held_out = eval_rows(config.env, config.eval) or ()
-    empty = meta_model(source, task.processor, runs=runs)
-    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
-    counts = {"num_prompts": len(prompts), "num_dropped": dropped, "num_eval": len(held_out)}
-    rows = grpo_plan(config, session, task, engine, model_shape(empty), gpu, **counts)
-    return Prepared(prompts, held_out, engine, replays_routes(source, empty), rows)
 
 
 def make_reference(
@@ -229,15 +182,13 @@ def trainable_rows(data: TensorDictBase, config: GRPOConfig) -> TensorDictBase:
     return select_training_columns(MaskTruncated().inv(data) if config.truncated == "mask" else data)
 
 
-def deal_parts(
-    session: Session, buffer: ReplayBuffer, num_parts: int, share: float
-) -> tuple[list[TensorDictBase | None], float]:
+def deal_parts(updater: Updater, buffer: ReplayBuffer, num_parts: int) -> tuple[list[TensorDictBase | None], float]:
     """The buffer's rows in random order, in parts that differ by one row at most, each dealt over the ranks (None: this
     one gets no row); and the mean imbalance of their costs.
     """
     count = len(buffer)
     sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
-    dealt = [deal_batch(session, buffer.sample(size) if size else None, share) for size in sizes]
+    dealt = [updater.deal(buffer.sample(size) if size else None) for size in sizes]
     return [batch for batch, _ in dealt], sum(imbalance for _, imbalance in dealt) / num_parts
 
 
@@ -259,23 +210,3 @@ def add_log_probs(
         if loss.proximal == "recomputed":
             updater.add_proximal(loss, batch)
     return {"time/logp": time.perf_counter() - clock}
-
-
-def check_processes(config: GRPOConfig, world_size: int) -> None:
-    """Raises ConfigError for settings that this number of processes cannot keep."""
-    advantage, _ = grpo_settings(config)
-    if config.prompts_per_step % world_size:
-        raise ConfigError(
-            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
-        )
-    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
-        raise ConfigError(
-            f"algo {config.algo} divides by what is measured over a whole batch, of which each of the {world_size} "
-            "processes has a part: use one process, or an algorithm that looks at groups"
-        )
-    sharded = config.parallel.mode == "fsdp2" and world_size > 1
-    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
-        raise ConfigError(
-            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
-            "processes of a sharded model generate in step with each other"
-        )

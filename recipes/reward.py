@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from llmrl.modules.llm.reward_scorer import RewardScorer
 from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS
-from llmrl.train.dealing import attention_share, deal_batch, deal_epochs
+from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.plan import plan_recipe, read_data
 from llmrl.train.preference_data import tokenize_with_held_out
@@ -39,25 +39,22 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     policy = SimpleNamespace(scorer=RewardScorer(model))
     updater = make_updater(config, session, policy, steps=steps)
     loss = RewardLoss(updater.scorer, **config.reward.model_dump())
-    share = attention_share(model)
-    evaluator = None
-    if pairs.held_out is not None:
-        held_out = pairs.held_out.as_rows()
-        evaluator = PairEvaluator(session, updater, loss, held_out, split=config.eval.split, share=share)
+    held_out = pairs.held_out
+    evaluator = PairEvaluator(updater, loss, held_out.as_rows(), split=config.eval.split) if held_out else None
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
     run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
     run.evaluate_before(evaluator)
     for step in run.steps(steps, REWARD_COLUMNS):
-        # 1. All ranks draw the same pairs and train a part of them each: one more rank changes no number.
-        batch, imbalance = deal_batch(session, rows[buffer.sample()], share, everywhere=True)
+        # 1. All ranks draw the same pairs, and each trains a part of them: more ranks give the same numbers.
+        batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
-        # 2. Micro-batches, loss, clipping, AdamW.
+        # 2. Micro-batches, loss, clipping, AdamW. The loss is -log sigmoid of the difference of the rewards of a pair.
         metrics = updater.train(loss, [batch], step)
         metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-        # 3. Evaluation: the share of held-out pairs that the model ranks right.
+        # 3. Evaluation: the share of held-out pairs that the model ranks correctly.
         metrics |= run.evaluate_when_due(evaluator, config.eval.every)
         run.finish_step(step, metrics)
     run.print_end(pairs.samples(config.samples), evaluator)

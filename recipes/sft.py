@@ -18,7 +18,7 @@ from functools import partial
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.objectives.llm import SFTLoss
 from llmrl.run.console import SFT_COLUMNS
-from llmrl.train.dealing import attention_share, deal_batch, deal_epochs
+from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
 from llmrl.train.models import load_model
@@ -33,27 +33,30 @@ __all__ = ["plan", "run"]
 
 def train(config: SFTConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
+    # Conversations come first: what is wrong with them is reported before weights are loaded.
     tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize_chats, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
+    # The policy scores given tokens, in chunks, so that no tensor of all logits exists. The updater has the optimizer.
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
+
+    # The buffer holds the numbers of the rows, and deals out each once per epoch, in another order each time.
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
-    share = attention_share(model)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler)
         run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
-            # 1. All ranks draw the same rows and train a part of them each: one more rank changes no number.
-            batch, imbalance = deal_batch(session, rows[buffer.sample()], share, everywhere=True)
+            # 1. All ranks draw the same rows, and each trains a part of them: more ranks give the same numbers.
+            batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
-            # 2. Micro-batches, loss, clipping, AdamW.
+            # 2. Micro-batches, loss, clipping, AdamW. The loss is -log p of the tokens that the assistant wrote.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation. Problems of their own decide when to stop: those that are reported must not.
+            # 3. Evaluation. Stopping looks at other problems: a score that decides when to stop is too good to report.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

@@ -46,7 +46,7 @@ def shape_of(name: str) -> ModelShape:
 def cell(config: GRPOConfig, shape: ModelShape, gpus: str) -> str:
     """The settings that make it fit, and the GiB that it then needs."""
     gpu = parse_gpu(gpus)
-    changes = remedies(config, shape, gpu, low_precision=True)
+    changes = remedies(config, shape, gpu)
     if changes is None:
         return "-"
     config = with_changes(config, changes)

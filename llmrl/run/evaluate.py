@@ -23,7 +23,6 @@ from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
 from llmrl.run.run_dir import RunDir
-from llmrl.train.dealing import attention_share
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.models import load_model, load_tokenizer
@@ -97,8 +96,7 @@ def _rank_pairs(
         updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
         loss = RewardLoss(updater.scorer, **config.reward.model_dump())
         for settings, held_out in zip(sets, pairs, strict=True):
-            options = {"split": settings.split, "share": attention_share(model)}
-            make = partial(PairEvaluator, session, updater, loss, held_out.as_rows(), **options)
+            make = partial(PairEvaluator, updater, loss, held_out.as_rows(), split=settings.split)
             _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
     return 0
 

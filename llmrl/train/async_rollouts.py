@@ -67,7 +67,7 @@ class RolloutSource:
         """The rollouts of a step that trains the weights ``version``; engine and trainer are compared on some."""
         self._trained = version
         if self._queue is None:
-            self._engine.take_gauges()  # of the probe and of an evaluation
+            self._engine.take_gauges()  # drops those of the probe and of an evaluation
         data = self._queue.take(version) if self._queue else self.sample()
         self._engine.set_probe_rows(data, self._scorer)
         return data
@@ -110,7 +110,7 @@ class RolloutSource:
         return proof | {"time/sync": time.perf_counter() - clock}
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Of a step: the shares that trainer and engine waited for each other, and what became of all groups so far;
+        """The shares of a step that trainer and engine waited for each other, and what became of all groups so far;
         nothing if they take turns.
         """
         if self._queue is None:
@@ -126,10 +126,11 @@ class RolloutSource:
         return next((f"First error:\n{error}" for error in errors if error), "")
 
     def warning(self, num_failed: float) -> str:
-        """The engine's, and one of rollouts that failed in this step: with `first_error` the first time."""
+        """The engine's warning, and that rollouts failed in this step, with `first_error` the first time."""
         if not num_failed:
             return self._engine.warning
-        error, self._error_reported = "" if self._error_reported else self.first_error, True
+        error = "" if self._error_reported else self.first_error
+        self._error_reported = self._error_reported or bool(error)  # a reward of None fails without a traceback
         return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class RolloutSource:
             return state
         queues = self._session.gather([self._queue.state_dict()])
         parts = [part for queue in queues for part in queue["parts"]]
-        if parts:
+        if parts:  # of the first rank, whose state all ranks load
             state["collector"] = parts[0]["before"] | {"version": self._trained + 1}
         if self._queue.by_group or all(part["rows"] is not None for part in parts):
             state["ahead"] = {"queues": queues}

@@ -1,7 +1,7 @@
 """Checkpoints of a recipe: the model in Hugging Face's format, and the state of all other parts in ``trainer.pt``.
 
 Tensors that are sharded over the ranks are in ``shards/`` instead, where each rank writes and reads its own parts; any
-number of ranks can read them. No rank gathers all of them, or the model.
+number of ranks can read them. No rank gathers all of them, nor the whole model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stateful(Protocol):
 
 
 class PerRank:
-    """A part that is another one on each rank: its state is the list of theirs."""
+    """A part that differs from rank to rank: its state is the list of all of them."""
 
     def __init__(self, session: Session, part: Stateful):
         self._session, self._part = session, part
@@ -100,6 +100,7 @@ def save_state(
         first.write(_write_state, state, path / _FILE)
         first.check()
 
+    # A draft becomes ``step<step>`` by one rename, last of all: a run that dies before leaves earlier ones whole.
     with session.raises_on_all():
         if session.is_first:
             store.begin(step)
@@ -145,7 +146,9 @@ def _raise_on_all(error: BaseException | None, folder: Path, session: Session) -
 
 def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> None:
     """Each rank writes its parts below ``path``. Raises CheckpointError on all ranks, naming those that could not."""
-    files = _files(shards, session.world_size)
+    # A rank holds one file at a time while it writes, so its parts are cut into files of bounded size, from number 1.
+    sizes = {name: value.numel() * value.element_size() // session.world_size for name, value in shards.items()}
+    files = {name: number + 1 for name, number in _bucket(sizes).items()}
     try:
         save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
     except CheckpointException as error:  # on all ranks, and not an Exception
@@ -198,7 +201,7 @@ def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> 
         part = {}
         for name, value in weights.items():
             if unit_files[_unit(name)] == number:
-                gathered = value.make()
+                gathered = value.make()  # a collective: also on ranks that do not write, and after a failed write
                 if first.writes:
                     part[name] = gathered.cpu()
         first.write(write_file, part, file)
@@ -257,14 +260,8 @@ def _take_shards(state: Any, shards: dict[str, DTensor], path: str = "") -> Any:
     return state
 
 
-def _files(shards: Mapping[str, DTensor], world_size: int) -> dict[str, int]:
-    """Numbers of the files that a rank writes its parts to, from 1: it holds the bytes of one at a time."""
-    sizes = {name: value.numel() * value.element_size() // world_size for name, value in shards.items()}
-    return {name: number + 1 for name, number in _bucket(sizes).items()}
-
-
 def load_part(folder: Path, part: Stateful, state: Any) -> None:
-    """Gives ``part`` its saved state; tensors that were sharded are read as this run shards them, or whole."""
+    """Gives ``part`` its saved state; tensors that were saved as shards are read as this run shards them, or whole."""
     names: dict[str, Any] = {}
 
     def restored(saved: Any, own: Any) -> Any:
@@ -274,7 +271,7 @@ def load_part(folder: Path, part: Stateful, state: Any) -> None:
             return names.setdefault(saved[_SHARDS], own)
         return {key: restored(value, own.get(key) if isinstance(own, dict) else None) for key, value in saved.items()}
 
-    if _has_shards(state):
+    if _has_shards(state):  # only then is the part's own state computed, for the layout that this run needs
         state = restored(state, part.state_dict())
         reader = HuggingFaceStorageReader(str(folder / _SHARDS))
         with warnings.catch_warnings():
@@ -295,7 +292,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         state = torch.load(folder / _FILE, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        cause = "it holds what is not a state" if isinstance(error, UnpicklingError) else error
+        cause = "it contains objects that are not a state" if isinstance(error, UnpicklingError) else error
         raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
     torch.set_rng_state(state["rng"])
     if rounds := state.pop("rounds", None):  # until 2026-11 all parts of a GRPO run but the optimizer were one

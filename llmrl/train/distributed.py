@@ -64,9 +64,10 @@ class Session:
         check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
         self.offloads = config.memory.offload == "parameters"
         self._store = _join(self._timeout_s, offloads=self.offloads)
-        bf16 = config.in_bfloat16(_gpu_has_bfloat16())
+        has_gpu = torch.cuda.is_available()
+        bf16 = config.in_bfloat16(torch.cuda.is_bf16_supported(including_emulation=False) if has_gpu else None)
         self.accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=not has_gpu,
             mixed_precision="bf16" if bf16 else "no",
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=self._timeout_s))],
         )
@@ -95,7 +96,7 @@ class Session:
 
     @property
     def num_groups(self) -> int:
-        """Of ranks that get rows of their own; the ranks of a group have the same rows, and a slice of each."""
+        """The number of groups of ranks: the ranks of a group have the same rows, and each a slice of every row."""
         return self.world_size // (self.split.size if self.split else 1)
 
     @property
@@ -105,11 +106,11 @@ class Session:
 
     @property
     def leads_group(self) -> bool:
-        """True on the rank that speaks for its group, where something is counted once for each row."""
+        """True on the rank that counts for its group, where each row must be counted once."""
         return self.split is None or self.split.rank == 0
 
     def split_sequences(self) -> AbstractContextManager[None]:
-        """Around passes of which the ranks of a group do the same, on the same rows: see `SequenceSplit`."""
+        """Around passes that all ranks of a group do in step, on the same rows: see `SequenceSplit`."""
         return self.split.active() if self.split else nullcontext()
 
     def prepare(self, scorer: nn.Module) -> nn.Module:
@@ -125,15 +126,13 @@ class Session:
         return scorer
 
     def average_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Averages over the ranks the gradients that nothing has averaged yet: of what is not sharded in a sharded
-        model, which is its adapters.
-        """
+        """Averages over the ranks the gradients that FSDP does not: those of adapters, which are not sharded."""
         if not self.sharded:
             return
         own = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if not own:
             return
-        for parameter in own:
+        for parameter in own:  # a gradient is None where no row of this rank used the layer: it counts as zero
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         joined = torch.cat([parameter.grad.flatten() for parameter in own])
         dist.all_reduce(joined)
@@ -154,14 +153,14 @@ class Session:
         others = set() if tower is None else set(tower.modules())
         for module in [*(m for m in model.modules() if type(m).__name__ in units and m not in others), model]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
-        # By these Transformers finds what weights are called in files; of FSDP's class it would take them as they are.
+        # FSDP changes the model's class. Transformers maps names of weights in files to the model's by these two.
         type(model).__name__, type(model).__module__ = kind.__name__, kind.__module__
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")
 
         def call_whole(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
             result = model._call_whole(function, *arguments, **options)
-            if not torch.is_grad_enabled():  # no backward pass follows, after which it would be a part again
+            if not torch.is_grad_enabled():  # FSDP shards it again after a backward pass, and none follows here
                 model.reshard()
             return result
 
@@ -170,10 +169,10 @@ class Session:
 
     @contextmanager
     def in_step(self, policy: Any) -> Iterator[None]:
-        """Inside, each rank may use a policy whose model is sharded as often as it likes; those that are done compute
-        along.
+        """Inside, each rank may call a policy whose model is sharded as often as it needs to; ranks that have finished
+        go on computing with the others.
 
-        Every call is a collective: before each one the ranks tell each other who still needs one.
+        Every forward pass is a collective, so before each one the ranks tell each other who still needs one.
         """
         model = getattr(policy, "model", None)
         if not hasattr(model, "call_whole"):
@@ -190,6 +189,7 @@ class Session:
             yield
         finally:
             handle.remove()
+        # This rank is done: it answers the others' calls with passes over one token until none needs more.
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             while is_needed(False):
@@ -213,7 +213,7 @@ class Session:
 
     @contextmanager
     def raises_on_all(self) -> Iterator[None]:
-        """Around what ranks do by themselves, without collectives: an error of one of them ends the block on all.
+        """Around what ranks do alone, without collectives: an error of one of them ends the block on all.
 
         Raises  the rank's own error; on the others its `LLMRLError`, the messages of several joined, or an LLMRLError
                 that names the rank and its error
@@ -223,6 +223,7 @@ class Session:
             yield
         except Exception as error:
             own = error
+        # Only llmrl's own errors travel: others may not be picklable, or be made without a message.
         known = own if own is None or isinstance(own, LLMRLError) else LLMRLError(f"{self.who}: {own!r}")
         if errors := self.gather([] if known is None else [(type(known), str(known))]):
             if own is not None and len(errors) == 1:
@@ -254,7 +255,7 @@ class Session:
         self.accelerator.wait_for_everyone()
 
     def _check_same(self, config: ModelSource) -> None:
-        """Before the first collective that depends on a setting, where other settings would hang."""
+        """Comes before the first collective that depends on a setting, in which ranks that differ would hang."""
         if self.world_size == 1:
             return
         own = flat_settings(config.model_dump(mode="json")) | _versions()
@@ -309,7 +310,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if kind is None or self.world_size == 1:  # after a failure of one rank there is no orderly end for the others
+        if kind is None or self.world_size == 1:  # closing is a collective, which a rank that failed cannot finish
             self.close()
         elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
@@ -373,12 +374,13 @@ def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:
 
 
 def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
-    """Each running rank sets its key in the store; those that do not within ``wait_s`` are stopped, hanging or slow.
+    """Each running rank sets its key in the store. Those that do not within ``wait_s`` have stopped, hang or are slow.
 
     Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
     """
     keys = {other: f"{event}/{other}" for other in range(world_size)}
     store.set(keys[rank], "")
+    # Polled, not waited for: the store's own wait would not say which keys are missing.
     deadline = time.monotonic() + wait_s
     while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
         if time.monotonic() > deadline:
@@ -387,10 +389,6 @@ def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s
                 f"{' and '.join(missing)}, stopped, hanging or slow; end it or raise parallel.timeout_s, then resume."
             )
         time.sleep(0.1)
-
-
-def _gpu_has_bfloat16() -> bool | None:
-    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else None
 
 
 def _abort_at_once(default_hook: Any) -> Any:

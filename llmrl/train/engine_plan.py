@@ -72,8 +72,8 @@ class EnginePlan:
     length   most tokens of a conversation; None: as many as model and memory have
     options  arguments of vLLM
     servers  URLs of engines that run elsewhere; then there is none here
-    apart    number of servers that ``llmrl launch`` is to start; then there is no engine here either
-    ray      servers that a Ray cluster is to place; then neither
+    apart    number of servers that ``llmrl launch`` is to start; then there is none here either
+    ray      servers that a Ray cluster is to place; then there is none here either
     """
 
     own_process: bool = False
@@ -137,8 +137,8 @@ def plan_engine(
     if gpu is not None:
         low, ranks = config.in_bfloat16(gpu.bfloat16), trainer_gpus(config, gpu).count
         gpus = Gpus(gpu.count, int(gpu.bytes), ranks, name=gpu.name)
-    given = {"dtype": torch.bfloat16 if low else torch.float32, "world_size": ranks, "longest_evaluated": longest}
-    plan = make_engine_plan(config, gpus, model, **given)
+    dtype = torch.bfloat16 if low else torch.float32
+    plan = make_engine_plan(config, gpus, model, dtype=dtype, world_size=ranks, longest_evaluated=longest)
     return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
 
 
@@ -196,12 +196,14 @@ def make_engine_plan(
         return EnginePlan(length=length, options=options, apart=rollout.gpus // rollout.tensor_parallel)
     devices = _place(rollout.tensor_parallel, gpus)
     overlaps = bool(rollout.max_staleness or rollout.oversample or rollout.concurrency)
-    own_process = overlaps or world_size > 1 or len(devices) > 1
-    own_process = own_process if rollout.own_process is None else rollout.own_process
+    own_process = rollout.own_process
+    if own_process is None:
+        # In this process nothing overlaps and there is one GPU; with several ranks it has a process group already.
+        own_process = overlaps or world_size > 1 or len(devices) > 1
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
-        shape, gpu = model_shape(model), GPU(gpus.name, gpus.bytes, world_size)
-        most = engine_share(config, shape, gpu, low_precision=dtype == torch.bfloat16)
+        shape = model_shape(model)
+        most = engine_share(config, shape, GPU(gpus.name, gpus.bytes, world_size, bfloat16=dtype == torch.bfloat16))
         share = most if rollout.gpu_memory is None else rollout.gpu_memory
         if share > most:
             raise ConfigError(
@@ -233,13 +235,17 @@ def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
 def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> EnginePlan:
     """Raises ConfigError for a server that is absent, of another model, or of too short a length."""
     rollout = config.rollout
-    here = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
-    given = [name for name in here if getattr(rollout, name) != type(rollout).model_fields[name].default]
-    if given and not rollout.gpus:  # llmrl launch starts servers by these settings
+    if (given := rollout.of_engine) and not rollout.gpus:  # llmrl launch starts servers by these settings
         raise ConfigError(f"rollout.servers: {', '.join(given)} is decided when a server is started: leave it out.")
     lengths = []
     for url in rollout.servers:
-        served = _served_model(url, "; llmrl launch resume RUN starts it" if rollout.gpus else "")
+        try:
+            served = served_model(url, timeout_s=_SERVER_S)
+        except (LLMRLError, LookupError, ValueError) as error:
+            remedy = "; llmrl launch resume RUN starts it" if rollout.gpus else ""
+            raise ConfigError(
+                f"rollout.servers: {url} must be a vLLM server that answers within {_SERVER_S:g} s: {error}{remedy}"
+            ) from error
         lengths.append(int(served["max_model_len"]))
         if lengths[-1] < needed:
             raise ConfigError(
@@ -284,15 +290,6 @@ def free_gpus(session: Session) -> AbstractContextManager[None]:
     return visible(range(gpus.ranks, gpus.count))
 
 
-def _served_model(url: str, remedy: str) -> dict[str, Any]:
-    try:
-        return served_model(url, timeout_s=_SERVER_S)
-    except (LLMRLError, LookupError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.servers: {url} must be a vLLM server that answers within {_SERVER_S:g} s: {error}{remedy}"
-        ) from error
-
-
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
@@ -324,8 +321,8 @@ def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
 
 
 def _needed_length(config: GRPOConfig, longest_evaluated: int) -> int:
-    """Tokens of the longest prompt with its longest answers, and the one more that vLLM wants for scoring. What tools
-    and users say in between is not in it.
+    """Tokens of the longest prompt with its longest answers, and one more, which vLLM needs for scoring. What tools and
+    users say in between is not counted.
     """
     evaluated = longest_evaluated + config.eval.max_tokens if longest_evaluated else 0
     return max(longest_row(config), evaluated) + 1
@@ -335,8 +332,8 @@ def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | N
     """``max_model_len``; None: vLLM finds out what model and memory have."""
     asked, env = config.rollout.max_model_len, config.env
     if asked is None:
-        # What tools and users say has no bound that is known here, and the model's own length may be above what it
-        # writes in its configuration (rotary scaling).
+        # What tools and users say has no known bound, and a model with rotary scaling may be able to go beyond the
+        # length in its configuration.
         known = getattr(sizes, "max_position_embeddings", None) or 0
         return needed if env.max_turns == 1 and needed <= known else None
     if asked < needed:

@@ -105,12 +105,13 @@ def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) 
 
 
 def is_file(dataset: str | None) -> bool:
-    """True for a local file, which has one split whatever is asked for."""
+    """True for a local file, which has only one split."""
     return dataset is not None and (Path(dataset).suffix.lower() in FILE_FORMATS or Path(dataset).expanduser().exists())
 
 
 def _keywords(maker: Callable[..., DatasetChatEnv]) -> tuple[list[str], bool]:
     """The keyword parameters, with those of base classes that ``**options`` reach; and whether any other is taken."""
+    # A signature with **options says nothing of what it hands on: the constructors of its bases are read, too.
     known: list[str] = []
     calls = [base.__init__ for base in maker.__mro__ if "__init__" in vars(base)] if inspect.isclass(maker) else [maker]
     for call in calls:

@@ -15,10 +15,8 @@ from llmrl.envs.llm.completions import completion_texts
 from llmrl.train.tasks import Task, eval_rows
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.envs.llm import DatasetChatEnv
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings, SFTConfig
@@ -74,8 +72,11 @@ class Evaluator:
         scores: list[float] = []
         texts: list[str] = []
         called: list[bool] = []
+        for env in self._envs:
+            env.reset_dataloader()  # every evaluation asks the same rows
+        options = {"policy": self._policy, "yield_only_last_steps": True, "retries": self._retries}
         with self.session.autocast(), self.session.in_step(self._policy):
-            results = [self._ask(env) for env in self._envs]
+            results = [LLMCollector(env, **options).rollout() for env in self._envs]
         for rollouts in results:
             # A conversation may be several records, of which the last has its end; answers to one row stand together.
             ends = rollouts.get(("next", "done")).flatten().nonzero().flatten()
@@ -84,6 +85,7 @@ class Evaluator:
             after = rollouts.get("next")
             reward = after.get("reward")[ends].to(torch.float64).flatten(1).sum(1)
             success = after.get("success", None)
+            # A conversation that failed has a reward of NaN: it is left out, and not a wrong answer.
             score = reward if success is None else success[ends].to(torch.float64).flatten(1).sum(1)
             scores += score.masked_fill(~reward.isfinite(), math.nan).tolist()
             if self._has_tools:
@@ -99,11 +101,6 @@ class Evaluator:
         self.num_scored = len(valid)
         self.score, self.std = (statistics.fmean(valid), statistics.pstdev(valid)) if valid else (math.nan, math.nan)
         return self.score
-
-    def _ask(self, env: DatasetChatEnv) -> TensorDictBase:
-        env.reset_dataloader()
-        collector = LLMCollector(env, policy=self._policy, yield_only_last_steps=True, retries=self._retries)
-        return collector.rollout()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -130,7 +127,7 @@ def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: f
 def evaluators(
     config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, policy: LLMWrapperBase
 ) -> Iterator[tuple[Evaluator | None, Evaluator | None]]:
-    """The evaluation that is reported, and the one that decides when to stop, inside a block; None without ``env``."""
+    """The evaluation that is reported and the one that decides when to stop, for a block; None without ``env``."""
     if config.env is None:
         yield None, None
         return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,14 +36,9 @@ class ExpertBalance:
         self._chosen: Tensor | None = None  # of the whole step, [R, E], once they are known
         self._parts: list[RouterLoad] = []
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Around the forward pass of a micro-batch."""
-        if not self._routers.count:
-            yield
-            return
-        with self._routers.recording():
-            yield
+        return self._routers.recording() if self._routers.count else nullcontext()
 
     def begin_step(self, forwards: Sequence[tuple[Callable[[], Any], bool]]) -> None:
         """Counts the choices of a step by its forward passes, if that is necessary; and whether each has rows."""
@@ -62,7 +57,7 @@ class ExpertBalance:
         if not self._routers.count:
             return 0.0
         load = self._load(is_filled)
-        self._parts.append(load._replace(probs_RE=load.probs_RE.detach()))
+        self._parts.append(load._replace(probs_RE=load.probs_RE.detach()))  # for the metrics, without its graph
         if not self.coefficient:
             return 0.0
         if self._chosen is None:
@@ -71,6 +66,7 @@ class ExpertBalance:
 
     def _load(self, is_filled: bool) -> RouterLoad:
         load = self._routers.load()
+        # The placeholder row of a rank without rows counts nothing, but stays in the graph: its backward is awaited.
         return load if is_filled else RouterLoad(*(0 * value for value in load))
 
     def _set_totals(self, loads: Sequence[RouterLoad]) -> None:

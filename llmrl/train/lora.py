@@ -27,8 +27,6 @@ from llmrl.weight_update.lora import ADAPTER_FILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from llmrl.train.distributed import Session
-
 __all__ = [
     "ADAPTER",
     "add_adapters",
@@ -77,7 +75,7 @@ def lora_rows(config: ModelSource, shape: ModelShape) -> list[tuple[str, str]]:
     require("peft", extra="lora", used_by="lora")
     trained, targets = num_trained(config, shape), _targets(config, shape)
     if not targets:
-        raise ConfigError("lora: needs linear layers, of which there must be some in target_modules and in the model.")
+        raise ConfigError("lora: needs linear layers to adapt: target_modules, or the model, has none.")
     if lora.dropout and isinstance(config, GRPOConfig):
         raise ConfigError(
             f"lora.dropout: must be 0 for grpo: got {lora.dropout:g}; what is trained would not be the policy that was "
@@ -110,9 +108,9 @@ def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, saved: Path | None) -> Any:
+def add_adapters(config: ModelSource, model: PreTrainedModel, saved: Path | None = None) -> Any:
     """A ``peft.PeftModel`` around ``model``, sharded or not: new adapters, which change nothing yet, the same on every
-    rank, or those of the folder ``saved``. They are float32, and alone in being trained; but for the output layer of a
+    rank, or those of the folder ``saved``. They are float32, and nothing else is trained but the output layer of a
     reward model, which the adapters' file holds too.
     """
     peft, lora = require("peft", extra="lora", used_by="lora"), config.lora
@@ -128,7 +126,7 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, session: Session, 
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # the former also trains a copy of the output
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.seed)  # each rank draws all adapters, so all must draw the same
         adapted = peft.get_peft_model(model, settings).eval()
     _own_heads(adapted)
     if saved is not None:
@@ -182,7 +180,7 @@ def merge_saved(model: PreTrainedModel, folder: str) -> None:
             model.score.weight.copy_(down)
         if not is_down:
             continue
-        delta = weights[name.replace(".lora_A.", ".lora_B.")] @ down * scale
+        delta = weights[name.replace(".lora_A.", ".lora_B.")] @ down * scale  # W + B A alpha / r
         module = model.get_submodule(stem)
         own: Any = module.weight
         delta = (delta.T if type(module).__name__ == "Conv1D" else delta).to(own.device)

@@ -99,12 +99,12 @@ class ProfileSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """Checkpoints are written at the end and on Ctrl-C whatever these say."""
+    """When checkpoints are written, besides at the end and on Ctrl-C, and how many are kept."""
 
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(2, ge=1, description="how many of the newest stay")
+    keep: int = Field(2, ge=1, description="how many of the newest are kept")
     asynchronous: bool = Field(
-        True, description="the next steps go on while a checkpoint is summed up and flushed to the disk"
+        True, description="the next steps go on while a checkpoint is checksummed and flushed to the disk"
     )
 
 
@@ -129,7 +129,7 @@ class ParallelSettings(Settings):
         return self
 
     def check_count(self, processes: int) -> None:
-        """Raises ConfigError if so many processes cannot be laid out."""
+        """Raises ConfigError if this number of processes cannot be laid out."""
         for name, size in (("replicas", self.replicas if processes > 1 else 1), ("context", self.context)):
             if processes % size:
                 raise ConfigError(f"parallel.{name} must divide the {processes} processes: got {size}")

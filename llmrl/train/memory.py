@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPU",
-    "MemoryPlan",
-    "engine_fits",
     "engine_memory",
     "engine_share",
     "find_gpu",
@@ -114,8 +112,9 @@ def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
     if device.type != "cuda":
         return None
     name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    words = name.replace("-", " ").split()  # the longest label first: an L40S is not an L40
-    label = next((label for label in sorted(_GPUS, key=len, reverse=True) if label.partition("-")[0] in words), None)
+    words = name.replace("-", " ").split()
+    labels = [label for label in _GPUS if label.partition("-")[0] in words]
+    label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
 
@@ -126,7 +125,7 @@ class MemoryPlan:
 
     ``training``   at the peak of a backward pass
     ``resident``   of those, what stays while the engine samples
-    ``sampling``   of the engine; beside ``training`` all the time, unless it ``sleeps`` meanwhile
+    ``sampling``   of the engine; in addition to ``training``, unless it ``sleeps`` during updates
     ``reserve``    driver, libraries, and what the allocator cannot use
     ``host``       in host memory, for this GPU, where parameters wait there
     """
@@ -156,12 +155,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan of a run on ``num_gpus`` of ``capacity`` bytes; None for a CPU, where nothing is reserved.
 
-    ``checkpointing``  None: by the settings, of which "auto" takes it if the run does not fit otherwise
+    ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit otherwise
     """
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity}
     if checkpointing is None:
         checkpointing = config.memory.checkpointing == "on" or config.memory.offload == "activations"
         if config.memory.checkpointing == "auto" and not checkpointing and capacity is not None:
+            # It costs a second forward pass, so it is the last resort: only if the run does not fit without it.
             checkpointing = plan_memory(config, shape, **given, checkpointing=False).peak > capacity
         return plan_memory(config, shape, **given, checkpointing=checkpointing)
     sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
@@ -169,11 +169,12 @@ def plan_memory(
     if config.lora and low_precision:  # weights in bfloat16, and autocast's copies of what adapters read
         arithmetic = "bfloat16" if checkpointing else "autocast"
     ranks = num_gpus // config.parallel.replicas if sharded else 1
+    # Master weights, gradients and moments are float32 in every precision of arithmetic: 4 bytes each.
     whole = 4.0 * shape.parameters
     trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
     held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
     grpo = config if isinstance(config, GRPOConfig) else None
-    state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]
+    state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]  # moments, in bytes of a weight
     stays = {"weights": held, "optimizer": state * trained / parts}
     if grpo and grpo.grpo.kl and not config.lora:  # else it is the model without its adapters
         stays["reference"] = whole / ranks
@@ -182,6 +183,9 @@ def plan_memory(
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
     if num_gpus > 1 and not sharded:
         stays["DDP's buckets"] = trained
+    rollout = grpo.rollout if grpo else RolloutSettings()
+    # Transformers samples by the trainer's weights, and its cache is gone when a batch is sampled.
+    sleeps = rollout.engine == "transformers" or (rollout.sleep is not False and not rollout.max_staleness)
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
@@ -192,11 +196,18 @@ def plan_memory(
         training=training,
         resident=sum(stays.values()),
         sampling=_engine(grpo, shape, num_gpus, low_precision) if grpo else {},
-        sleeps=_engine_sleeps(grpo) if grpo else True,
+        sleeps=sleeps,
         reserve=0.0 if capacity is None else _reserve(capacity),
         checkpointing=checkpointing,
         host=host,
     )
+
+
+def _plan_on(config: ModelSource, shape: ModelShape, gpu: GPU | None, num_cpus: int = 1) -> MemoryPlan:
+    if gpu is None:
+        return plan_memory(config, shape, num_gpus=num_cpus, low_precision=config.in_bfloat16(None))
+    low = config.in_bfloat16(gpu.bfloat16)
+    return plan_memory(config, shape, num_gpus=gpu.count, low_precision=low, capacity=gpu.bytes)
 
 
 def _reserve(capacity: float) -> float:
@@ -237,8 +248,8 @@ def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> floa
 
 
 def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
-    """Autocast's copies of all weights; of shards, two layers and the outermost parameters whole, with gradients. Below
-    adapters there are neither copies nor gradients, and of layers in 4 bits one whole.
+    """Autocast's copies of all weights; with shards, two whole layers and the outermost parameters, with gradients.
+    Below adapters there are no copies and no gradients, and with layers in 4 bits one whole layer.
     """
     if config.lora:
         blocks = 2 * shape.largest_block + shape.outer if sharded else shape.largest_block
@@ -250,17 +261,10 @@ def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmet
 
 
 def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
-    """A chunk of logits three times, in float32, and the head's weight with its gradient in the making, if trained."""
+    """A chunk of logits three times in float32; and the head's weight with the gradient being added up, if trained."""
     rows = chunk_rows(shape.vocabulary, "cuda" if on_gpu else "cpu")
     weight = 0 if config.lora else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
     return 3 * 4.0 * rows * shape.vocabulary + weight
-
-
-def _engine_sleeps(config: GRPOConfig) -> bool:
-    """True if the engine gives its memory back while the trainer updates."""
-    if config.rollout.engine == "transformers":
-        return True  # its cache is gone when a batch is sampled
-    return config.rollout.sleep is not False and not config.rollout.max_staleness
 
 
 def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool) -> dict[str, float]:
@@ -294,32 +298,30 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
     return trainers
 
 
-def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> float:
+def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> float:
     """The share of each trainer's GPU that its engine may take: all that the trainer leaves, less the reserve.
 
     Raises  ConfigError if that cannot hold the engine's weights and one sequence
     """
-    plan = plan_memory(
-        config, shape, num_gpus=gpu.count, low_precision=low_precision, capacity=gpu.bytes
-    )  # with the checkpointing that the run will use
+    plan = _plan_on(config, shape, gpu)  # with the checkpointing that the run will use
+    # An engine that sleeps during updates shares the GPU with what stays resident, not with activations.
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     free, least = gpu.bytes - beside - plan.reserve, sum(plan.sampling.values())
     if free < least:
-        raise ConfigError(_does_not_fit(config, shape, plan, gpu, low_precision))
+        raise ConfigError(_does_not_fit(config, shape, plan, gpu))
     return int(100 * free / gpu.bytes) / 100
 
 
 def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
     """True if decoder layers keep their inputs alone in this run on these GPUs: the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
-    given = {"num_gpus": session.world_size, "low_precision": session.low_precision, "capacity": gpu and gpu.bytes}
-    return session.any(plan_memory(config, model_shape(model), **given).checkpointing)
+    return session.any(_plan_on(config, model_shape(model), gpu, session.world_size).checkpointing)
 
 
 # --- what would make it fit -------------------------------------------------------------------------------------------
 
 
-def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> dict[str, Any] | None:
+def remedies(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
     """The fewest settings to change for the run to fit on the GPUs; {} if it fits, None if nothing here makes it fit.
 
     Of as many changes, those come first that cost the least time. Where a GPU cannot hold trainer and engine, some of
@@ -330,12 +332,12 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU, *, low_precision:
             continue
         changed = with_changes(config, adapters)
         for search in (_remedies_here, _remedies_apart):
-            if (found := search(changed, shape, gpu, low_precision)) is not None:
+            if (found := search(changed, shape, gpu)) is not None:
                 return adapters | found
     return None
 
 
-def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
+def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
     """Those with engines on GPUs of their own."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
     if not apart or config.rollout.elsewhere:
@@ -348,10 +350,10 @@ def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU, low_precis
             changes |= _even_prompts(config, trainers.count)
             changed = with_changes(config, changes)
             even = not num_engines % parts and not any(heads % parts for heads in shape.heads)
-            if even and engine_fits(changed, shape, gpu, low_precision=low_precision):
-                if (here := _remedies_here(changed, shape, trainers, low_precision)) is not None:
+            if even and sum(_engine_apart(changed, shape, gpu).values()) <= gpu.bytes:
+                if (here := _remedies_here(changed, shape, trainers)) is not None:
                     return changes | here
-                break
+                break  # spreading the engine further would leave the trainers as they are
     return None
 
 
@@ -361,12 +363,12 @@ def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
     return {"prompts_per_step": config.prompts_per_step + more} if more else {}
 
 
-def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> str:
+def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU) -> str:
     """The fewest GPUs of the kind, of those that are twice as many each time, and the settings to change there."""
     for power in range(1, 7):
         more = replace(gpu, count=gpu.count << power)
         changed = with_changes(config, changes := _even_prompts(config, more.count))
-        if (found := remedies(changed, shape, more, low_precision=low_precision)) is not None:
+        if (found := remedies(changed, shape, more)) is not None:
             return f"more GPUs would be needed: it fits on {more.count}{_in_words(changes | found)}"
     return "more or larger GPUs would be needed"
 
@@ -377,12 +379,13 @@ def _in_words(changes: Mapping[str, Any]) -> str:
     return words + " under llmrl launch" * ("rollout.gpus" in changes)
 
 
-def engine_fits(config: GRPOConfig, shape: ModelShape, gpu: GPU, *, low_precision: bool) -> bool:
-    """True if a GPU holds an engine, or its part of one, and one conversation."""
-    return sum(engine_memory(config, shape, low_precision=low_precision).values()) + _reserve(gpu.bytes) <= gpu.bytes
+def _engine_apart(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> dict[str, float]:
+    """The least that a GPU must hold if an engine, or its part of one, has it alone: with one conversation."""
+    needs = engine_memory(config, shape, low_precision=config.in_bfloat16(gpu.bfloat16))
+    return needs | {"reserve": _reserve(gpu.bytes)}
 
 
-def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precision: bool) -> dict[str, Any] | None:
+def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
     """Those that leave engines where they are."""
     several = gpu.count > 1 and not (config.lora and config.lora.quantize)
     values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"] * several}
@@ -399,9 +402,10 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU, low_precisi
         refused |= (mode, optimizer) == ("fsdp2", "adamw_8bit") and changed.lora is None
         needs_split = changed.tokens_per_microbatch <= longest
         refused |= "parallel.context" in changes and not needs_split
-        plan = plan_memory(changed, shape, num_gpus=gpu.count, low_precision=low_precision, capacity=gpu.bytes)
-        return not refused and plan.peak <= gpu.bytes
+        return not refused and _plan_on(changed, shape, gpu).peak <= gpu.bytes
 
+    # The search tries some hundred combinations, so a run that all savings together do not fit is given up first. The
+    # two strongest exclude each other: parameters in host memory need AdamW itself, which computes there.
     most = {name: options[-1] for name, options in values.items() if options}
     if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
@@ -436,18 +440,17 @@ def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
 def memory_rows(
     config: ModelSource, shape: ModelShape, session: Session, gpu: GPU | None = None
 ) -> list[tuple[str, str]]:
-    """Rows of the plan for ``gpu``, or for the one that is found; on a CPU a remark on its memory.
+    """Rows of the plan for ``gpu``, or for the one that is found; on a CPU they name its memory.
 
     Raises  ConfigError if the run cannot fit on the GPUs, naming the settings that would make it fit
     """
-    low = session.low_precision if gpu is None else config.in_bfloat16(gpu.bfloat16)
     gpu = trainer_gpus(config, gpu) if gpu else find_gpu(session.device, session.world_size)
     count = gpu.count if gpu else session.world_size
     if gpu or count > 1:
         config.parallel.check_count(count)
-    plan = plan_memory(config, shape, num_gpus=count, low_precision=low, capacity=gpu and gpu.bytes)
+    plan = _plan_on(config, shape, gpu, count)
     if gpu and plan.peak > gpu.bytes:
-        raise ConfigError(_does_not_fit(config, shape, plan, gpu, low))
+        raise ConfigError(_does_not_fit(config, shape, plan, gpu))
     place = f"CPU, {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / count)} GiB of RAM for each process"
     if gpu:
         place = f"{gpu.count} x {gpu.name}, {_gib(gpu.bytes)} GiB each"
@@ -458,24 +461,25 @@ def memory_rows(
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
     rows = [("memory", f"needs {_gib(plan.peak)} GiB · {place} · {kept}"), ("", _causes(plan))]
     if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
-        rows.append(("", _engines_row(config, shape, gpu, low)))
+        rows.append(("", _engines_row(config, shape, gpu)))
     return rows
 
 
-def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU, low_precision: bool) -> str:
-    needs = engine_memory(config, shape, low_precision=low_precision) | {"reserve": _reserve(gpu.bytes)}
-    if not engine_fits(config, shape, gpu, low_precision=low_precision):
+def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> str:
+    needs = _engine_apart(config, shape, gpu)
+    least = sum(needs.values())
+    if least > gpu.bytes:
         raise ConfigError(
             f"rollout.gpus: an engine on {config.rollout.tensor_parallel} x {gpu.name} of {_gib(gpu.bytes)} GiB must "
-            f"hold its weights and one conversation: needs {_gib(sum(needs.values()))} GiB on each ({_listed(needs)}); "
+            f"hold its weights and one conversation: needs {_gib(least)} GiB on each ({_listed(needs)}); "
             "spread engines over more GPUs (rollout.tensor_parallel)."
         )
-    return f"{config.rollout.gpus} GPUs for engines alone, at least {_gib(sum(needs.values()))} GiB: {_listed(needs)}"
+    return f"{config.rollout.gpus} GPUs for engines alone, at least {_gib(least)} GiB: {_listed(needs)}"
 
 
-def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU, low_precision: bool) -> str:
-    changes = remedies(config, shape, gpu, low_precision=low_precision)
-    words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu, low_precision)
+def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU) -> str:
+    changes = remedies(config, shape, gpu)
+    words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu)
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
         f"on each ({_causes(plan)}); {words}."

@@ -148,7 +148,7 @@ def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
 
 
 def _elements(weight: nn.Parameter) -> int:
-    """Also of a weight in 4 bits, two of which are a byte."""
+    """The number of values, also of a weight in 4 bits, which holds two in a byte."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else state.shape.numel()
 
@@ -186,7 +186,7 @@ def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:
 
 
 def _is_upcast(module: nn.Module) -> bool:
-    """True for a norm that multiplies by its weight in float32, whatever it is given."""
+    """True for a norm that multiplies by its weight in float32, in any precision of its input."""
     return any("Gemma" in type(part).__name__ and "Norm" in type(part).__name__ for part in module.modules())
 
 
@@ -200,8 +200,8 @@ def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic)
     norms = [module for name, module in named_norms if name not in on_heads]
     experts = [weight for weight in block.parameters() if weight.ndim == 3]  # one tensor for all experts, [E, ., .]
 
-    # Norms: the input, in float32, and the normalised values; and what linear layers read of two of them, of which
-    # autocast makes a copy for each reader. The output layers of attention and MLP read something else.
+    # Norms: the input, in float32, and the normalised values. Linear layers read what two of the norms return, and
+    # autocast copies that for each reader. The output layers of attention and MLP read something else.
     norm = _norm_bytes(block, kind)
     readers = len(matrices) - (1 if experts else 2) + bool(experts)
     total = len(norms) * norm * hidden + (2 * max(readers, 1) if kind == "autocast" else 2 * between) * hidden

@@ -34,7 +34,7 @@ __all__ = ["load_files", "load_model", "load_tokenizer", "made_model", "meta_mod
 
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
-    """``latest:RECIPE`` as the newest checkpoint of that recipe below ``runs``, a run's folder as its last one.
+    """``latest:RECIPE`` as the newest checkpoint of that recipe below ``runs``, a run's folder as its last checkpoint.
 
     Raises  DataError if there is none
     """
@@ -65,11 +65,11 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
 
 
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The tokenizer of ``config.model``, with the chat template of the run and a padding id; the processor that it is
-    part of if the model reads images.
+    """The tokenizer of ``config.model``, with the chat template of the run and a padding id; for a model that reads
+    images the processor that contains it.
 
-    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for one beside another
-            that is registered for the model
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for a template if
+            another one is registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_processor, tiny_tokenizer
@@ -120,7 +120,7 @@ def load_model(
     model = session.shard(model) if is_tiny and session.sharded else model
     model.get_output_embeddings().in_float32 = config.model_options.float32_head
     freeze_vision(model, config)
-    return add_adapters(config, model, session, adapter) if config.lora else model
+    return add_adapters(config, model, adapter) if config.lora else model
 
 
 def load_files(
@@ -168,16 +168,14 @@ def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedMode
 
 
 def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
-    """Writes the tiny model of ``config`` into ``folder``, for those who read its adapters, and returns that."""
+    """Writes the tiny model of ``config`` into ``folder``, which readers of its adapters need, and returns the path."""
 
     def save() -> str:
         from transformers.utils.logging import disable_progress_bar
 
-        from llmrl.testing import tiny_model
-
         disable_progress_bar()
         tokenizer = load_tokenizer(config, runs=folder.parent)
-        tiny_model(tokenizer, seed=config.seed, **config.model.model_dump()).save_pretrained(folder)
+        made_model(config, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return str(folder)
 
@@ -214,7 +212,7 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
 
 def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
-    """``kind.from_pretrained``, which would only warn of weights that it made up for want of them in the files."""
+    """``kind.from_pretrained``, with an error for weights that no file has: Transformers draws them and warns."""
     from transformers.utils import logging
 
     has_head, verbosity = "num_labels" in options, logging.get_verbosity()
@@ -237,7 +235,7 @@ def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _draw(model: PreTrainedModel, names: list[str]) -> None:
-    """Draws these weights from the seed of torch's generator, alike on any number of ranks."""
+    """Draws these weights from the seed of torch's generator: the same numbers on any number of ranks."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     for name in names:
         own = model.get_parameter(name)
@@ -246,7 +244,7 @@ def _draw(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a whole ``value`` into a weight, or its part of it into one that is sharded: then a collective."""
+    """Copies a whole ``value`` into a weight, or into a sharded one this rank's part of it, which is a collective."""
     if isinstance(own, DTensor):
         value = distribute_tensor(value.to(own.device_mesh.device_type), own.device_mesh, own.placements)
     own.copy_(value)
@@ -256,6 +254,8 @@ def _can_slice(model: PreTrainedModel, session: Session) -> bool:
     """True if what Transformers does to weights that it reads is the same for the rows [a:b] of them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    # Sharding cuts the first dimension. What joins or splits weights along it needs rows that another rank reads; only
+    # stacking whole tensors in a new first dimension does not.
     num_parts = session.mesh.size(-1)
     for conversion in get_model_conversion_mapping(model):
         for number, operation in enumerate(getattr(conversion, "operations", ())):
@@ -270,9 +270,10 @@ def _can_slice(model: PreTrainedModel, session: Session) -> bool:
 def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel | None) -> PreTrainedModel:
     """``model``, sharded and on the meta device, with the weights and buffers of rank 0's ``whole``."""
     model.to_empty(device="cpu" if session.offloads else session.device)
-    model.tie_weights()
+    model.tie_weights()  # new memory has untied them
     values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
+        # One weight at a time: the other ranks never hold more than one whole weight beside their own parts.
         value = torch.empty(own.shape, dtype=own.dtype) if values is None else values[name]
         value = value.detach().to(session.device)
         if not isinstance(own, DTensor):

@@ -53,6 +53,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         try:
             for group in groups:
                 for parameter in group["params"]:
+                    # AdamW treats parameters independently, so that one at a time gives the same result; `step` of the
+                    # base class reads self.param_groups.
                     state = self.state[parameter]
                     _move(state, parameter.device)
                     self.param_groups = [group | {"params": [parameter]}]

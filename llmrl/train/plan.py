@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrl.errors import DataError, TemplateError
+from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.lora import lora_rows
-from llmrl.train.memory import GPU, memory_rows
+from llmrl.train.memory import GPU, memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
-from llmrl.train.tasks import Task, eval_rows
+from llmrl.train.tasks import Task, eval_rows, training_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from llmrl.modules.llm.vision import Media
-    from llmrl.train.engine_plan import EnginePlan
     from llmrl.train.run import Run
     from llmrl.train.sft_data import TokenizedRows
 
-__all__ = [
-    "check_template",
-    "data_plan",
-    "grpo_plan",
-    "grpo_settings",
-    "plan_recipe",
-    "read_data",
-    "samples_exactly",
-    "sft_steps",
-]
+__all__ = ["PreparedGRPO", "grpo_settings", "plan_grpo", "plan_recipe", "plan_with_engine", "prepare_grpo", "read_data"]
 
 Rows = list[tuple[str, str]]
 
@@ -51,13 +42,10 @@ def plan_recipe(
     gpu: GPU | None = None,
 ) -> Rows:
     """Rows of label and text that describe a run of ``config`` on the data that ``tokenize(config, tokenizer)`` reads,
-    on the machine that is here or on ``gpu``. Loads no weights.
+    on this machine or on ``gpu``. Loads no weights.
     """
-    tokenizer = load_tokenizer(config, runs=runs)
-    check_problems(config, tokenizer)
     with Session(config) as session:
-        shape = model_shape(meta_model(config, tokenizer, runs=runs))
-        return data_plan(config, session, tokenize(config, tokenizer), shape, gpu)
+        return _prepare(tokenize, config, config, session, runs, gpu)[-1]
 
 
 def read_data(
@@ -70,12 +58,25 @@ def read_data(
     """The tokenizer of a run on data, what ``tokenize(config, tokenizer)`` reads, and the optimizer steps of the run
     and of an epoch. Prints the plan.
     """
-    tokenizer = load_tokenizer(run.source, runs=run.runs)
+    tokenizer, data, rows = _prepare(tokenize, config, run.source, session, run.runs)
+    run.print_plan(f"{recipe} · {data.source}", rows)
+    return tokenizer, data, *_steps(config, len(data))
+
+
+def _prepare(
+    tokenize: Callable[[Any, PreTrainedTokenizerBase], TokenizedRows],
+    config: SFTConfig,
+    source: SFTConfig,
+    session: Session,
+    runs: Path,
+    gpu: GPU | None = None,
+) -> tuple[PreTrainedTokenizerBase, TokenizedRows, Rows]:
+    """Tokenizer, data and plan; ``source`` has the model to load, see `Run`."""
+    tokenizer = load_tokenizer(source, runs=runs)
     check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
-    shape = model_shape(meta_model(run.source, tokenizer, runs=run.runs))
-    run.print_plan(f"{recipe} · {data.source}", data_plan(config, session, data, shape))
-    return tokenizer, data, *sft_steps(config, len(data))
+    shape = model_shape(meta_model(source, tokenizer, runs=runs))
+    return tokenizer, data, data_plan(config, session, data, shape, gpu)
 
 
 def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -102,7 +103,7 @@ def data_plan(
     config: SFTConfig, session: Session, data: TokenizedRows, shape: ModelShape, gpu: GPU | None = None
 ) -> Rows:
     """The plan of a run that trains on ``data``."""
-    steps, per_epoch = sft_steps(config, len(data))
+    steps, per_epoch = _steps(config, len(data))
     length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
@@ -124,27 +125,86 @@ def data_plan(
     ]
 
 
-def sft_steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
+def _steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:
     """Optimizer steps of a run, and of an epoch."""
     per_epoch = math.ceil(num_chats / config.batch_size)
     return config.steps or max(1, math.ceil(config.epochs * per_epoch)), per_epoch
 
 
-def grpo_plan(
+def plan_grpo(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> Rows:
+    """Rows of label and text that describe a run of ``config``, on this machine or on ``gpu``.
+
+    Loads the tokenizer and the data, no weights.
+    """
+    return plan_with_engine(config, runs=runs, gpu=gpu)[0]
+
+
+def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> tuple[Rows, EnginePlan | None]:
+    """The rows of `plan_grpo`, and the engine that is in them."""
+    tokenizer = load_tokenizer(config, runs=runs)
+    with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
+        prepared, rows = prepare_grpo(config, config, session, task, runs=runs, gpu=gpu)
+        return rows, prepared.engine
+
+
+@dataclass(frozen=True)
+class PreparedGRPO:
+    """Everything that is decided before weights are loaded: prompts, problems to measure on, engine, algorithm."""
+
+    prompts: list[Mapping[str, Any]]
+    num_dropped: int  # prompts that were too long
+    held_out: Sequence[Mapping[str, Any]]
+    engine: EnginePlan | None
+    replays_routes: bool
+    advantage: dict[str, Any]  # keyword arguments of MCAdvantage
+    loss: dict[str, Any]  # and of GRPOLoss
+
+
+def prepare_grpo(
+    config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
+) -> tuple[PreparedGRPO, Rows]:
+    """The parts of a run without weights, and its plan; ``source`` has the model to load, see `Run`."""
+    _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
+    prompts, dropped = task.fit_prompts(training_rows(config.env))
+    held_out = eval_rows(config.env, config.eval) or ()
+    empty = meta_model(source, task.processor, runs=runs)
+    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
+    # Transformers samples by the trained module itself: in float32 its log-probs are the trainer's own.
+    settings = grpo_settings(config, exact=engine is None and not session.low_precision)
+    prepared = PreparedGRPO(prompts, dropped, held_out, engine, replays_routes(source, empty), *settings)
+    return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
+
+
+def _check_processes(config: GRPOConfig, world_size: int) -> None:
+    """Raises ConfigError for settings that this number of processes cannot keep."""
+    advantage, _ = grpo_settings(config)
+    if config.prompts_per_step % world_size:
+        raise ConfigError(
+            f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
+        )
+    if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
+        raise ConfigError(
+            f"algo {config.algo} divides by the spread of a whole batch, and each of the {world_size} processes has a "
+            "part: use one process, or an algorithm that looks at groups"
+        )
+    sharded = config.parallel.mode == "fsdp2" and world_size > 1
+    if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
+        raise ConfigError(
+            f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
+            "processes of a sharded model generate in step with each other"
+        )
+
+
+def _grpo_plan(
     config: GRPOConfig,
     session: Session,
     task: Task,
-    engine: EnginePlan | None,
+    prepared: PreparedGRPO,
     shape: ModelShape,
-    gpu: GPU | None = None,
-    *,
-    num_prompts: int,
-    num_dropped: int = 0,
-    num_eval: int = 0,
+    gpu: GPU | None,
 ) -> Rows:
-    env, prompts = config.env, config.prompts_per_step
-    advantage, loss = grpo_settings(config, exact=samples_exactly(config, session))
-    words = PRESETS[config.algo].describe(advantage, loss)
+    env, prompts, num_eval = config.env, config.prompts_per_step, len(prepared.held_out)
+    words = PRESETS[config.algo].describe(prepared.advantage, prepared.loss)
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
     if config.overlong_buffer:
@@ -153,7 +213,9 @@ def grpo_plan(
         words["aggregation"] += ", without answers that were cut off"
     rollouts = f"{prompts} prompts x {config.group_size} = {prompts * config.group_size} rollouts a step"
     updates = f"{config.updates_per_step} update{'s' * (config.updates_per_step > 1)}"
-    dropped = f" · {num_dropped} longer than {env.max_prompt_tokens} tokens left out" if num_dropped else ""
+    num_prompts, dropped = len(prepared.prompts), ""
+    if prepared.num_dropped:
+        dropped = f" · {prepared.num_dropped} longer than {env.max_prompt_tokens} tokens left out"
     evaluated = f" · {num_eval} problems measured" if num_eval else ""
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
@@ -164,7 +226,7 @@ def grpo_plan(
         *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
-        *_engine(config, engine),
+        *_engine(config, prepared.engine),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
@@ -177,15 +239,10 @@ def grpo_plan(
     ]
 
 
-def samples_exactly(config: GRPOConfig, session: Session) -> bool:
-    """True if the log-probs of sampling are the trainer's own to float32 rounding."""
-    return config.rollout.engine == "transformers" and not session.low_precision
-
-
 def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
 
-    ``exact``: the result of `samples_exactly`; such log-probs need not be computed again.
+    ``exact``: the log-probs of sampling are the trainer's own to float32 rounding, and need not be computed again.
 
     Raises  ConfigError for settings that contradict each other
     """
@@ -197,16 +254,20 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
         advantage["scale"] = own.pop("scale")
     if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
         advantage["trajectory_return"] = "sum"
-    if advantage["scale"] != "raw":  # there the group is not a baseline, and equal rewards teach too
+    if advantage["scale"] != "raw":  # with raw rewards the group is not a baseline, and equal rewards teach too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     loss = preset.settings
     if loss.proximal == "detach" and loss.surrogate != "reinforce":  # which has no ratio to clip
-        if config.rollout.max_staleness > 1:  # clipped against the weights that sampled: several updates on rollouts of
-            own.setdefault("proximal", "behaviour")  # the same old weights would push on where the first has arrived
+        if config.rollout.max_staleness > 1:
+            # Clip against the weights that sampled: else several updates on rollouts of the same old weights would
+            # each move as far as the clip allows, in the same direction.
+            own.setdefault("proximal", "behaviour")
         elif config.updates_per_step > 1:
+            # The first update compares weights with themselves, later ones need log-probs from before it: the
+            # engine's if they are the trainer's own, else computed again.
             own.setdefault("proximal", "behaviour" if exact else "recomputed")
     if own.get("proximal", loss.proximal) == "behaviour":
-        own.setdefault("correction", None)
+        own.setdefault("correction", None)  # the ratio contains the engine's difference already
     if own.get("aggregation", loss.aggregation) == "dr_grpo":
         own["max_length"] = config.sampling.max_tokens
     return advantage, replace(loss, **own).keywords()

@@ -10,21 +10,20 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import FILE_FORMATS, to_pair
+from llmrl.data.llm.dataset_files import to_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import Sample
-from llmrl.train.dealing import deal_batch
+from llmrl.train.environments import is_file
 from llmrl.train.preference_settings import PairsConfig, RewardConfig
 from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmrl.train.distributed import Session
     from llmrl.train.updater import Updater
 
 __all__ = ["ReferenceLogProbs", "TokenizedPairs", "held_out_pairs", "tokenize_pairs", "tokenize_with_held_out"]
@@ -73,12 +72,12 @@ def held_out_pairs(
     """The pairs that are only measured, and the rows that are left to train on (None: the first ``data.rows``).
 
     They are the pairs of ``eval.split``, or of ``eval.dataset``. A dataset of the hub without that split gives the last
-    pairs of the one that is trained on, a tenth at most; a file alone gives none.
+    pairs of the one that is trained on, a tenth at most; fewer than ten pairs, or a file alone, give none.
 
     Raises  DataError as `tokenize_pairs`, and if a split would be measured that is trained on
     """
     data, held_out = config.data, config.eval
-    if held_out.dataset is None and data.path.endswith(FILE_FORMATS):
+    if held_out.dataset is None and data.path not in _EMBEDDED and is_file(data.path):
         return None, None
     if held_out.dataset is None and held_out.split == data.split:
         raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")
@@ -88,11 +87,14 @@ def held_out_pairs(
     try:
         rows = load_split(measured.data, held_out.split, _EMBEDDED)
     except DataError:
+        # Only the default split may be missing: one that was asked for is an error.
         if data.path in _EMBEDDED or held_out.model_fields_set & {"dataset", "split"}:
             raise
         rows = load_split(data, data.split, _EMBEDDED)
         count = min(data.rows or len(rows), len(rows))
         first = count - min(held_out.rows or count, count // 10)
+        if first == count:
+            return None, None  # of fewer than ten pairs all are needed
         other = tokenize_pairs(config, tokenizer, rows, range(first, count))
         place = f"the last {len(other)} pairs of split {data.split}"
         other.measured = f"{place}, not trained on: there is no split {held_out.split}"
@@ -175,17 +177,17 @@ class ReferenceLogProbs:
     def __init__(self) -> None:
         self.values: Tensor | None = None
 
-    def compute(self, session: Session, updater: Updater, loss: DPOLoss, rows: TensorDict, share: float) -> None:
-        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; nothing if a checkpoint had them."""
+    def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict) -> None:
+        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; does nothing if a checkpoint had them."""
         if self.values is not None:
             return
         self.values = torch.empty(len(rows), 2)
         for start in range(0, len(rows), AT_ONCE):
-            mine, _ = deal_batch(session, rows[start : start + AT_ONCE], share, everywhere=True)
+            mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
             scores = updater.score(mine, loss.sequence_log_probs)
             numbers = [] if mine is None else mine["row"].tolist()
             own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
-            for number, pair in session.gather(own):
+            for number, pair in updater.session.gather(own):
                 self.values[number] = torch.tensor(pair)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class PreferenceData(Settings):
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
-    rows: int | None = Field(None, ge=1, description="the first so many pairs; null: all")
+    rows: int | None = Field(None, ge=1, description="only the first pairs, this many; null: all")
     prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
     chosen_column: str = Field("chosen", description="where the better answer is")
     rejected_column: str = Field("rejected", description="where the worse answer is")
@@ -112,10 +112,8 @@ class RewardConfig(PairsConfig):
     def _cannot_generate(self) -> RewardConfig:
         if self.env is not None:
             raise ValueError("env is for models that answer: a reward model is measured on pairs of eval.split")
-        if self.packing == "on":
-            raise ValueError("packing is for models that answer: leave it out")
-        if self.parallel.context > 1:
-            raise ValueError("parallel.context is for models that answer: leave it out")
-        if self.model_options.float32_head:
-            raise ValueError("model_options.float32_head is of models that answer: leave it out")
+        given = {"packing": self.packing == "on", "parallel.context": self.parallel.context > 1}
+        given["model_options.float32_head"] = self.model_options.float32_head
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"{names[0]} is for models that answer: leave it out")
         return self

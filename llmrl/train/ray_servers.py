@@ -133,6 +133,7 @@ class RayServers:
     def _wait(self, end: float, wait_s: float) -> Sequence[str]:
         urls: dict[int, str] = {}
         while len(urls) < len(self._actors):
+            # All are asked in turn, so that one that ends is noticed while others still load.
             for number in [number for number in range(len(self._actors)) if number not in urls]:
                 actor = self._actors[number]
                 name = f"rollout.ray: engine {number} of {len(self._actors)} (Ray actor {actor._actor_id.hex()[:8]})"

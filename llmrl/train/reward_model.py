@@ -11,7 +11,6 @@ from tensordict import TensorDict
 
 from llmrl.modules.llm.packing import evaluating
 from llmrl.objectives.llm import RewardLoss
-from llmrl.train.dealing import deal_batch
 from llmrl.train.evaluation import eval_metrics
 from llmrl.train.lora import add_adapters
 from llmrl.train.models import load_files, made_model
@@ -58,7 +57,7 @@ def load_reward_model(
         else:
             head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
             model = load_files(config, session, runs=runs, checked=checked, **head)
-    return add_adapters(config, model, session, adapter) if config.lora else model
+    return add_adapters(config, model, adapter) if config.lora else model
 
 
 class PairEvaluator:
@@ -68,20 +67,18 @@ class PairEvaluator:
     failed = 0
     metric = "eval/pairs/mean"
 
-    def __init__(
-        self, session: Session, updater: Updater, loss: RewardLoss, rows: TensorDict, *, split: str, share: float
-    ) -> None:
-        self.session, self.updater, self.loss, self.rows, self.share = session, updater, loss, rows, share
+    def __init__(self, updater: Updater, loss: RewardLoss, rows: TensorDict, *, split: str) -> None:
+        self.updater, self.loss, self.rows = updater, loss, rows
         self.name, self.score, self.num_rows = f"pairs {split}", math.nan, len(rows)
 
     def run(self) -> float:
         right = 0.0
         for start in range(0, self.num_rows, AT_ONCE):
-            mine, _ = deal_batch(self.session, self.rows[start : start + AT_ONCE], self.share, everywhere=True)
+            mine, _ = self.updater.deal(self.rows[start : start + AT_ONCE], everywhere=True)
             with evaluating(self.updater.scorer):  # without the dropout of adapters
                 rewards = self.updater.score(mine, self.loss.pair_rewards)
             own = 0 if mine is None else sum(float(chosen > rejected) for chosen, rejected in rewards)
-            right += self.session.sum({"right": own})["right"]
+            right += self.updater.session.sum({"right": own})["right"]
         self.score = right / self.num_rows
         return self.score
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class RolloutEngine:
 
     ``model``   as it was loaded: vLLM reads the files that it came from
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
-    ``reports_routes``  of Transformers: of vLLM the plan says it
+    ``reports_routes``  for Transformers; the plan of a vLLM engine says it itself
     ``policy``  for the collector; without vLLM it shares the trainer's module
     ``warning`` what the probe found after the last push; "" if nothing was wrong
     """
@@ -54,59 +54,65 @@ class RolloutEngine:
         session: Session,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
         plan: EnginePlan | None = None,
         *,
         reports_routes: bool = False,
     ):
         self.session, self.model = session, model
-        self._takes_adapter = plan is not None and bool(plan.options.get("enable_lora"))
-        settings = config.rollout
-        self.is_vllm = plan is not None
-        self._sleeps = plan is not None and plan.sleeps
+        self.is_vllm, plan = plan is not None, plan or EnginePlan()
+        self._takes_adapter, self._sleeps = bool(plan.options.get("enable_lora")), plan.sleeps
         self._servers: RayServers | None = None  # of this rank
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # with their model, until it is garbage
-        servers = plan.servers if plan is not None else ()
-        if plan is not None and plan.ray is not None:
-            servers = self._place_servers(config, plan, tokenizer)
+        servers = self._place_servers(config, plan, tokenizer) if plan.ray else plan.servers
         self._on_servers = bool(servers)
         prefer = True if config.env.on_rewrite == "new_record" else "always"
-        wrapping = {"tokenizer": tokenizer, "generate_kwargs": options, "prefer_tokens": prefer}
+        wrapping = {"tokenizer": tokenizer, "generate_kwargs": config.sampling.generate_kwargs, "prefer_tokens": prefer}
         self.policy: LLMWrapperBase
-        if plan is not None:
-            begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
-            place = [*servers[begin:], *servers[:begin]]
-            overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
-            if config.lora and not servers and not model.name_or_path:
-                raise DataError(
-                    f"model {config.model}: its run must have come to its end, for vLLM to read the model under new "
-                    "adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
-                )
-            source = place or model.name_or_path or model  # the files that it was loaded from, if any
-            common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, "silence_s": _SILENCE_S}
-            by_group = settings.max_staleness > 1 or settings.oversample > 0
-            with _half_the_threads() if overlaps else nullcontext():
-                if by_group and not servers:  # groups that are sampled when new weights come go on with them
-                    ages = {"in_flight": "continue", "max_age": settings.max_staleness}
-                    engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
-                else:
-                    built = {} if servers else plan.options
-                    engine = VLLMEngine(source, own_process=plan.own_process, **common, **built)
-            engine.update_s = 0.9 * config.parallel.timeout_s
-            self.policy = vLLMWrapper(engine, **wrapping)
+        if self.is_vllm:
+            self.policy = vLLMWrapper(self._make_vllm(config, plan, servers, tokenizer), **wrapping)
         else:
             self.policy = TransformersWrapper(model, **wrapping)
             self.policy.engine.reports_routes = reports_routes
+        engine = self.policy.engine
         # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
-        interrupts = getattr(self.policy.engine, "in_flight", None) == "continue"
+        interrupts = getattr(engine, "in_flight", None) == "continue"
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
-        self._probe = SyncProbe(factor=settings.probe_factor, any_problem=self._first_problem)
+        # The probe's verdict is the first problem of any rank: all push again, or all raise.
+        any_problem = lambda problem: next(filter(None, session.gather([problem])), "")  # noqa: E731
+        self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=any_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
         self._probed_since: int | None = None  # the version that rows are compared from
-        self._is_sender: bool | None = None
-        if servers or (config.lora and self.is_vllm):  # these have any weights; the engine has those of the base alone
-            self._send(self.policy.engine.version)
+        # Of the ranks that use the same engine one sends: the first of those that name the same servers.
+        place = getattr(engine, "address", None) or f"rank {session.rank}"
+        self._sends = session.gather([place]).index(place) == session.rank
+        if servers or (config.lora and self.is_vllm):
+            self._send(engine.version)  # servers have unknown weights, an engine of ours those of the base alone
+
+    def _make_vllm(
+        self, config: GRPOConfig, plan: EnginePlan, servers: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> VLLMEngine | AsyncVLLMEngine:
+        """The engine of the plan. Raises DataError if the model is in no files that vLLM could read."""
+        settings, session, model = config.rollout, self.session, self.model
+        if config.lora and not servers and not model.name_or_path:
+            raise DataError(
+                f"model {config.model}: its run must have come to its end, for vLLM to read the model under new "
+                "adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
+            )
+        begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
+        source = [*servers[begin:], *servers[:begin]] or model.name_or_path or model  # the files that it came from
+        common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, "silence_s": _SILENCE_S}
+        by_group = settings.max_staleness > 1 or settings.oversample > 0
+        overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
+        with _half_the_threads() if overlaps else nullcontext():
+            if by_group and not servers:  # groups that are sampled when new weights come go on with them
+                ages = {"in_flight": "continue", "max_age": settings.max_staleness}
+                engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
+            else:
+                built = {} if servers else plan.options
+                engine = VLLMEngine(source, own_process=plan.own_process, **common, **built)
+        engine.update_s = 0.9 * config.parallel.timeout_s  # it gives up before the ranks that wait for it do
+        return engine
 
     def _place_servers(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
         """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks if one fails."""
@@ -125,9 +131,7 @@ class RolloutEngine:
         return self.session.on_first(place)
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
-        """Compares engine and trainer on rows of the rollouts ``data``: at once the first time, when no push has come
-        between them, later from some push on.
-        """
+        """Keeps the rollouts ``data`` for the probe, and the first time takes rows of them: no push has come since."""
         if self.is_vllm:
             self._probed = data
             if self._probed_since is None:
@@ -157,7 +161,7 @@ class RolloutEngine:
 
     def _send(self, version: int) -> None:
         """The weights, once to each engine. Raises WeightSyncError on all ranks if it fails on one."""
-        engine, sends = self.policy.engine, self._sends()
+        engine, sends = self.policy.engine, self._sends
         if self._on_servers:
             self.session.wait()  # no rank samples: its rows would be of two versions
         error, labels = "", None
@@ -173,24 +177,18 @@ class RolloutEngine:
             error = str(caught)
             if self._on_servers and "llmrl resume" not in error:
                 error += " Start the server again; a run goes on from its newest checkpoint by llmrl resume."
-        answers = self.session.gather([(error, labels)])  # no rank waits for one that failed
+        # Failures are exchanged, not raised at once: the other ranks would wait for the one that raised.
+        answers = self.session.gather([(error, labels)])
         if error := next((error for error, _ in answers if error), ""):
             raise WeightSyncError(error)
         if self._on_servers and not sends:  # by which this rank knows servers that have other weights
             engine.core.labels = next(labels for _, labels in answers if labels is not None)
 
-    def _sends(self) -> bool:
-        """True on one of the ranks that use the same engine: the first one of those that name the same servers."""
-        if self._is_sender is None:
-            engine = self.policy.engine
-            ours = getattr(engine, "address", None) or f"rank {self.session.rank}"
-            self._is_sender = self.session.gather([ours]).index(ours) == self.session.rank
-        return self._is_sender
-
     def _use_probed_rows(self, scorer: TokenScorer) -> None:
         """Compares rows of the newest rollouts from now on; engine and trainer have the same weights."""
         rows = _probe_rows(self._probed)
-        missing = max(self.session.gather([len(rows)])) - len(rows)  # scoring may be a collective
+        # Scoring may be a collective: ranks with fewer rows score as many, of nothing.
+        missing = max(self.session.gather([len(rows)])) - len(rows)
         rows += [(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), {})] * missing
         sequences, masks = [ids for ids, _, _ in rows], [mask for _, mask, _ in rows]
         self._probed_images = [images for _, _, images in rows]
@@ -201,9 +199,6 @@ class RolloutEngine:
         """Row by row: rounding depends on what is scored together, and equal weights must give equal bits."""
         score = partial(self.policy.engine.score, temperature=self._temperature)
         return [score([ids.cpu()], **images)[0] for ids, images in zip(sequences, self._probed_images, strict=True)]
-
-    def _first_problem(self, problem: str) -> str:
-        return next(filter(None, self.session.gather([problem])), "")
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
         """The trainer's log-prob of each token after those before it; all ranks do it in step."""
@@ -223,7 +218,7 @@ class RolloutEngine:
         """Metrics of the vLLM engines of all ranks since the last call, each engine counted once; a collective."""
         if not self.is_vllm:
             return {}
-        own = [self.policy.engine.take_gauges()] if self._sends() else []
+        own = [self.policy.engine.take_gauges()] if self._sends else []
         return gauge_metrics(merged(self.session.gather(own)))
 
     def sleep(self) -> None:
@@ -250,7 +245,7 @@ def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, An
             end = sampled[:_PROBE_TOKENS][-1] + 1
             images = {}
             if media is not None and len(places := media[row][POSITIONS]):
-                if int(places[-1]) >= end:  # of a later turn
+                if int(places[-1]) >= end:  # an image of a later turn, of which the cut row has no place
                     continue
                 images = {"media": [media[row]]}
             chosen[group] = ids[row][:end].cpu(), masks[row][:end].cpu(), images

@@ -31,7 +31,7 @@ class _Part:
 
     number   in the order in which they were drawn
     before   the collector's state before them: a resumed run restarts there if they are not finished
-    run      samples them, in the thread that calls it; None if that is done
+    run      samples them in the thread that calls it; None if they are finished
     version  of the weights when they were begun
     """
 
@@ -51,12 +51,12 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait:
-                   what is begun earlier is only older. A group whose oldest token is by weights more than k versions
-                   older than those it would train is dropped
-    oversample     so many more are begun, as a share of a step; what a step need not wait for is dropped in time
-    concurrency    of conversations at a time; None: all
-    modes          entered in each thread, as autocast
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait,
+                   since those begun earlier are only older. A group is dropped if weights more than k versions older
+                   than those it would train sampled its oldest token
+    oversample     groups begun beyond those of a step, as a share of them; those that no step waits for are dropped
+    concurrency    the largest number of conversations at a time; None: all
+    modes          a context that each thread enters, such as autocast
     """
 
     def __init__(
@@ -102,37 +102,41 @@ class RolloutQueue:
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def begin_next(self, steps_left: int) -> None:
-        """Begins what the next steps need, as far ahead as the trainer needs and ``max_staleness`` allows."""
+        """Begins what the next steps need, no further ahead than the trainer needs and ``max_staleness`` allows."""
         steps = min(self._max_staleness, self._steps_ahead, steps_left)
         self._fill(steps * self._parts_per_step + (self._surplus if steps else 0))
 
     def take(self, version: int) -> TensorDictBase:
-        """Groups that are finished and not too old, for a step that trains the weights ``version``; of several that
-        wait the one that was begun first.
+        """Groups that are finished and not too old, for a step that trains the weights ``version``, in the order in
+        which they were begun.
 
-        Begins more if too few are on their way. Then stops what could only be taken by a later step, and would be
-        too old for it.
+        Begins more if too few are on their way. Then stops those that only a later step could take, for which they
+        would be too old.
 
         Raises  what sampling raised; RolloutError if the queue is closed
         """
         with self._changed:
             self._check_open()
+            # How far ahead is decided by who waits: one step more if the trainer is about to, one less if a whole step
+            # lies finished, which only grows older.
             spare = len(self._finished) - self._parts_per_step
             if spare < 0 and self.in_progress:
                 self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
             elif spare >= self._parts_per_step:
-                self._steps_ahead = max(1, self._steps_ahead - 1)  # 0 would end running ahead for good
+                self._steps_ahead = max(1, self._steps_ahead - 1)  # at 0 nothing would ever be in progress again
         self._fill(self._parts_per_step + self._surplus)
         taken: list[_Part] = []
         while len(taken) < self._parts_per_step:
             part = self._next_finished()
             if version - min(oldest_versions(part.data)) > self._max_staleness:
                 self.counts["dropped_old"] += 1
+                # Another is begun for it: a step always trains as many groups, however long that takes.
                 self._fill(self._parts_per_step - len(taken))
             else:
                 self.counts["delivered"] += 1
                 taken.append(part)
         with self._changed:
+            # The next step trains version + 1, so that what was begun k versions ago is too old for it.
             for part in [p for p in self._unfinished if self.by_group and p.version <= version - self._max_staleness]:
                 part.stopped.set()
                 self._unfinished.remove(part)
@@ -184,7 +188,7 @@ class RolloutQueue:
                 if not self._unfinished:
                     self._engine_idle += time.perf_counter() - self._ended
                 self._unfinished.append(part)
-                self._check_open()  # with the lock: a pool that is shut down takes no more
+                self._check_open()  # under the lock: a pool that `close` has shut down takes no more
                 self._pool.submit(self._sample, part)
 
     def _draw(self) -> _Part:
@@ -197,11 +201,12 @@ class RolloutQueue:
         data = error = None
         try:
             with self._modes():
+                # By way of a checkpoint's format, so that a resumed run trains on exactly the same columns.
                 data = None if part.stopped.is_set() else _from_plain(_plain(part.run(part.stopped)))
         except BaseException as caught:
             error = caught  # raised when the part is taken
         with self._changed:
-            if part.stopped.is_set():
+            if part.stopped.is_set():  # by `take`, which has counted it as dropped, or by `close`
                 return
             part.data, part.error = data, error
             self._unfinished.remove(part)
@@ -219,7 +224,8 @@ class RolloutQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._finished)
             self._check_open()
-            part = min(self._finished, key=lambda part: part.number)  # else what waits could grow too old
+            # First begun, first taken: short answers finish early, and long ones would grow too old behind them.
+            part = min(self._finished, key=lambda part: part.number)
             self._finished.remove(part)
         self._trainer_idle += time.perf_counter() - clock
         if part.error is not None:
@@ -249,6 +255,7 @@ class RolloutQueue:
         """Continues from ``state``; what was not finished is restarted, with the weights ``version``."""
         self.counts |= state["counts"]
         for part in state["parts"]:
+            # The collector goes back to before each part, to draw those again that were not finished.
             self._collector.load_state_dict(part["before"] | {"version": version})
             if part["rows"] is None:
                 self._drawn.append(self._draw())

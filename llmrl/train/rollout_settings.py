@@ -15,23 +15,23 @@ class RolloutSettings(Settings):
     """The engine that samples, and the number of versions it may be behind the trainer."""
 
     engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers: with the very weights that are trained; vllm: faster, with a copy"
+        "transformers", description="transformers: by the weights that are trained; vllm: faster, by a copy of them"
     )
     own_process: bool | None = Field(
         None,
-        description="vllm in a process of its own, where every conversation asks by itself; null: if max_staleness, "
-        "oversample, concurrency or several processes ask for it",
+        description="vllm in a process of its own, where conversations advance independently; null: if max_staleness, "
+        "oversample, concurrency or several processes need it",
     )
     max_staleness: int = Field(
         0,
         ge=0,
-        description="versions that the weights which sampled may be behind those trained. 1: the next step is sampled "
-        "during the update; more: groups are queued, and go on with new weights while they are sampled; needs vllm",
+        description="how many versions the weights that sample may be behind those trained. 1: the next step is "
+        "sampled during the update; more: groups are queued, and go on with new weights; needs vllm",
     )
     oversample: float = Field(
         0.0,
         ge=0,
-        description="so many more groups are begun, as a share of a step, and the slowest are given up; needs vllm",
+        description="groups begun beyond those of a step, as a share of them; the slowest are given up; needs vllm",
     )
     concurrency: int | None = Field(
         None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
@@ -63,7 +63,7 @@ class RolloutSettings(Settings):
     )
     ray_engines: int = Field(1, ge=1, description="such actors, each with an engine")
     ray_resources: dict[str, float] = Field(
-        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; GPU: tensor_parallel if nodes have some, CPU: 1"
+        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; CPU: 1, and GPU: tensor_parallel if nodes have GPUs"
     )
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -73,14 +73,20 @@ class RolloutSettings(Settings):
     probe_factor: float = Field(
         4.0,
         gt=1,
-        description="vllm: a mean |log-prob difference| to the trainer of so many times this run's median is pushed "
-        "against; three versions in a row end the run",
+        description="vllm: weights are sent again if the mean |log-prob difference| to the trainer is more than this "
+        "factor times the run's median; three such versions in a row end the run",
     )
 
     @property
     def elsewhere(self) -> bool:
         """True if engines are servers, and none is on a trainer's GPU."""
         return bool(self.servers or self.gpus or self.ray)
+
+    @property
+    def of_engine(self) -> list[str]:
+        """The settings of an engine that this run starts itself, if they do not have their defaults."""
+        names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="before")
     @classmethod
@@ -103,8 +109,7 @@ class RolloutSettings(Settings):
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness needs sleep off: the engine samples during updates")
         places = [name for name in ("gpus", "servers", "ray") if getattr(self, name)]
-        names = ["own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options"]
-        set_here = places + [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        set_here = places + self.of_engine
         if set_here and self.engine != "vllm":
             raise ValueError(f"{set_here[0]} needs engine vllm")
         if self.ray and len(places) > 1:

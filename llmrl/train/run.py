@@ -63,7 +63,7 @@ def run_recipe(
 
 @dataclass
 class RunTotals:
-    """Sums and first values of a run; saved with it, so that a resumed run ends in the same summary."""
+    """Sums and first values of a run, saved in its checkpoints, so that a resumed run ends in the same summary."""
 
     before: float | None = None  # score of the evaluation before the first step
     called_before: float | None = None  # share of its conversations that called a tool
@@ -80,7 +80,7 @@ class Run(AbstractContextManager):
     ``source``    ``config`` with the model to load: the checkpoint, or what ``config.model`` names
     ``adapter``   folder of the adapters to go on with: of a run with ``config.lora``, whose ``source`` is the base
     ``origin``    the model that the run started from, also after a resumption
-    ``start``     number of steps done before
+    ``start``     number of steps that were done before a resumption
     ``exit_code`` 0, or 130 after an interruption
 
     The order of calls: `print_plan`, `begin`, `evaluate_before`, then for each of `steps` perhaps `due` and `evaluate`,
@@ -106,7 +106,7 @@ class Run(AbstractContextManager):
         with session.raises_on_all():
             self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first, who=session.who)
         self._state: dict[str, Any] = {}
-        import_optimizer(config.optim)
+        import_optimizer(config.optim)  # before a checkpoint is read, which may hold tensors of its classes
         if resume:
             folder, faults = session.on_first(self._store.restore)
             for fault in faults:
@@ -202,14 +202,16 @@ class Run(AbstractContextManager):
 
     @property
     def _is_last(self) -> bool:
-        """True if the run ends with this step. Signals reach the ranks at different times: all go by any."""
+        """True if the run ends with this step."""
+        # Signals reach the ranks at different times, so they agree, once in each step: one that stopped alone would
+        # leave the others in a collective.
         if self._interrupt_checked != self._step:
             self._interrupted = self.session.any(self._guard.requested)
             self._interrupt_checked = self._step
         return self._interrupted or self._ending or self._step == self._total
 
     def due(self, every: int) -> bool:
-        """True if this step is to be evaluated: every so many (0: none) and the last, but not when interrupted."""
+        """True if this step is to be evaluated: every ``every`` steps (0: none) and the last, unless interrupted."""
         return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
@@ -275,7 +277,7 @@ class Run(AbstractContextManager):
         state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives, on every rank
         state["course"] = asdict(self.totals)
         state["origin"] = self.origin if isinstance(self.origin, str) else None
-        later = self.config.checkpoint.asynchronous and not self._is_last
+        later = self.config.checkpoint.asynchronous and not self._is_last  # the last one is waited for
         options = {"whole_model": self._is_last, "background": later}
         save_state(self._store, step, self.session, self._model, self._tokenizer, state, **options)
 
@@ -309,9 +311,9 @@ class Run(AbstractContextManager):
         )
 
     def _write_info(self, **values: Any) -> None:
-        """Adds to ``run.json``: the plan, and how the run ended, which one that is killed does not say."""
+        """Adds to ``run.json``: the plan, and how the run ended, which is missing if it was killed."""
         folder = RunDir(self.path)
-        if self.session.is_first and folder.info.exists():  # the command made it; a loop of your own may have none
+        if self.session.is_first and folder.info.exists():  # made by the command; a loop of your own may have none
             known = folder.read_info() | values
             folder.write_info({name: value for name, value in known.items() if value is not None})
 

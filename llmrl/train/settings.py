@@ -24,18 +24,12 @@ from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Setting
 
 __all__ = [
     "AlgorithmSettings",
-    "CheckpointSettings",
     "EnvSettings",
     "EvalSettings",
     "GRPOConfig",
-    "MemorySettings",
-    "ModelOptions",
     "ModelSource",
     "OptimSettings",
-    "ParallelSettings",
-    "ProfileSettings",
     "RewardSettings",
-    "RolloutSettings",
     "SFTConfig",
     "SFTData",
     "SamplingSettings",
@@ -222,8 +216,8 @@ class EvalSettings(Settings):
     """Greedy accuracy on problems that are never trained on."""
 
     dataset: str | None = Field(None, description="a file or hub name; none: the environment's own held-out split")
-    split: str = Field("test", description="which split of it")
-    rows: int | None = Field(500, ge=1, description="the first so many problems; null: all")
+    split: str = Field("test", description="the split that is measured")
+    rows: int | None = Field(500, ge=1, description="only the first problems, this many; null: all")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
     batch_size: int = Field(512, ge=1, description="conversations generated side by side")
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
@@ -349,7 +343,7 @@ class GRPOConfig(ModelSource):
         3, ge=1, description="with refill, how often more rollouts are collected for a step before it is taken as it is"
     )
     overlong_buffer: int = Field(
-        0, ge=0, description="the last so many of sampling.max_tokens cost reward, up to 1 at the limit; 0: none do"
+        0, ge=0, description="this many tokens before sampling.max_tokens cost reward, up to 1 at the limit; 0: none do"
     )
     truncated: Literal["train", "mask"] = Field(
         "train", description="answers that ran into sampling.max_tokens: trained like others, or left out of the loss"
@@ -394,7 +388,7 @@ class SFTData(Settings):
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
-    rows: int | None = Field(None, ge=1, description="the first so many conversations; null: all")
+    rows: int | None = Field(None, ge=1, description="only the first conversations, this many; null: all")
     prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
     completion_column: str | None = Field(None, description="where the answer is, if it goes by another name")
     system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
@@ -448,5 +442,5 @@ class SFTConfig(ModelSource):
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:
-            raise ValueError("stop needs env: what is measured to decide that it is time to stop?")
+            raise ValueError("stop needs env: a task that is measured to decide when to stop")
         return self

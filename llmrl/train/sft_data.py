@@ -42,14 +42,14 @@ class TokenizedRows:
     masks: list[Tensor] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)  # of each row, if the model reads images
     num_too_long: int = 0  # rows that were longer than allowed
-    measured: str = ""  # what is measured beside them, in words
+    measured: str = ""  # the rows that are only measured, in words
     unit: ClassVar[str]  # what a row is called
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def as_rows(self) -> TensorDict:
-        """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and what subclasses have beside them."""
+        """A batch of ("tokens", "full"), ("masks", "all_assistant_mask") and `columns`."""
         rows = {
             "tokens": Tokens.from_rows({"full": self.ids}),
             "masks": Masks.from_rows({"all_assistant_mask": self.masks}),
@@ -143,6 +143,7 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, c
         chats.num_too_long += 1
         if config.too_long == "split":  # a piece begins with the last token of the one before, which it does not train
             starts = range(0, len(ids) - 1, max(limit - 1, 1))
+    # Of a long conversation, a piece that trains nothing is left out.
     for start in starts:
         piece = mask[start : start + limit].clone()
         piece[0] &= start == 0  # the first token of a row has no log-prob

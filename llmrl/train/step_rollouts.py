@@ -45,7 +45,7 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """The columns that advantages and loss read; the rest of a rollout need not be stored."""
-    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # if sampling has them
+    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # top-p, several versions, experts
     given = [key for key in some if data.get(key, None, as_list=True) is not None]
     return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
 
@@ -97,7 +97,7 @@ class StepRollouts:
         groups, versions = data.get("group_id").tolist(), oldest_versions(data)
         reasons = data.get("stop_reason").tolist()
         prompt_ids: dict[int, str] = {}
-        for row in self._first:  # a group has one prompt
+        for row in self._first:  # a group has one prompt, which is hashed once
             if groups[row] not in prompt_ids:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
         calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
@@ -128,7 +128,7 @@ class StepRollouts:
         sizes = self._session.gather([len(mine)])
         self._offset = sum(sizes[: self._session.rank])
         lengths = [len(self._ids[row]) for row in self._last]
-        count = math.ceil(keep_tokens / self._session.world_size)
+        count = math.ceil(keep_tokens / self._session.world_size)  # each rank chooses among its own
         self._kept = sorted(choose_conversations([r.group for r in mine], [r.prompt_id for r in mine], lengths, count))
         rows = [(self._seeds[self._last[place]], lengths[place]) for place in self._kept]
         return TokenWatch(set(self._session.gather(rows)))
@@ -165,7 +165,7 @@ class StepRollouts:
         groups: dict[int, set[float | None]] = {}
         for row in rows:
             groups.setdefault(row.group, set()).add(row.reward)
-        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())
+        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())  # failed ones aside
         tokens = sum(row.tokens for row in rows)
         ages = [version - row.version for row in rows]
         p10, p50, p90 = torch.tensor(rewards or [math.nan], dtype=torch.float64).quantile(_QUANTILES).tolist()
@@ -200,6 +200,7 @@ class StepRollouts:
 
     def samples(self, count: int) -> list[Sample]:
         """Conversations of this rank with their sampled tokens marked: by turns of the highest and lowest advantage."""
+        # The best, the worst, the second best and so on: what was encouraged beside what was discouraged.
         best = sorted(self._last, key=lambda row: -self._advantages.get(self._seeds[row], 0.0))
         order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
         return [
@@ -235,13 +236,13 @@ def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _num_turns(data: TensorDictBase) -> list[int]:
-    """The number of answers in each row: runs of tokens that were sampled."""
+    """The number of answers in each row: of runs of sampled tokens."""
     masks = data.get(("masks", "all_assistant_mask"), as_list=True)
     return [int((mask[1:] & ~mask[:-1]).sum()) + int(mask[:1].sum()) for mask in masks]
 
 
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
-    """Metrics of what the environment wrote beside the reward: the values of each reward function, and tool calls.
+    """Metrics of what the environment wrote in addition to the reward: values of each reward function, tool calls.
 
     Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), if present, of rows that are done
     Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns

@@ -121,7 +121,7 @@ class Task:
         if not isinstance(env, DatasetChatEnv):
             raise ConfigError(f"environment: {settings.label} must return a DatasetChatEnv: got {type(env).__name__}.")
         for transform in transforms:
-            env.append_transform(transform.clone())
+            env.append_transform(transform.clone())  # a transform belongs to one env
         return env
 
     @cached_property
@@ -147,7 +147,7 @@ class Task:
 
     @cached_property
     def _planned(self) -> list[Transform]:
-        """As `_scoring`, but for reward models, of which only the files are checked."""
+        """As `_scoring`, but without the weights of reward models: only their files are checked."""
         return self._make_rewards(load=False) if self._has_reward_model else self._scoring
 
     @property
@@ -182,6 +182,7 @@ class Task:
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
         judged = self._has_reward_model
         transforms = (*self._acting, *self._planned)
+        # `make_env` would load a reward model's weights, which comes after the plan.
         env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
         rewards = [getattr(transform, "fn", None) for transform in self._planned]
         judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]

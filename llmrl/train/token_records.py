@@ -167,6 +167,7 @@ def _from_bytes(token: str) -> str | None:
     if not all(letter in known for letter in token):
         return None
     raw = bytes(known[letter] for letter in token)
+    # surrogateescape keeps a byte that is not UTF-8 as one code point U+DC80 + byte - 0x80, which is written as <0xNN>.
     return re.sub(
         "[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) & 0xFF:02X}>", raw.decode("utf-8", "surrogateescape")
     )
@@ -178,6 +179,8 @@ def _roles_and_turns(sampled: Sequence[bool], roles: Sequence[str] | None) -> tu
     >>> _roles_and_turns([False, True, False, True], ["system", "user", "assistant", "tool", "assistant"])
     (['system+user', 'assistant', 'tool', 'assistant'], [0, 0, 1, 1])
     """
+    # Tokens of templates and messages cannot be told apart, so everything between two answers gets the roles of the
+    # messages between them.
     starts = {place for place, drawn in enumerate(sampled) if drawn and not (place and sampled[place - 1])}
     before = ["prompt"] + ["environment"] * len(starts)  # each run, and the end
     if roles is not None:

@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.modules.llm.packing import Packing
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
 from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.memory import find_gpu, uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Updater", "learning_rate", "make_updater", "microbatches", "recompute_blocks", "step_metrics"]
 
-_METRICS = {
+_METRICS = {  # names of the losses' outputs: names in the log
     "loss": "policy/loss",
     "grad_norm": "policy/grad_norm",
     "lr": "policy/lr",
@@ -69,7 +69,7 @@ _METRICS = {
     "expert_replayed": "router/replayed_frac",
     "expert_differing": "router/differ_frac",
 }
-# later they measure what the updates changed
+# Between engine and trainer: after the first update of a step these would measure what the updates changed.
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS", "expert_differing")
 Loss = GRPOLoss | SFTLoss | DPOLoss | RewardLoss
 _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
@@ -78,38 +78,31 @@ _FLOOR = 0.05  # of the peak learning rate, where a schedule ends
 class Updater:
     """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
 
-    ``tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
-    result: every term of the loss is divided by counts of the whole step. Nor does ``packing`` of a pass's sequences.
+    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
+    result, because every term of the loss is divided by counts of the whole step; nor does ``config.packing``.
 
     Raises  ConfigError for packing="on" if the model cannot be packed
     """
 
-    def __init__(
-        self,
-        session: Session,
-        scorer: TokenScorer,
-        optim: OptimSettings,
-        *,
-        steps: int,
-        tokens_per_microbatch: int,
-        packing: Packing = "auto",
-        router_aux_loss: float | None = None,
-    ):
-        self.session = session
-        self.settings = optim
-        self.steps = steps
-        self.tokens_per_microbatch = tokens_per_microbatch
+    def __init__(self, session: Session, scorer: TokenScorer, config: ModelSource, *, steps: int):
+        self.session, self.steps = session, steps
+        self.settings, self._budget = config.optim, config.tokens_per_microbatch
         self._model = scorer.model
-        scorer.use_packing(packing)
-        self._balance = ExpertBalance(session, scorer.model, router_aux_loss)
+        self._attention = attention_share(scorer.model)
+        scorer.use_packing(config.packing)
+        self._balance = ExpertBalance(session, scorer.model, config.model_options.router_aux_loss)
         self.scorer = session.prepare(scorer)
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         place = torch.device("cpu") if session.offloads else session.device
-        self.optimizer = make_optimizer(self._trained, optim, place)
+        self.optimizer = make_optimizer(self._trained, config.optim, place)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
         self._gpu = find_gpu(session.device, session.world_size)
         is_known = self._gpu and self._gpu.flops and session.low_precision  # the table has the peak of bfloat16
         self._shape = model_shape(self._model) if is_known else None
+
+    def deal(self, batch: TensorDictBase | None, *, everywhere: bool = False) -> tuple[TensorDictBase | None, float]:
+        """`deal_batch` over the ranks, by what rows cost this model."""
+        return deal_batch(self.session, batch, self._attention, everywhere=everywhere)
 
     def step(self, loss: Loss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
@@ -120,6 +113,9 @@ class Updater:
         """
         is_filled = batch is not None
         batch = batch if is_filled else _empty_batch(self.session.device)
+
+        # Every term is divided by counts of the whole step, so they are added up over the ranks before any forward
+        # pass. Ranks that share sequences have the same rows: one of each group counts them.
         counts = (loss.count_step(batch) if self.session.leads_group else StepCounts()).over_ranks()
         if counts.tokens == 0:
             return {}
@@ -127,6 +123,8 @@ class Updater:
             outputs = self._backward(loss, batch, counts, is_filled)
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
+
+        # The norm is over all ranks and so is what follows: they all step, or all raise.
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
@@ -137,6 +135,8 @@ class Updater:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+        # Outputs are parts of sums over the step. Ratios of them (`derived`) are taken when they are complete.
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
         metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
@@ -157,14 +157,17 @@ class Updater:
     def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
         """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
         parts = self._parts(batch)
+        # Micro-batches are sliced one by one, in `_forward`: all at once would copy the batch.
         forwards = [(partial(self._forward, loss, batch, rows, counts), is_filled and bool(rows)) for rows in parts]
         self._balance.begin_step(forwards)
         outputs = []
         for number, (forward, has_rows) in enumerate(forwards, 1):
+            # Gradients travel between the ranks once, with those of the last micro-batch.
             with nullcontext() if number == len(parts) else self.session.no_sync(self.scorer):
                 with self._balance.watch():
                     output = forward()
                 total = total_loss(output) + self._balance.term(is_filled=has_rows)
+                # DDP and FSDP average over the ranks; the loss is a part of a sum, divided by the counts already.
                 self.session.accelerator.backward(total * self.session.world_size)
             outputs.append(output)
         self.session.average_whole_gradients(self._trained)
@@ -176,7 +179,7 @@ class Updater:
 
     @contextmanager
     def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
-        """Counts for `speed` what goes through the model inside: positions with padding, tokens without, arithmetic."""
+        """Counts for `speed` what the model computes inside: positions with padding, tokens without, operations."""
         lengths, counted = _lengths(batch), self._counted
         share = self.session.num_groups / self.session.world_size  # of its rows that this rank computes
         scored = sum(int(mask.sum()) for mask in batch.get(("masks", "all_assistant_mask"), as_list=True))
@@ -235,8 +238,8 @@ class Updater:
         return scores
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
-        """The rows of each micro-batch; if every forward pass is a collective, as many on each rank."""
-        parts = microbatches(_lengths(batch), self.tokens_per_microbatch)
+        """The rows of each micro-batch; if every forward pass is a collective, equally many on each rank."""
+        parts = microbatches(_lengths(batch), self._budget)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
         return parts
@@ -246,7 +249,7 @@ class Updater:
         return get_optimizer_state_dict(self.scorer, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state``, sharded or whole on every rank; betas and weight decay stay those of the settings."""
+        """Continues from ``state``, sharded or whole on every rank; betas and weight decay stay as in the settings."""
         tensors = (value for values in state["state"].values() for value in values.values())
         options = StateDictOptions(full_state_dict=not any(isinstance(value, DTensor) for value in tensors))
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
@@ -263,25 +266,18 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
     if config.memory.compile:
         for block in decoder_blocks(model):
             block.compile()
-    updater = Updater(
-        session,
-        policy.scorer,
-        config.optim,
-        steps=steps,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        packing=config.packing,
-        router_aux_loss=config.model_options.router_aux_loss,
-    )
+    updater = Updater(session, policy.scorer, config, steps=steps)
     policy.scorer = updater.scorer
     return updater
 
 
 def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = False) -> None:
-    """From now on each decoder layer keeps its input alone, and is computed again in the backward pass.
+    """Makes each decoder layer keep only its input, and compute again in the backward pass.
 
-    In evaluation mode, too, which trained models are in; nothing in them is ``random`` then but the dropout of
+    Also in evaluation mode, which trained models are in; nothing in them is ``random`` then but the dropout of
     adapters. ``offload``: the inputs wait in host memory. A copy of the model does the same.
     """
+    # Transformers' own gradient checkpointing works in training mode only.
     for block in decoder_blocks(model):
         block.forward = partial(_recompute, block.forward, offload, random)
 
@@ -344,12 +340,13 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 
 def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows of similar length together, at most ``budget`` padded tokens a part; a longer row is a part of its own.
+    """Rows of similar length together, at most ``budget`` padded tokens in each part; a longer row is alone in one.
 
     >>> microbatches([3, 9, 4, 8], 18)
     [[0, 2], [3, 1]]
     """
     parts: list[list[int]] = []
+    # Ascending, so that the row that joins a part is the longest of it, and decides its padding.
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
         if parts and (len(parts[-1]) + 1) * lengths[row] <= budget:
             parts[-1].append(row)

@@ -5,7 +5,7 @@
 Transitions (six keys, about 180 bytes a row, batches of 256) go into tensor storages, against a dict of preallocated
 tensors that is indexed directly, and into a list. Conversations (ids, masks and log-probs of 50 to 1000 tokens, a
 history, text) go into a LazyStackStorage, against lists of cloned tensors; memory is what a process of its own grows
-by. Slices and priorities are in ``bench_samplers.py``.
+by. Slices, priorities and passes are in ``bench_samplers.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from llmrl.modules.llm.policies import containers
@@ -88,29 +87,6 @@ def written(make: type, kind: type = ReplayBuffer) -> list[Row]:
 
 def name(make: type, kind: type) -> str:
     return make.__name__ if kind is ReplayBuffer else f"{kind.__name__}, {make.__name__}"
-
-
-def passes() -> Row:
-    """Batches of passes over 10^5 rows, against one permutation per pass and the same indexing."""
-    size = 100_000
-    sampler = SamplerWithoutReplacement()
-    buffer = ReplayBuffer(storage=LazyTensorStorage(size), sampler=sampler, batch_size=BATCH)
-    data = transitions(size)
-    buffer.extend(data)
-    store = leaves(data)
-    order, place = torch.randperm(size), 0
-
-    def floor() -> dict[object, torch.Tensor]:
-        nonlocal order, place
-        if place >= size:
-            order, place = torch.randperm(size), 0
-        index = order[place : place + BATCH]
-        place += BATCH
-        return gather(store, index)
-
-    return compare(
-        f"SamplerWithoutReplacement, {size:,} rows: sample({BATCH})", floor, buffer.sample, 400, 2.0, rounds=25
-    )
 
 
 def listed() -> list[Row]:
@@ -320,7 +296,7 @@ def main() -> list[Row]:
     rows += [row for make in (LazyTensorStorage, LazyMemmapStorage) for row in written(make)]
     rows += [sampled(LazyTensorStorage, 1000, TensorDictReplayBuffer)]
     rows += written(LazyTensorStorage, TensorDictReplayBuffer)
-    return [*rows, passes(), *listed(), *records(), *single_records(), *ragged_stack(), memory(), advantages()]
+    return [*rows, *listed(), *records(), *single_records(), *ragged_stack(), memory(), advantages()]
 
 
 if __name__ == "__main__":

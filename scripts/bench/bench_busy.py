@@ -8,14 +8,12 @@ step of each. Its fair share of the cores is their number divided by that of the
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
+from runs import run_steps
 from table import Row, benchmark
 
 from llmrl.run.cli import WAITING
@@ -27,18 +25,14 @@ def step_s(steps: int, others: int, **waiting: str) -> float:
     """Seconds of the median step, beside ``others`` busy processes."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+    settings = (f"steps={steps}", "epochs=1", "stop=null", "eval.rows=10")
     try:
-        with tempfile.TemporaryDirectory() as runs:
-            command = [sys.executable, "-m", "llmrl.run.cli", "sft", "sums_sft", "--runs", runs, "--name", "bench"]
-            command += [f"steps={steps}", "epochs=1", "stop=null", "eval.rows=10"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment | waiting)
-            lines = (Path(runs) / "bench" / "metrics.jsonl").read_text().splitlines()
+        taken = run_steps("sft", "sums_sft", *settings, environment=environment | waiting)
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    times = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
-    return statistics.median(times[2:])
+    return statistics.median(metrics["time/step"] for metrics in taken[2:])
 
 
 def main(others: int, steps: int) -> list[Row]:

@@ -9,13 +9,9 @@ cost.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
+from runs import run_steps
 from table import Row, benchmark
 
 SETTINGS = ("eval.rows=1", "samples=0", "stop=null")
@@ -31,22 +27,13 @@ def main(steps: int, rounds: int) -> list[Row]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, own in WAYS.items():
-            seconds[way].append(_mean_step([*SETTINGS, *own, f"steps={steps}"]))
+            taken = run_steps("sft", "sums_sft", *SETTINGS, *own, f"steps={steps}")[WARM_UP:]
+            seconds[way].append(statistics.mean(metrics["time/step"] for metrics in taken))
     for way, means in seconds.items():
         print(f"{way:22}  {', '.join(f'{mean:.3f}' for mean in means)} s a step")
     least = {way: min(means) for way, means in seconds.items()}
     without = least.pop("neither")
     return [Row(f"a step, {way} / neither", mean / without, 1.4) for way, mean in least.items()]
-
-
-def _mean_step(settings: list[str]) -> float:
-    """Seconds a step of one run, without its first steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "llmrl.run.cli", "sft", "sums_sft", *settings, "--runs", folder]
-        subprocess.run([*command, "--name", "run"], check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [metrics["time/step"] for metrics in map(json.loads, lines) if "time/step" in metrics]
-    return statistics.mean(steps[WARM_UP:])
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class Ours:
         from llmrl.train.plan import grpo_settings
         from llmrl.train.settings import GRPOConfig
         from llmrl.train.step_rollouts import select_training_columns
-        from llmrl.train.updater import Updater
+        from llmrl.train.updater import make_updater
 
         config = GRPOConfig(
             model={},
@@ -134,14 +134,7 @@ class Ours:
         actor = TransformersWrapper(
             model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options, generate=False
         )
-        self.updater = Updater(
-            self.session,
-            actor.scorer,
-            config.optim,
-            steps=config.steps,
-            tokens_per_microbatch=config.tokens_per_microbatch,
-        )
-        actor.scorer = self.updater.scorer
+        self.updater = make_updater(config, self.session, actor, steps=config.steps)
         advantage_settings, loss_settings = grpo_settings(config)
         self.loss = GRPOLoss(actor, **loss_settings)
         env = DatasetChatEnv(

@@ -4,8 +4,7 @@
 
 Each figure is the fastest of the repeats of two functions that run in turn; the ratios are what to compare between
 machines. The yardsticks: a copy of every message (``from_chats``), a list comprehension over every message
-(reading), one batched call of the tokenizer on text that is already rendered (render + mask), one ``findall`` per text
-(``from_text``).
+(reading), one ``findall`` per text (``from_text``). Rendering is in ``bench_render.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from timing import best
 
 from llmrl.data.llm import History
 from llmrl.data.llm.templates import template_names
-from llmrl.modules.llm.rendering import Renderer
-from llmrl.testing import tiny_tokenizer
 
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 SIZES = ((64, 3), (512, 10))
@@ -69,33 +66,6 @@ def appends(repeats: int) -> list[Row]:
     ]
 
 
-def rendering(repeats: int) -> list[Row]:
-    """The tokenizer works on all cores and so is easily disturbed: three times the repeats."""
-    repeats *= 3
-    tokenizer = tiny_tokenizer()
-    renderer = Renderer(tokenizer)
-    rows = []
-    for num, turns in ((64, 3), (256, 6)):
-        chats = chats_of_words(num, turns + turns % 2)
-        texts = tokenizer.apply_chat_template(chats, tokenize=False)
-        renderer.render(chats)
-        encode = ratio(
-            lambda chats=chats: renderer.render(chats),
-            lambda chats=chats: tokenizer.apply_chat_template(chats, tokenize=True),
-            repeats,
-        )
-        bare = ratio(
-            lambda chats=chats: renderer.render(chats),
-            lambda texts=texts: tokenizer(texts, add_special_tokens=False),
-            repeats,
-        )
-        rows += [
-            Row(f"render + mask, {num} x {turns}, against apply_chat_template", encode, 1.3),
-            Row(f"render + mask, {num} x {turns}, against tokenizing rendered text", bare),
-        ]
-    return rows
-
-
 def parsing(repeats: int) -> list[Row]:
     """The yardstick reads ChatML, also for the other formats: they hold the same conversations."""
     rows, slowest = [], ("", 0.0)
@@ -120,7 +90,7 @@ def written(name: str, chats: list[list[dict[str, str]]]) -> list[str]:
 
 
 def main(repeats: int) -> list[Row]:
-    return [row for part in (lists_of_dicts, appends, rendering, parsing) for row in part(repeats)]
+    return [row for part in (lists_of_dicts, appends, parsing) for row in part(repeats)]
 
 
 if __name__ == "__main__":

@@ -10,13 +10,9 @@ writes no rows.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
+from runs import run_steps
 from table import Row, benchmark, has_vllm
 
 SETTINGS = (
@@ -28,7 +24,7 @@ SETTINGS = (
     "samples=0",
 )
 WAYS = {"in turn": (), "overlapped": ("rollout.max_staleness=1",)}
-WARM_UP = 3
+WARM_UP = 2
 
 
 def main(steps: int, rounds: int, grpo: list[str]) -> list[Row]:
@@ -37,7 +33,7 @@ def main(steps: int, rounds: int, grpo: list[str]) -> list[Row]:
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, own in WAYS.items():
-            found[way] += _run([*SETTINGS, *own, f"steps={steps}", *grpo])[WARM_UP:-1]
+            found[way] += run_steps("grpo", "sums_grpo", *SETTINGS, *own, f"steps={steps}", *grpo)[WARM_UP:-1]
     for way in WAYS:
         names = ("time/step", "time/update", "time/sync")
         print(f"{way:10}  " + "  ".join(f"{name} {_median(found[way], name):.2f}" for name in names))
@@ -48,14 +44,6 @@ def main(steps: int, rounds: int, grpo: list[str]) -> list[Row]:
         Row("the same: share of a step that the trainer waits", _median(overlapped, "async/trainer_idle"), unit=""),
         Row("the same: share of a step that the engine waits", _median(overlapped, "async/engine_idle"), unit=""),
     ]
-
-
-def _run(settings: list[str]) -> list[dict[str, float]]:
-    """The metrics of each step of one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "llmrl.run.cli", "grpo", "sums_grpo", *settings, "--runs", folder]
-        subprocess.run([*command, "--name", "run"], check=True, stdout=subprocess.DEVNULL)
-        return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def _median(steps: list[dict[str, float]], name: str) -> float:

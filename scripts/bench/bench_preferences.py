@@ -34,7 +34,7 @@ class Ours:
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.modules.llm.reward_scorer import RewardScorer
         from llmrl.objectives.llm import DPOLoss, RewardLoss
-        from llmrl.train.dealing import attention_share, deal_epochs
+        from llmrl.train.dealing import deal_epochs
         from llmrl.train.distributed import Session
         from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
         from llmrl.train.preference_settings import DPOConfig, RewardConfig
@@ -42,27 +42,25 @@ class Ours:
 
         settings = {"model": {}, "data": {"path": "sums", "rows": rows}, "optim": {"lr": LEARNING_RATE, "warmup": 0}}
         config = (DPOConfig if kind == "dpo" else RewardConfig)(**settings, batch_size=pairs)
-        self.session, self.share, self.step = Session(config), attention_share(model), 0
+        self.step = 0
         self.rows = tokenize_pairs(config, tokenizer).as_rows()
         if kind == "dpo":
             policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
         else:
             policy = SimpleNamespace(scorer=RewardScorer(model))
-        self.updater = make_updater(config, self.session, policy, steps=1_000_000)
+        self.updater = make_updater(config, Session(config), policy, steps=1_000_000)
         self.loss = DPOLoss(self.updater.scorer) if kind == "dpo" else RewardLoss(self.updater.scorer)
         self.reference = ReferenceLogProbs() if kind == "dpo" else None
         if self.reference:
-            self.reference.compute(self.session, self.updater, self.loss, self.rows, self.share)
+            self.reference.compute(self.updater, self.loss, self.rows)
         self.buffer = deal_epochs(len(self.rows), config)
 
     def __call__(self) -> None:
-        from llmrl.train.dealing import deal_batch
-
         self.step += 1
         batch = self.rows[self.buffer.sample()]
         if self.reference:
             batch.set("reference_log_probs", self.reference.values[batch["row"]])
-        batch, _ = deal_batch(self.session, batch, self.share, everywhere=True)
+        batch, _ = self.updater.deal(batch, everywhere=True)
         self.updater.step(self.loss, batch, self.step)
 
 

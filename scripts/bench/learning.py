@@ -36,10 +36,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             runs = Path(folder)
             sft_s = _train(runs, "sft", f"{recipe}_sft", f"seed={seed}")
-            checkpoint = max(
-                (runs / "sft" / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step"))
-            )
-            grpo_s = _train(runs, "grpo", f"{recipe}_grpo", f"seed={seed}", f"model={checkpoint}", *options.grpo)
+            grpo_s = _train(runs, "grpo", f"{recipe}_grpo", f"seed={seed}", f"model={runs / 'sft'}", *options.grpo)
             (sft, sft_calls), (grpo, grpo_calls) = _last(runs / "sft", env), _last(runs / "grpo", env)
         fine = SFT_BOUNDS[0] <= sft <= SFT_BOUNDS[1] and grpo >= GRPO_BOUND and sft_s + grpo_s <= SECONDS[recipe]
         missed += not fine

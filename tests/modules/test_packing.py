@@ -15,7 +15,7 @@ from llmrl.modules.llm.log_probs import TokenScorer, find_head_path, token_logpr
 from llmrl.modules.llm.packing import lay_out, pack, why_not_packed
 from llmrl.objectives.llm import SFTLoss
 from llmrl.train.distributed import Session
-from llmrl.train.settings import OptimSettings, SFTConfig
+from llmrl.train.settings import SFTConfig
 from llmrl.train.updater import Updater
 from tests.support.causal_models import (
     SMALL,
@@ -227,13 +227,13 @@ def test_bfloat16_is_packed_too(name: str, in_autocast: bool):
 
 
 def test_a_step_of_the_recipes_has_one_switch_and_one_result():
-    config = SFTConfig(model={}, data={"path": "sums"})
+    config = SFTConfig(model={}, data={"path": "sums"}, optim={"lr": 1e-2}, tokens_per_microbatch=64)
     results = []
     with Session(config) as session:
         for packing in ("off", "on", "auto"):
             model = build("qwen2")
-            options = {"steps": 2, "tokens_per_microbatch": 64, "packing": packing}
-            updater = Updater(session, TokenScorer(model), OptimSettings(lr=1e-2), **options)
+            settings = config.model_copy(update={"packing": packing})
+            updater = Updater(session, TokenScorer(model), settings, steps=2)
             seen = shapes_seen(model)
             metrics = updater.step(SFTLoss(updater.scorer), conversations(), 1)
             results.append((seen, metrics["loss"], metrics["grad_norm"]))

@@ -58,6 +58,12 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("grpo", {"env": {"reward": "nowhere:score"}}, ["nowhere"]),
         ("grpo", {"env": {"reward": "vowels:shares"}}, ["Did you mean 'share'?"]),
         ("grpo", {"env": {"reward": "vowels"}}, ["must be 'package.module:name'"]),
+        ("dpo", {"dpo": {"kind": "ipo", "label_smoothing": 0.1}}, ["label_smoothing is for kind sigmoid"]),
+        ("dpo", {"dpo": {"bta": 0.1}}, ["did you mean  dpo.beta"]),
+        ("reward", {"env": {"name": "sums"}}, ["env is for models that answer"]),
+        ("reward", {"packing": "on"}, ["packing is for models that answer"]),
+        ("reward", {"model_options": {"float32_head": True}}, ["float32_head is for models that answer"]),
+        ("reward", {"reward": {"first_share": 0.5}}, ["first_share is for level token"]),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(place, command, changes, messages):
@@ -139,6 +145,9 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("sft", {"data": {"path": "asked.jsonl"}, **AT_MOST_40, "too_long": "truncate"}, ["no token is left to train"]),
         ("grpo", {"env": {"max_prompt_tokens": 2, "too_long": "drop"}}, ["all 12", "env.max_prompt_tokens = 2"]),
         ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat", "in eval.dataset"]),
+        ("dpo", {"data": {"path": "same.jsonl"}}, ["row 1"]),
+        ("reward", {"eval": {"split": "train"}}, ["eval.split must be pairs that are not"]),
+        ("reward", {"data": {"path": "pairs.jsonl", "margin_column": "gap"}}, ["'gap' must be a number: row 1 has"]),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
         ("sft", {"chat_template": UNMARKED}, ["assistant"]),
@@ -152,6 +161,8 @@ def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
     place.rows("chats.jsonl", [{"messages": [ASK, TELL]}, {"messages": [ASK]}])
     place.rows("long.jsonl", [GOOD, LONG, GOOD])
     place.rows("asked.jsonl", [ASKED])
+    place.rows("same.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "four"}])
+    place.rows("pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}])
     assert "Traceback" not in place.train(command, "bad", code=3, words=messages, **changes).err
 
 

@@ -1,11 +1,12 @@
 """Pairs of answers from a file to the loss: what counts, the reference, and what is refused."""
 
 import math
+import re
 
 import pytest
 
 from llmrl.data.llm.dataset_files import to_pair
-from llmrl.envs.llm.tasks.sums import sums_preferences, sums_reward
+from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
 from llmrl.errors import DataError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.preference_data import tokenize_pairs
@@ -78,15 +79,18 @@ def test_pairs_that_are_too_long_are_named_or_counted(place):
         tokenize_pairs(config(path, max_length=5, too_long="drop"), tiny_tokenizer())
 
 
-def test_the_embedded_pairs_are_right_and_wrong():
-    rows, problems = sums_preferences("validation"), {}
+@pytest.mark.parametrize("pairs", [sums_preferences, sums_mistakes])
+def test_the_embedded_pairs_are_right_and_wrong_and_the_same_every_time(pairs):
+    rows, questions, mistakes = pairs("validation"), set(), set()
     for row in rows:
-        a, b = (int(word.strip("?")) for word in row["prompt"].split() if word.strip("?").isdigit())
+        a, b = map(int, re.findall(r"\d+", row["prompt"]))
         assert sums_reward(row["chosen"], str(a + b)) == 1.0
         assert sums_reward(row["rejected"], str(a + b)) == 0.0
-        problems[a, b] = row["rejected"]
-    assert len(problems) == 500
-    assert rows == sums_preferences("validation"), "they are the same every time"
+        questions.add((a, b))
+        mistakes.add(row["rejected"])
+    assert len(questions) == 500
+    assert len(mistakes) > 0.8 * len(rows), "a problem has another mistake almost each time"
+    assert rows == pairs("validation")
 
 
 def test_a_run_starts_at_log_2_and_raises_the_margin(place):
@@ -106,14 +110,6 @@ def test_a_run_starts_at_log_2_and_raises_the_margin(place):
 def test_without_a_reference_the_loss_starts_elsewhere(place):
     place.train("dpo", "a", steps=1, dpo={"reference": "none"}, words=["reference: none"])
     assert place.steps("a")[0]["policy/loss"] != pytest.approx(math.log(2), abs=1e-3)
-
-
-def test_settings_that_cannot_be_run_are_refused(place):
-    smoothed = {"kind": "ipo", "label_smoothing": 0.1}
-    place.train("dpo", "bad", code=2, words=["label_smoothing is for kind sigmoid"], dpo=smoothed)
-    place.train("dpo", "bad", code=2, words=["did you mean  dpo.beta"], dpo={"bta": 0.1})
-    same = {"path": place.rows("p.jsonl", [{**PAIR, "rejected": "four"}])}
-    place.train("dpo", "bad", code=3, words=["row 1"], data=same)
 
 
 def test_micro_batches_change_nothing(place):

@@ -1,8 +1,11 @@
 """Rewards that fail: a conversation without one is left out and counted, and only too many of them end a run."""
 
+import gc
 import statistics
 
 import pytest
+
+from tests.support.processes import is_running
 
 SOURCE = """
 import math, pathlib, time
@@ -20,6 +23,12 @@ def some_huge(completion, answer):
 def some_raise(completion, answer):
     return 1 / (int(answer) % 3) + len(completion)
 
+def none_then_raise(completion, answer):
+    calls.append(answer)
+    if int(answer) % 3:
+        return len(completion)
+    return None if len(calls) <= 16 else 1 / 0
+
 def one_of_each_group(completion, answer):
     calls.append(answer)
     return None if calls.count(answer) % 4 == 1 else len(completion)
@@ -32,7 +41,7 @@ def one_hangs(completion, answer):
         time.sleep(600)
     return len(completion)
 
-def all_raise(completion, answer):
+def all_raise(answer):
     raise KeyError("grader is down")
 
 def all_but_two(completion, answer):
@@ -71,6 +80,12 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
         assert {rollout.advantage for rollout in lost} == {None}, "no reward is not a reward of zero"
         trained = sum(rollout.tokens for rollout in rollouts if rollout.advantage is not None)
         assert step["tokens/trained"] == trained
+
+
+def test_the_first_traceback_is_shown_though_conversations_without_one_failed_before(run):
+    """Regression: the warning of a step without a traceback counted as its report."""
+    out = run("none_then_raise", words=["in none_then_raise", "ZeroDivisionError"]).out
+    assert out.count("rollouts failed") == 3
 
 
 def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place):
@@ -113,9 +128,23 @@ def test_a_reward_that_hangs_costs_its_deadline_and_the_rows_that_were_not_score
     assert (first["rollout/failed"], second["rollout/failed"]) == (3, 0), "13 of 16 were scored in time"
 
 
-def test_a_run_whose_rewards_all_fail_is_aborted_with_the_first_traceback(place, run):
-    run("all_raise", code=4, words=["at most max_failed = 50%", "got 16 of 16 in step 1", "grader is down"])
+@pytest.mark.parametrize("env", [{}, {"user": "failing:all_raise", "max_turns": 2}], ids=["reward", "user"])
+def test_a_run_whose_rewards_or_users_all_fail_is_aborted_with_the_first_traceback(place, run, env):
+    reward = "some_none" if env else "all_raise"
+    run(reward, code=4, words=["at most max_failed = 50%", "got 16 of 16 in step 1", "grader is down"], env=env)
     assert place.steps("f") == []
+
+
+def test_the_process_of_a_reward_ends_with_its_run(place):
+    """Regression: it lived on until the run was collected as garbage."""
+    place.module("numbered", "import os\ndef score(completion, answer):\n    return os.getpid()\n")
+    gc.disable()
+    try:
+        place.train("grpo", "n", env={"reward": "numbered:score"}, steps=1)
+        [process] = {int(rollout.reward) for rollout in place.rollouts("n", 1)}
+        assert not is_running(process)
+    finally:
+        gc.enable()
 
 
 def test_how_many_may_fail_is_a_setting(place, run):
@@ -134,9 +163,9 @@ def test_a_run_that_lost_its_rewards_goes_on_from_its_last_checkpoint(place):
     assert [step["step"] for step in place.steps("b")] == [1, 2, 3, 4]
 
 
-def test_held_out_problems_that_cannot_be_scored_are_left_out_of_the_mean(place):
-    place.module("exam", "def score(completion, answer):\n    return None if answer == '3' else 0.5\n")
-    place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": str(i)} for i in range(4)])
+def test_held_out_problems_are_measured_and_those_that_cannot_be_scored_are_left_out_of_the_mean(place):
+    place.module("exam", "def score(completion, answer):\n    return {'103': None, '102': 0.5}.get(answer, 0.25)\n")
+    place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": f"10{i}"} for i in (2, 2, 3)])
     place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
     assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
     place.run("eval", "e", words=["scoring failed on 1"])

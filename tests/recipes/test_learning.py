@@ -15,35 +15,37 @@ def measures(run, env, what="mean"):
     return [row[f"eval/{env}/{what}"] for row in rows if f"eval/{env}/{what}" in row]
 
 
-def llmrl(*arguments):
-    subprocess.run([sys.executable, "-m", "llmrl.run.cli", *arguments], check=True, capture_output=True, timeout=3000)
+def teach_and_improve(folder, recipe, env, *settings):
+    """Accuracy before and after examples, and before and after reward."""
+    for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}", *settings))):
+        arguments = [command, f"{recipe}_{command}", *own, "--runs", str(folder), "--name", name]
+        command_line = [sys.executable, "-m", "llmrl.run.cli", *arguments]
+        subprocess.run(command_line, check=True, capture_output=True, timeout=3000)
+    taught, improved = measures(folder / "taught", env), measures(folder / "improved", env)
+    assert improved[0] == taught[-1], "the same model, the same problems"
+    return taught[0], taught[-1], improved[-1]
 
 
 def test_a_tiny_model_learns_sums_by_examples_and_then_by_reward(tmp_path):
-    options = ["--runs", str(tmp_path), "--name"]
-    llmrl("sft", "sums_sft", *options, "taught")
-    before, after = measures(tmp_path / "taught", "sums")[0], measures(tmp_path / "taught", "sums")[-1]
+    before, taught, improved = teach_and_improve(tmp_path, "sums", "sums", "steps=40", "eval.every=40")
     assert before < 0.05
-    assert 0.2 <= after <= 0.7, "examples stop early, so that there is something left to improve"
-    checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
-    llmrl("grpo", "sums_grpo", f"model={checkpoint}", "steps=40", "eval.every=40", *options, "improved")
-    improved = measures(tmp_path / "improved", "sums")
-    assert improved[0] == after, "the same model, the same problems"
-    assert improved[-1] >= 0.9
+    assert 0.2 <= taught <= 0.7, "examples stop early, so that there is something left to improve"
+    assert improved >= 0.9
+
+
+def test_a_tiny_model_learns_the_names_of_colours_by_examples_and_then_by_reward(tmp_path):
+    _, taught, improved = teach_and_improve(tmp_path, "colours", "colours")
+    assert taught <= 0.75, "a third of the examples is wrong"
+    assert improved >= max(0.8, taught + 0.1)
 
 
 def test_a_tiny_model_learns_by_reward_to_call_the_calculator(tmp_path):
-    options = ["--runs", str(tmp_path), "--name"]
-    llmrl("sft", "tools_sft", *options, "taught")
-    after = measures(tmp_path / "taught", "big_sums")[-1]
-    assert measures(tmp_path / "taught", "big_sums")[0] == 0
-    assert 0.1 <= after <= 0.7, "examples call it for some problems only"
-    checkpoint = next((tmp_path / "taught" / "checkpoints").iterdir())
-    llmrl("grpo", "tools_grpo", f"model={checkpoint}", *options, "improved")
-    improved, called = (measures(tmp_path / "improved", "big_sums", what) for what in ("mean", "call_rate"))
-    assert improved[0] == after, "the same model, the same problems, the same tool"
-    assert improved[0] <= called[0] <= 0.8, "what it does not compute it does not know"
-    assert improved[-1] >= 0.9
+    before, taught, improved = teach_and_improve(tmp_path, "tools", "big_sums")
+    called = measures(tmp_path / "improved", "big_sums", "call_rate")
+    assert before == 0
+    assert 0.1 <= taught <= 0.7, "examples call it for some problems only"
+    assert taught <= called[0] <= 0.8, "what it does not compute it does not know"
+    assert improved >= 0.9
     assert called[-1] >= 0.95
     rows = map(json.loads, (tmp_path / "improved" / "metrics.jsonl").read_text().splitlines())
     assert all("tools/call_rate" in row for row in rows if row["step"])

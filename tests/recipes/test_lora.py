@@ -18,6 +18,7 @@ from llmrl.train.models import load_model
 from llmrl.train.settings import GRPOConfig, SFTConfig
 from llmrl.train.sft_data import tokenize_chats
 from llmrl.weight_update import merged_weights
+from tests.support.training_rows import worst as difference
 
 peft = pytest.importorskip("peft")
 OPTIM = {"lr": 1e-2, "warmup": 1}
@@ -37,11 +38,6 @@ def read_by_peft(place, run, step):
     """The base of a run with the adapters of a checkpoint merged into it."""
     base = AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "base")
     return peft.PeftModel.from_pretrained(base, place.checkpoint(run, step) / "adapter").merge_and_unload()
-
-
-def difference(one, other):
-    assert one.keys() == other.keys()
-    return max((value - other[name]).abs().max().item() for name, value in one.items())
 
 
 def logits(model):
@@ -114,10 +110,9 @@ def test_a_run_of_grpo_begins_at_its_reference_and_goes_on_from_its_adapters(pla
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3_moe"])
 def test_layers_of_other_kinds_have_adapters_and_merge(architecture):
-    with Session(sft_config()) as session:
-        model = tiny_model(tiny_tokenizer(), architecture=architecture, hidden_size=32, heads=2, layers=1)
-        plain = tiny_model(tiny_tokenizer(), architecture=architecture, hidden_size=32, heads=2, layers=1)
-        adapted = add_adapters(sft_config(), model, session, None)
+    sizes = {"architecture": architecture, "hidden_size": 32, "heads": 2, "layers": 1}
+    plain, adapted = tiny_model(tiny_tokenizer(), **sizes), tiny_model(tiny_tokenizer(), **sizes)
+    adapted = add_adapters(sft_config(), adapted)
     assert torch.equal(logits(adapted), logits(plain)), "new adapters change nothing"
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -130,9 +125,8 @@ def test_layers_of_other_kinds_have_adapters_and_merge(architecture):
 
 
 def test_dropout_is_of_adapters_alone_and_of_training_alone():
-    with Session(sft_config()) as session:
-        model = tiny_model(tiny_tokenizer(), hidden_size=32, heads=2)
-        adapted = add_adapters(sft_config(lora={"r": 2, "dropout": 0.5}), model, session, None)
+    config = sft_config(lora={"r": 2, "dropout": 0.5})
+    adapted = add_adapters(config, tiny_model(tiny_tokenizer(), hidden_size=32, heads=2))
     random = [name for name, module in adapted.named_modules() if module.training]
     assert random
     assert all(".lora_dropout." in name for name in random)

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from llmrl.train.memory import (
     GPU,
     engine_memory,
     engine_share,
+    find_gpu,
     memory_rows,
     parse_gpu,
     plan_memory,
@@ -174,7 +176,7 @@ def test_checkpointing_is_taken_where_a_run_does_not_fit_without_it():
 def test_the_settings_that_are_named_make_it_fit_and_none_of_them_is_superfluous():
     shape, gpu = shape_of("7B"), parse_gpu("80:8")
     config = grpo(rollout={"engine": "vllm"}, memory={"checkpointing": "off"})
-    changes = remedies(config, shape, gpu, low_precision=True)
+    changes = remedies(config, shape, gpu)
     assert changes
 
     def peak(changes):
@@ -184,8 +186,8 @@ def test_the_settings_that_are_named_make_it_fit_and_none_of_them_is_superfluous
     assert peak(changes) <= gpu.bytes
     for name in changes:
         assert peak({other: value for other, value in changes.items() if other != name}) > gpu.bytes
-    assert remedies(config, shape_of("70B"), parse_gpu("24"), low_precision=True) is None
-    assert remedies(config, shape_of("0.5B"), gpu, low_precision=True) == {}
+    assert remedies(config, shape_of("70B"), parse_gpu("24")) is None
+    assert remedies(config, shape_of("0.5B"), gpu) == {}
 
 
 def test_a_sequence_that_is_too_long_for_a_gpu_is_shared_by_as_many_ranks_as_are_named():
@@ -198,30 +200,30 @@ def test_a_sequence_that_is_too_long_for_a_gpu_is_shared_by_as_many_ranks_as_are
         changed = with_changes(config, changes)
         assert (plan_memory(changed, shape, num_gpus=8, low_precision=True).peak < 0.95 * gpu.bytes) is fits
     longer = with_changes(config, {"max_length": 1 << 18})
-    assert remedies(longer, shape, gpu, low_precision=True) == {"parallel.context": 4}
+    assert remedies(longer, shape, gpu) == {"parallel.context": 4}
     with Session(longer) as session, pytest.raises(ConfigError, match=r"fits on 2 with .*parallel\.context=2"):
         memory_rows(longer, shape, session, parse_gpu("H100:1"))
     # rows that a smaller micro-batch helps are not split, nor what cannot be
-    assert "parallel.context" not in remedies(sft(), shape, parse_gpu("40:8"), low_precision=True)
+    assert "parallel.context" not in remedies(sft(), shape, parse_gpu("40:8"))
     pairs = {"data": {"path": "sums"}, "max_length": 1 << 16, "memory": {"checkpointing": "on"}}
     judge = RewardConfig(model="m", parallel={"mode": "fsdp2"}, **pairs)
-    assert "parallel.context" not in (remedies(judge, shape, gpu, low_precision=True) or {})
+    assert "parallel.context" not in (remedies(judge, shape, gpu) or {})
 
 
 def test_an_engine_gets_what_the_trainer_leaves_of_a_gpu():
     config, gpu = grpo(rollout={"engine": "vllm"}), parse_gpu("H100:8")
-    share = engine_share(config, shape_of("0.5B"), gpu, low_precision=True)
+    share = engine_share(config, shape_of("0.5B"), gpu)
     plan = plan_memory(config, shape_of("0.5B"), num_gpus=8, low_precision=True, capacity=gpu.bytes)
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     assert 0 <= (gpu.bytes - plan.reserve - beside) - share * gpu.bytes < 0.01 * gpu.bytes
     with pytest.raises(ConfigError, match=r"1 x H100 of 79.2 GiB: needs \d+ GiB .*it fits on 4 with "):
-        engine_share(config, shape_of("70B"), parse_gpu("H100"), low_precision=True)
+        engine_share(config, shape_of("70B"), parse_gpu("H100"))
 
 
 def test_gpus_of_the_engines_are_the_trainers_no_more_and_are_checked():
     shape, gpu = shape_of("32B"), parse_gpu("40:8")
     config = grpo(rollout={"engine": "vllm"})
-    changes = remedies(config, shape, gpu, low_precision=True)
+    changes = remedies(config, shape, gpu)
     assert changes["rollout.gpus"] in (1, 2, 4)
     apart = with_changes(config, changes)
     trainers = trainer_gpus(apart, gpu)
@@ -288,18 +290,36 @@ def test_adapters_are_a_remedy_where_nothing_else_helps():
     assert plan["weights"] == pytest.approx(2 * shape.parameters + 4 * 40.4e6, rel=1e-3), "r 16 on 7B: 40.4 million"
     packed = plan_memory(with_changes(config, {"lora.quantize": "nf4"}), shape, **options).training
     assert packed["weights"] == pytest.approx(6.01e9, rel=1e-3), "linear layers at 0.56 bytes, all else at 2"
-    assert remedies(config, shape, parse_gpu("40"), low_precision=True) == {"lora.r": 16}
-    assert "lora.r" not in remedies(config, shape_of("0.5B"), parse_gpu("24"), low_precision=True)
+    assert remedies(config, shape, parse_gpu("40")) == {"lora.r": 16}
+    assert "lora.r" not in remedies(config, shape_of("0.5B"), parse_gpu("24"))
     quantized = with_changes(config, {"lora.quantize": "nf4"})
-    changes = remedies(quantized, shape, parse_gpu("24:8"), low_precision=True)
+    changes = remedies(quantized, shape, parse_gpu("24:8"))
     assert changes is None or "parallel.mode" not in changes
     with pytest.raises(ConfigError, match=r"it fits with lora\.r=16"):
-        engine_share(config, shape, parse_gpu("40"), low_precision=True)
+        engine_share(config, shape, parse_gpu("40"))
 
 
 def test_the_page_has_the_table_of_the_plan():
     page = Path(__file__).parents[2] / "docs/scaling.md"
     assert table() in page.read_text(), "python scripts/memory_table.py prints the table of the page"
+
+
+@pytest.mark.parametrize(
+    ("found", "gib", "label"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100"),
+        ("NVIDIA A100-PCIE-40GB", 39.5, "A100-40"),
+        ("NVIDIA L40S", 44.5, "L40S"),
+        ("GeForce GTX 1080", 7.9, "GeForce GTX 1080"),
+    ],
+)
+def test_a_gpu_is_recognised_by_its_name_and_its_size(monkeypatch, found, gib, label):
+    """Regression: an A100 of 80 GB was called one of 40 GB."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    gpu = find_gpu(torch.device("cuda"))
+    assert (gpu.name, gpu.bytes) == (label, gib * GIB)
 
 
 @pytest.mark.parametrize("text", ["H100:0", "H10", "80:x", "", ":8", "-3"])
@@ -341,9 +361,10 @@ def test_an_optimizer_that_is_not_installed_names_its_extra(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_speed_is_of_all_updates_since_it_was_asked(dtype, monkeypatch):
     monkeypatch.setattr("llmrl.train.updater.find_gpu", lambda device, count: GPU("a GPU", 1e9, count, flops=1e9))
-    with Session(sft(dtype=dtype)) as session:
+    config = sft(dtype=dtype, tokens_per_microbatch=100)
+    with Session(config) as session:
         scorer = TokenScorer(tiny_model(hidden_size=32, heads=2), packing="off")
-        updater = Updater(session, scorer, OptimSettings(), steps=9, tokens_per_microbatch=100)
+        updater = Updater(session, scorer, config, steps=9)
         for step in (1, 2):
             updater.step(SFTLoss(updater.scorer), random_rows([9, 6]), step)
         flops = 2 * model_shape(scorer.model).training_flops([9, 6], 10)

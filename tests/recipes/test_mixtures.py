@@ -123,7 +123,7 @@ from llmrl.testing import tiny_model
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.distributed import Session
 from tests.recipes.test_mixtures import add_routes, expected
-from tests.support.training_rows import config, random_rows, step, worst
+from tests.support.training_rows import check_step, config, random_rows
 
 def main():
     rows = random_rows()
@@ -137,20 +137,15 @@ def main():
                     batch = rows if name == "token" else rows[:1]  # which leaves one rank without a row
                     loss, auxiliary, gradients = expected(model, batch, 0.5, name)
                     mine, _ = deal_batch(session, batch, attention_share(model), everywhere=True)
-                    model = session.shard(model) if session.sharded else model
-                    metrics, found = step(settings, session, model, mine, name)
-                    error = worst(found, gradients)
-                    assert error < 1e-6, (mode, family, name, error)
-                    assert abs(metrics["loss"] - loss) < 2e-6, (mode, family, name, metrics["loss"], loss)
+                    one = (loss, gradients)
+                    metrics = check_step(session, settings, model, mine, one, name, loss_bound=2e-6)
                     assert abs(metrics["expert_aux_loss"] - auxiliary) < 1e-5, (mode, family, metrics, auxiliary)
             model, routed = tiny_model(architecture="qwen3_moe", hidden_size=32, heads=2), random_rows()
             add_routes(routed)
-            _, _, gradients = expected(model, routed, 0.0)
+            loss, _, gradients = expected(model, routed, 0.0)
             mine, _ = deal_batch(session, routed, attention_share(model), everywhere=True)
             settings = config(**shared, model_options={"router_aux_loss": 0.0}, memory={"checkpointing": "on"})
-            model = session.shard(model) if session.sharded else model
-            metrics, found = step(settings, session, model, mine)
-            assert worst(found, gradients) < 1e-6, ("replayed", mode, worst(found, gradients))
+            metrics = check_step(session, settings, model, mine, (loss, gradients))
             assert 0.5 < metrics["expert_differing"] < 1, metrics
 
 main()

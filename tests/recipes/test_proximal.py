@@ -12,8 +12,8 @@ from llmrl.objectives.llm import GRPOLoss
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.plan import grpo_settings
-from llmrl.train.settings import GRPOConfig, OptimSettings
-from llmrl.train.updater import Updater
+from llmrl.train.settings import GRPOConfig
+from llmrl.train.updater import make_updater
 
 PROMPTS = ["2 + 2?", "Say something long and then something longer, please.", "Hi", "17 * 3 is what?", "a", "b c d"]
 LOSS = {"clip_epsilon": 0.2, "proximal": "recomputed"}
@@ -45,10 +45,8 @@ def parts_of_a_step(session, temperature, budget, packing):
     options = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=options)
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=options, generate=False)
-    updater = Updater(
-        session, actor.scorer, OptimSettings(lr=1e-2), steps=4, tokens_per_microbatch=budget, packing=packing
-    )
-    actor.scorer = updater.scorer
+    settings = config(optim={"lr": 1e-2}, tokens_per_microbatch=budget, packing=packing)
+    updater = make_updater(settings, session, actor, steps=4)
     return updater, GRPOLoss(actor, **LOSS), sampled(session, actor, policy)
 
 

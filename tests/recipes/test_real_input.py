@@ -37,28 +37,16 @@ def test_supervised_data_come_in_the_shapes_that_people_have(place, shape, file)
     assert "2 + 2?" in tiny_tokenizer().decode(chats.ids[0])
 
 
-def test_columns_of_other_names_are_named_in_the_settings(place):
+def test_settings_name_other_columns_the_turns_that_train_a_system_prompt_and_the_number_of_rows(place):
     row = {"problem_text": "2 + 2?", "reply": "four", "answer": "no"}
-    pieces, _ = trained(place, row, prompt_column="problem_text", completion_column="reply")
-    assert pieces == ["four<|im_end|>"]
-
-
-def test_every_turn_of_the_assistant_is_trained_or_the_last_one_only(place):
+    assert trained(place, row, prompt_column="problem_text", completion_column="reply")[0] == ["four<|im_end|>"]
     row = {"messages": CONVERSATION}
     assert trained(place, row)[0] == ["four<|im_end|>", "yes<|im_end|>"]
-    assert trained(place, row, train_on="last")[0] == ["yes<|im_end|>"]
-
-
-def test_a_system_prompt_is_put_before_conversations_without_one(place):
-    _, chats = trained(place, {"messages": CONVERSATION}, system_prompt="Be brief.")
-    text = tiny_tokenizer().decode(chats.ids[0])
-    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-
-
-def test_only_the_first_rows_are_read_if_so_asked(place):
-    place.rows("chats.jsonl", [{"prompt": str(i), "completion": "x"} for i in range(9)])
-    settings = SFTConfig(model={}, data={"path": "chats.jsonl", "rows": 5})
-    assert len(tokenize_chats(settings, tiny_tokenizer())) == 5
+    pieces, chats = trained(place, row, train_on="last", system_prompt="Be brief.")
+    assert pieces == ["yes<|im_end|>"]
+    assert tiny_tokenizer().decode(chats.ids[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    settings = SFTConfig(model={}, data={"path": "chats.jsonl", "rows": 1})
+    assert len(tokenize_chats(settings, tiny_tokenizer())) == 1, "the first of two"
 
 
 @pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])
@@ -122,13 +110,6 @@ def test_gsm8k_is_trained_from_a_local_file_with_its_own_prompt_and_reward(place
         assert GSM8KEnv.SYSTEM_PROMPT in rollout.prompt
         assert rollout.reward in (0.0, pytest.approx(0.1), 1.0)
     assert 0 <= place.steps("eggs")[-1]["eval/gsm8k/mean"] <= 1
-
-
-def test_held_out_problems_of_a_users_own_are_measured(place):
-    place.module("always", "def yes(completion, answer):\n    return 0.25 if answer == 'held out' else 0.5\n")
-    place.rows("test.jsonl", [{"prompt": "Say", "answer": "held out"}] * 3)
-    place.train("grpo", "exam", env={"reward": "always:yes"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
-    assert place.steps("exam")[-1]["eval/chat/mean"] == pytest.approx(0.25)
 
 
 def test_a_template_registered_for_the_model_stays_with_the_tokenizer(tmp_path, monkeypatch):

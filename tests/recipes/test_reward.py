@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import datasets
@@ -12,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
-from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
+from llmrl.envs.llm.tasks.sums import sums_preferences
+from tests.support.training_rows import worst
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
 ROWS = sums_preferences("test")[:6]
@@ -21,11 +21,6 @@ PAIR = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five or more"}
 
 def judged_by(model):
     return {"reward": None, "rewards": [{"reward_model": {"model": str(model)}, "name": "judge"}]}
-
-
-def largest_difference(one, other):
-    assert one.keys() == other.keys()
-    return max((value - other[name]).abs().max().item() for name, value in one.items())
 
 
 def test_a_model_of_pairs_is_the_reward_of_grpo(place):
@@ -73,7 +68,7 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     # the whole model is that of peft, from the base and the adapters' file alone
     read = peft.AutoPeftModelForSequenceClassification.from_pretrained(last / "adapter", num_labels=1)
     own = place.weights("judge", 4)
-    assert largest_difference(own, read.merge_and_unload().state_dict()) < 1e-6
+    assert worst(own, read.merge_and_unload().state_dict()) < 1e-6
     assert torch.equal(own["score.weight"], late[HEAD])
     begun = load_file(base / "model.safetensors")["model.norm.weight"]
     assert torch.equal(own["model.norm.weight"], begun), "what has no adapter stays"
@@ -101,11 +96,11 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     # a resumed run is the run that would have been; another one goes on from its adapters
     place.run("resume", "again")
     place.same("judge", "again")
-    assert largest_difference(load_file(place.checkpoint("again", 4) / "adapter" / FILE), late) == 0
+    assert worst(load_file(place.checkpoint("again", 4) / "adapter" / FILE), late) == 0
     shutil.rmtree(place.checkpoint("again", 4))
     place.train("reward", "more", steps=1, model="runs/again", optim={"lr": 1e-9}, eval={"rows": 6})
     merged = AutoModelForSequenceClassification.from_pretrained("merged2").state_dict()
-    assert largest_difference(place.weights("more", 1), merged) < 1e-6
+    assert worst(place.weights("more", 1), merged) < 1e-6
 
 
 @pytest.mark.slow
@@ -115,17 +110,8 @@ def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200, "optim": {"lr": 1e-4}}
     place.train_as_one_and_as_ranks("reward", *savings, step=3, **changes)
     one, two = (load_file(place.checkpoint(run, 3) / "adapter" / FILE) for run in ("one", "two"))
-    assert largest_difference(one, two) < 1e-6
-    assert largest_difference(place.weights("one", 3), place.weights("two", 3)) < 1e-6
-
-
-def test_every_pair_of_mistakes_has_a_right_and_a_wrong_answer():
-    rows = sums_mistakes("validation")
-    answers = [str(sum(map(int, re.findall(r"\d+", row["prompt"])))) for row in rows]
-    assert {sums_reward(row["chosen"], answer) for row, answer in zip(rows, answers, strict=True)} == {1.0}
-    assert {sums_reward(row["rejected"], answer) for row, answer in zip(rows, answers, strict=True)} == {0.0}
-    assert len({row["rejected"] for row in rows}) > 0.8 * len(rows), "a problem has another mistake almost each time"
-    assert rows == sums_mistakes("validation"), "they are the same every time"
+    assert worst(one, two) < 1e-6
+    assert worst(place.weights("one", 3), place.weights("two", 3)) < 1e-6
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -140,15 +126,6 @@ def test_a_margin_comes_from_the_data(place, level):
     assert with_margin["policy/loss"] > without["policy/loss"] + 0.3
 
 
-def test_settings_that_cannot_be_run_are_refused(place):
-    place.train("reward", "bad", code=2, words=["env is for models that answer"], env={"name": "sums"})
-    place.train("reward", "bad", code=2, words=["float32_head is of models"], model_options={"float32_head": True})
-    place.train("reward", "bad", code=2, words=["first_share is for level token"], reward={"first_share": 0.5})
-    place.train("reward", "same", code=3, words=["eval.split must be pairs that are not"], eval={"split": "train"})
-    data = {"path": place.rows("p.jsonl", [PAIR, {**PAIR, "prompt": "1 + 1?"}]), "margin_column": "gap"}
-    place.train("reward", "bad", code=3, words=["'gap' must be a number: row 1 has None"], data=data)
-
-
 def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path, monkeypatch):
     """The hub's library reads from its cache, as it does without a network."""
     file = place.rows("rows.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(40)])
@@ -161,6 +138,8 @@ def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path,
     words = ["18 pairs", "the last 2 pairs of split train, not trained on: there is no split test"]
     place.train("reward", "judge", steps=1, words=words, data={"path": "me/pairs"}, eval={})
     assert place.steps("judge")[0]["eval/pairs/mean"] in {0.0, 0.5, 1.0}
+    words = ["none; eval.dataset=FILE names pairs to measure"]  # Regression: it was said that all are too long
+    place.train("reward", "few", steps=1, words=words, data={"path": "me/pairs", "rows": 8}, eval={})
     words = ["the hub with the split 'testing'"]
     place.train("reward", "typo", code=3, words=words, data={"path": "me/pairs"}, eval={"split": "testing"})
 
@@ -179,7 +158,9 @@ def test_eval_ranks_held_out_pairs_of_the_run_and_of_a_file(place):
     place.run("eval", "judge", "--samples", "2", code=2, words=["--samples"])
 
 
-def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place):
-    file = place.rows("pairs.jsonl", [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
+@pytest.mark.parametrize("name", ["pairs.jsonl", "PAIRS.JSONL"])
+def test_eval_of_a_run_on_a_file_alone_asks_for_pairs(place, name):
+    """Regression: with an ending in capitals the pairs that were trained on were measured."""
+    file = place.rows(name, [{**PAIR, "prompt": f"{i} + {i}?"} for i in range(4)])
     place.train("reward", "judge", steps=1, words=["llmrl show"], data={"path": file}, eval={})
     place.run("eval", "judge", code=2, words=["--data FILE"])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from typing import get_args
 
 import pytest
@@ -154,40 +153,25 @@ def test_eval_measures_a_checkpoint(runs, capsys):
     assert "4 problems" in capsys.readouterr().out
 
 
-def test_a_finished_run_can_be_given_more_steps(runs):
-    shutil.copytree(runs.path / "runs/taught", runs.path / "runs/longer")
-    runs.run("resume", "longer", "steps=6")
-    assert [step["step"] for step in runs.steps("longer")] == [1, 2, 3, 4, 5, 6]
-    assert yaml.safe_load((runs.path / "runs/longer/config.yaml").read_text())["steps"] == 6
-    assert "step6" in runs.checkpoints("longer")
-    runs.run("resume", "longer")  # nothing is left to do
-    assert len(runs.steps("longer")) == 6
-
-
-def test_the_plan_stands_before_any_weights_are_loaded(place, monkeypatch):
-    def refuse(*arguments, **options):
-        raise MemoryError("no weights today")
-
-    monkeypatch.setattr("llmrl.recipes.sft.load_model", refuse)
-    with pytest.raises(MemoryError):
-        place.run("sft", place.recipe("plan", "sft"))
-    out = place.capture.readouterr().out
-    for words in ("1 process", "8 conversations a step", "of the tokens trained", "stop token trained yes", "3 steps"):
-        assert words in out
-
-
 def test_the_plan_of_grpo_names_the_four_choices(place):
     words = ["4 prompts x 4 = 16 rollouts", "R - mean_group", "ratio", "aggregation", "KL", "12 prompts"]
     place.train("grpo", "plan", words=words, algo="dr_grpo", steps=1)
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo"])
-def test_a_dry_run_loads_no_weights_and_writes_nothing(place, command, monkeypatch):
+@pytest.mark.parametrize(("command", "batch"), [("sft", "8 conversations a step"), ("grpo", "16 rollouts a step")])
+def test_the_plan_comes_before_weights_are_loaded_and_a_dry_run_ends_with_it_and_writes_nothing(
+    place, command, batch, monkeypatch
+):
     name = place.recipe("dry", command)
     before = sorted(place.path.rglob("*"))
     monkeypatch.delattr(f"llmrl.recipes.{command}.load_model")
-    place.run(command, name, "--dry-run", words=["tiny qwen2, 1 layers of 32", "of the tokens trained"])
+    words = [batch, "1 process", "tiny qwen2, 1 layers of 32", "of the tokens trained", "stop token trained yes"]
+    place.run(command, name, "--dry-run", words=[*words, "3 steps"])
     assert [path for path in sorted(place.path.rglob("*")) if "__pycache__" not in path.parts] == before
+    with pytest.raises(NameError, match="load_model"):
+        place.run(command, name)
+    out = place.capture.readouterr().out
+    assert [word for word in words if word not in out] == []
 
 
 def test_every_algorithm_can_be_named():

@@ -69,7 +69,6 @@ def test_demonstrations_and_problems_are_the_same_sums_and_the_demonstrations_ar
 
 
 def test_the_splits_are_always_the_same():
-    assert sums_problems("test")[:2] == sums_problems("test")[:2]
     assert sums_problems("test")[0] == {"question": "What is 25 + 60?", "answer": "85"}
 
 

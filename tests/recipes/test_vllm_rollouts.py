@@ -196,7 +196,7 @@ def test_an_engine_reads_the_files_of_the_model_and_sleeps_while_that_is_trained
     with Session(config) as session:
         model.to(session.device)
         plan = make_engine_plan(config, Gpus.of(session), model, dtype=torch.float32)
-        rollouts = RolloutEngine(config, session, model, load_tokenizer(config, runs=tmp_path), {}, plan)
+        rollouts = RolloutEngine(config, session, model, load_tokenizer(config, runs=tmp_path), plan)
         engine = rollouts.policy.engine
         try:
             assert engine.core.info.model == str(tmp_path), "no copy of the model was written for it"

@@ -80,7 +80,20 @@ def in_one_piece(model: nn.Module, rows: TensorDict, name: str = "token") -> tup
     return loss.item(), {key: parameter.grad for key, parameter in plain.named_parameters()}
 
 
+def check_step(
+    session, settings, model, mine, expected, name="token", *, bound=1e-6, loss_bound=None
+) -> dict[str, float]:
+    """Asserts that a step of all ranks, on this one's part ``mine``, has the loss and gradients ``expected``."""
+    where = (settings.parallel.mode, model.config.model_type, name)
+    loss, gradients = expected
+    model = session.shard(model) if session.sharded else model
+    metrics, found = step(settings, session, model, mine, name)
+    assert abs(metrics["loss"] - loss) < (loss_bound or bound), (*where, metrics["loss"], loss)
+    assert worst(found, gradients) < bound, (*where, worst(found, gradients))
+    return metrics
+
+
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference between gradients by the same names."""
+    """The largest difference between tensors by the same names."""
     assert found.keys() == expected.keys()
     return max((found[name] - value).abs().max().item() for name, value in expected.items())

@@ -77,7 +77,7 @@ def test_a_run_gives_servers_its_weights_before_the_first_rollout(tmp_path, vllm
     with Session(config) as session:
         plan = plan_engine(config, session, 0, meta_model(config, task.tokenizer, runs=tmp_path))
         assert plan.place == f"vLLM behind {vllm_server.url}"
-        with closing(RolloutEngine(config, session, model, task.tokenizer, {}, plan)) as rollouts:
+        with closing(RolloutEngine(config, session, model, task.tokenizer, plan)) as rollouts:
             check_weights(rollouts.policy.engine, model, 0)
 
 
