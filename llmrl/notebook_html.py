@@ -9,8 +9,6 @@ import html
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-__all__ = ["conversation_html", "message_html", "token_html", "visible"]
-
 _MAX_CHARS = 4000  # of a message
 _MAX_MESSAGES = 200  # in one output
 _TRAINED, _SAMPLED = "rgba(0,114,178,0.34)", "rgba(230,120,0,0.34)"

@@ -7,8 +7,6 @@ from types import ModuleType
 
 from llmrl.errors import MissingDependencyError
 
-__all__ = ["require"]
-
 
 def require(module: str, *, extra: str, used_by: str) -> ModuleType:
     """Imports an optional dependency at the place of its use; of a dotted name, the innermost module.

@@ -9,8 +9,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "JSONError", "parse_json", "read_json"]
-
 MAX_DEPTH = 64  # lists and objects in each other; templates and copies recurse into what is read here
 _MAX_SHOWN = 80
 _WINDOW = 4096  # characters; a value that goes on is read again in a larger one

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["why_not_text"]
-
 _BEGINNINGS = {
     b"\x1f\x8b": ("gzip", "unpack it with gunzip"),
     b"BZh": ("bzip2", "unpack it with bunzip2"),

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from llmrl.errors import LLMRLError
 
-__all__ = ["Status", "Tool", "ToolCall", "ToolError", "ToolResult", "ToolTimeout"]
-
 Status = Literal["ok", "error", "timeout", "malformed", "unknown"]
 
 

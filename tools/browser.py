@@ -21,8 +21,6 @@ from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.schema import Signature
 
-__all__ = ["BrowserTool", "find_chromium"]
-
 _START_S, _CLOSE_S = 30.0, 8.0
 _PAGE_S = 5.0  # to open or close a page; a browser that takes longer is started again
 _ELEMENT_S = 3.0  # to wait for an element that a page may still be making

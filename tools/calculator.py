@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from llmrl.tools.base import ToolError
 
-__all__ = ["calculator", "evaluate"]
-
 MAX_CHARS = 500
 MAX_BITS = 4000
 

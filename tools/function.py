@@ -16,8 +16,6 @@ from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Tool, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
 
-__all__ = ["FunctionTool", "as_tool", "check_constructor", "to_text", "tool"]
-
 
 class FunctionTool(Tool):
     """A tool from a typed function, from an object with ``__call__``, or from a class of such objects.

@@ -11,8 +11,6 @@ from llmrl.loading import load_object
 from llmrl.tools.base import Tool
 from llmrl.tools.function import as_tool, check_constructor
 
-__all__ = ["BUILT_IN", "check_tool", "load_tool"]
-
 BUILT_IN = {
     "browser": "llmrl.tools.browser:BrowserTool",
     "calculator": "llmrl.tools.calculator:calculator",

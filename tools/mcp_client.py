@@ -23,8 +23,6 @@ from llmrl.optional import require
 from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.mcp_stdio import StdioServer, StdioSettings
 
-__all__ = ["MCPServers", "MCPTool"]
-
 _MAX_RESTARTS = 1
 _PING_S = 5.0  # for a server to answer a ping after a call that timed out
 _CLOSE_S = 8.0  # a server has 2 s to end, 2 s after SIGTERM, and is killed

@@ -22,8 +22,6 @@ from llmrl.concurrency.processes import signal_group
 from llmrl.optional import require
 from llmrl.strict_json import JSONError, parse_json
 
-__all__ = ["StdioServer", "StdioSettings"]
-
 MAX_LINE = 16 << 20  # bytes of one message
 _MAX_STDERR = 2000  # bytes that are kept
 _GRACE_S = 2.0  # to end once stdin is closed, and again after SIGTERM

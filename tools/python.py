@@ -11,8 +11,6 @@ from llmrl.tools.sandbox import Execution, InterpreterPool, Limits, Sandbox
 from llmrl.tools.sandbox.launch import Kind
 from llmrl.tools.schema import Signature
 
-__all__ = ["PythonTool"]
-
 
 def python(code: str) -> str:
     """Run Python code and return what it prints, and the value of its last line.

@@ -23,8 +23,6 @@ from llmrl.errors import ConfigError, check_at_least, did_you_mean
 from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.function import as_tool
 
-__all__ = ["ToolRunner", "cut_text"]
-
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to report its output so far
 _WATCH_S = 1.0  # for which calls that start later are watched with those before them

@@ -21,8 +21,6 @@ from llmrl.errors import ConfigError, closest, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.tools.base import ToolError
 
-__all__ = ["Signature", "parse_docstring"]
-
 _SECTION = re.compile(
     r"(args|arguments|parameters|params|returns?|yields?|raises|examples?|notes?|attributes|see also|source):?\s*", re.I
 )

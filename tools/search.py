@@ -14,8 +14,6 @@ from pydantic import Field
 from llmrl.errors import ConfigError, DataError
 from llmrl.strict_json import JSONError, parse_json
 
-__all__ = ["Passage", "SearchDocuments"]
-
 SUFFIXES = (".txt", ".md", ".jsonl")
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.5, 0.75

@@ -21,8 +21,6 @@ from llmrl.collectors.weight_updaters import WeightUpdaterBase
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, UnsupportedError, did_you_mean
 
-__all__ = ["CollectorOptions", "DataCollectorBase", "HasBackground"]
-
 Device = torch.device | str | None
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor]
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "trust_policy", "local_init_rb", "replay_buffer_chunk")

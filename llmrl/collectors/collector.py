@@ -24,8 +24,6 @@ from llmrl.errors import ConfigError
 from llmrl.weight_update import ModelTarget, MultiProcessWeightSyncScheme, NoWeightSyncScheme, WeightSender
 from llmrl.weight_update.target import resolve
 
-__all__ = ["SyncDataCollector"]
-
 
 class SyncDataCollector(HasBackground, DataCollectorBase):
     """Collects in this process.

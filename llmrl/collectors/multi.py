@@ -25,8 +25,6 @@ from llmrl.envs.step import next_seed
 from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WeightSyncError
 from llmrl.weight_update import SharedMemWeightSyncScheme
 
-__all__ = ["MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector"]
-
 
 class _MultiDataCollector(PooledCollector):
     """Collectors in processes of their own, one for each env function.

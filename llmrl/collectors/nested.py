@@ -7,8 +7,6 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-__all__ = ["NestedCollector"]
-
 
 class NestedCollector:
     """A collector of several processes with the methods that `llmrl.collectors.worker.WorkerLoop` calls.

@@ -15,8 +15,6 @@ from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
 
-__all__ = ["PooledCollector", "at", "common_count", "moves_version"]
-
 _OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # these may be lists with one for each worker
 _SAME = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
 _SAME += ("track_traj_ids", "compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version")

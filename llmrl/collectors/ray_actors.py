@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, DeadlineError, LLMRLError, WorkerError
 from llmrl.optional import require
 from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 
-__all__ = ["ActorOwner", "ActorPool", "Member", "check_room", "wanted_of"]
-
 _START_S = 120.0  # for an actor to import its modules and to make its env
 _CLOSE_S = 10.0  # for the step under way to end; then actors are killed
 _PERIOD_S = 1.0  # after which actors that have not answered are looked at

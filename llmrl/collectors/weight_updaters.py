@@ -22,16 +22,6 @@ from llmrl.weight_update import (
 from llmrl.weight_update.publish import check_engine
 from llmrl.weight_update.target import named_tensors
 
-__all__ = [
-    "DistributedWeightUpdater",
-    "EngineUpdater",
-    "MultiProcessedWeightUpdater",
-    "RPCWeightUpdater",
-    "RayWeightUpdater",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-]
-
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
 

@@ -33,9 +33,6 @@ from llmrl.envs.batched import Declared
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
-__all__ = ["AHEAD", "DELIVERED", "PRODUCED", "STOP", "Closed", "Recipe", "WorkerLoop"]
-__all__ += ["direct", "report", "serve", "shape_of"]
-
 AHEAD = 2  # batches of a worker that its owner can have at a time
 _WORK = ("grant", "run", "share")  # requests that are for after a pause; the owner waits for the answer to others
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]

@@ -32,8 +32,6 @@ from llmrl.envs.batched import keyed
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
-__all__ = ["CLOSE_S", "START_S", "FailingPool", "Packed", "Worker", "WorkerPool", "start_worker"]
-
 START_S = 120.0  # for processes to start and to make their envs, on a busy machine
 CLOSE_S = 5.0  # for envs to close; then their processes are killed
 _SMALL = 16_384  # bytes that a pipe takes at once

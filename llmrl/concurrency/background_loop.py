@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from llmrl.errors import LLMRLError
 
-__all__ = ["BackgroundLoop"]
-
 T = TypeVar("T")
 
 

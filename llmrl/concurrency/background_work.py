@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from llmrl.concurrency.shared_exclusive_lock import SharedExclusiveLock
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 
-__all__ = ["BackgroundWork"]
-
 
 class BackgroundWork:
     """The thread of a collector, and the lock that its steps hold. Several threads may take steps at the same time.

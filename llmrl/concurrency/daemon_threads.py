@@ -7,8 +7,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-__all__ = ["DaemonThreads"]
-
 _IDLE_S = 60.0  # after which an idle thread ends
 
 

@@ -22,8 +22,6 @@ from typing import Any
 from llmrl.concurrency.background_loop import BackgroundLoop
 from llmrl.concurrency.daemon_threads import DaemonThreads
 
-__all__ = ["AsyncRunner", "Calls", "Outcome", "ThreadRunner", "is_coroutine_function", "runner_of", "watch_lock"]
-
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
 _watched: dict[object, float] = {}  # each watched call's end, of `time.monotonic`

@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["wait_for_gloo_threads"]
-
 _NAME = "pt_gloo_runloop"  # what torch calls the threads that compute a gloo group's collectives
 _COUNTED = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 

@@ -6,8 +6,6 @@ import os
 import select
 import threading
 
-__all__ = ["OWNER", "exit_after", "follow", "follow_launcher"]
-
 OWNER = "LLMRL_ENGINE_OWNER"  # the environment variable with the owner's process id, set for an engine's process
 
 

@@ -15,8 +15,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LogTail", "end_process", "process_state", "remove_shared_memory", "shared_memory_of", "wait_for_exit"]
-
 _SHARED_MEMORY = Path("/dev/shm")
 _KEPT_LINES = 30
 _KILLED_S = 5.0  # for a killed process to be gone, on a busy machine

@@ -8,8 +8,6 @@ import select
 import signal
 import time
 
-__all__ = ["poll_timeout", "signal_group", "write_all"]
-
 
 def signal_group(leader: int, number: signal.Signals) -> None:
     """Sends a signal to the process group of a process started with ``start_new_session`` and not waited for yet."""

@@ -13,8 +13,6 @@ from typing import IO
 
 from llmrl.concurrency.parent_watchdog import OWNER
 
-__all__ = ["ServerProcess"]
-
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SHOWN = 30  # lines of the output
 _PR_SET_PDEATHSIG = 1  # of Linux

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from llmrl.errors import DeadlineError
 
-__all__ = ["SharedExclusiveLock"]
-
 
 class SharedExclusiveLock:
     """Holders with equal keys share the lock; a key that equals no other (``object()``) makes an exclusive holder.

@@ -25,8 +25,6 @@ from typing import Any
 from llmrl.concurrency.processes import poll_timeout, signal_group, write_all
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
-__all__ = ["WorkerPool", "WorkerProcess", "serve"]
-
 START_S = 120.0  # for imports, on a busy machine
 WAIT_S = 600.0  # for other callers to give a process back
 _BOOT = (

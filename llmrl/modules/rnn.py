@@ -17,8 +17,6 @@ from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.trajectory import TensorDictPrimer
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["GRUModule", "LSTMModule"]
-
 
 class _RecurrentModule(TensorDictModuleBase):
     # Subclasses name torch's class and its states.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["LossModule", "merge_outputs", "output_fields", "total_loss"]
-
 Output = TypeVar("Output")
 
 

@@ -19,8 +19,6 @@ from llmrl.run.console import format_duration, format_number, make_console
 from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 
-__all__ = ["compare", "comparison_data"]
-
 Rows = list[list[str]]
 _PLACES = ("checkpoint", "log")  # of settings that do not change what is learnt
 _SHOWN = ("reward/mean", "policy/loss", "preference/right_frac", "tokens/completion_mean", "policy/entropy")

@@ -11,8 +11,6 @@ from llmrl.report.intervals import Score, evaluations
 from llmrl.report.run_files import Row, RunFiles
 from llmrl.run.metrics import METRICS
 
-__all__ = ["charts", "overlaid_charts", "thin"]
-
 MOST_POINTS = 1000  # of a line; of longer runs the extremes are kept
 SECTIONS = {  # of the page, and the families of metrics that belong there unless `CHARTS` says otherwise
     "Learning": ("reward", "preference", "data"),

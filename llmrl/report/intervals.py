@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from llmrl.report.run_files import Row
 
-__all__ = ["Score", "evaluations", "interval"]
-
 _Z = 1.959964  # of 95%
 
 

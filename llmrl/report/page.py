@@ -24,8 +24,6 @@ from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 from llmrl.run.yaml_source import YamlLoader
 
-__all__ = ["page", "report_data", "write_report"]
-
 
 def write_report(run_dir: Path | str) -> Path:
     """Writes ``report.html`` into a run's folder, whole or not at all; the run may still be under way.

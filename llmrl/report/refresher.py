@@ -11,8 +11,6 @@ from pathlib import Path
 
 from llmrl.report.page import write_report
 
-__all__ = ["ReportRefresher"]
-
 PAUSE_S = 30.0  # between two pages, at least
 SHARE = 0.01  # of the time that pages may take, on one core
 DEADLINE_S = 300.0

@@ -19,8 +19,6 @@ from llmrl.errors import DataError
 from llmrl.run.metrics import evenly
 from llmrl.run.rollout_log import Rollout, TokenRecord, ToolCallRecord, read_rollouts, read_tokens, rollout_files
 
-__all__ = ["rollouts_data"]
-
 _MAX_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
 _MAX_STEPS = 24
 _MAX_CHARS, _MAX_TOKENS, _MAX_CALLS = 4000, 1200, 50  # of one conversation

@@ -14,8 +14,6 @@ from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.run.yaml_source import Source
 
-__all__ = ["Row", "RunFiles", "flat_settings", "one_line", "read_run"]
-
 Row = dict[str, float | None]
 _SECRET = re.compile(r"(key|token|secret|password|credentials?)$|authorization", re.IGNORECASE)
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")

@@ -14,8 +14,6 @@ from itertools import pairwise
 from llmrl.report.intervals import evaluations
 from llmrl.report.run_files import RunFiles
 
-__all__ = ["Finding", "findings"]
-
 MIN_STEPS = 20  # of a trend
 _TWO_ERRORS = 2.0  # standard errors, before a difference of means is called one
 

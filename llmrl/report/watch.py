@@ -18,8 +18,6 @@ from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import read_run
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["ReportServer", "watch"]
-
 HOST = "127.0.0.1"
 SHARE = 0.01  # of a core, while the page is open, for the numbers and again for the rollouts
 

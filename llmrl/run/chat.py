@@ -33,8 +33,6 @@ from llmrl.train.tasks import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Conversation", "chat"]
-
 HELP = """\
 /tokens  ids, texts and log-probs of the last answer
 /reset   begin a new conversation

@@ -45,8 +45,6 @@ from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, lo
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["main"]
-
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's choice of how OpenMP's threads wait

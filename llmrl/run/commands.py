@@ -16,8 +16,6 @@ from llmrl.loading import load_object
 from llmrl.run.recipes import checkpoint_of, load_run
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["COMMANDS", "RUN", "Parser", "option"]
-
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 

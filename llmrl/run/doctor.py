@@ -18,8 +18,6 @@ from llmrl.run.console import Finding, make_console, print_findings
 from llmrl.tools.browser import find_chromium
 from llmrl.tools.sandbox import Sandbox
 
-__all__ = ["checks", "report"]
-
 _BASE = ("tensordict", "transformers", "datasets", "accelerate", "pydantic", "pyarrow")
 _EXTRAS = {
     "ray": ("ray", "clusters"),

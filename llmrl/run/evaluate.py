@@ -33,8 +33,6 @@ from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
 from llmrl.train.tasks import Task, eval_rows
 from llmrl.train.updater import make_updater
 
-__all__ = ["evaluate", "sample_metrics"]
-
 Answers = Sequence[tuple[Sequence[float], Sequence[str]]]
 
 

@@ -28,8 +28,6 @@ from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.reward_model import load_reward_model
 from llmrl.train.settings import ModelSource
 
-__all__ = ["export"]
-
 _OF_THE_RUN = {CHECKSUMS, "trainer.pt"}
 
 

@@ -28,8 +28,6 @@ from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.run.console import make_console, print_plan
 
-__all__ = ["Command", "Launch", "launch", "run_launch"]
-
 HOST = "127.0.0.1"  # a server that takes weights does what any client asks
 INTERRUPTED = 130
 _RESTARTS = 3  # of each server

@@ -13,8 +13,6 @@ from llmrl.errors import ConfigError, did_you_mean
 from llmrl.optional import require
 from llmrl.run.rollout_log import Rollout
 
-__all__ = ["MIRRORS", "MLflowMirror", "Mirror", "TensorBoardMirror", "WandbMirror", "make_mirror"]
-
 _EVERY, _ROWS = 10, 16  # steps between tables of rollouts, and conversations in one: first, 10th, 20th ... step
 _COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop_reason", "tokens")
 

@@ -13,8 +13,6 @@ from llmrl.errors import ConfigError
 from llmrl.run.console import make_console, print_summary
 from llmrl.run.run_dir import writing
 
-__all__ = ["KINDS", "new"]
-
 KINDS = ("reward", "tool", "env", "recipe")
 
 

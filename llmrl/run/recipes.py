@@ -14,8 +14,6 @@ from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.config import Loaded, load_config
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["RECIPES", "Recipe", "checkpoint_of", "load_run"]
-
 
 @dataclass(frozen=True)
 class Recipe:

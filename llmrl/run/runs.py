@@ -18,8 +18,6 @@ from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.run.yaml_source import Source
 
-__all__ = ["describe_runs", "list_runs"]
-
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 

@@ -28,8 +28,6 @@ from llmrl.run.metrics import METRICS, evenly, read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.run.run_dir import RunDir
 
-__all__ = ["changes", "show"]
-
 Row = dict[str, float | None]
 _FILES = ("report.html", "config.yaml", "metrics.jsonl", "rollouts", "checkpoints")
 

@@ -22,8 +22,6 @@ from llmrl.train.sft_data import marked_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Diagnosis", "diagnose", "run"]
-
 Chat = list[dict[str, Any]]
 
 _MAX_ROWS = 1000  # conversations of a file that are looked at

@@ -16,8 +16,6 @@ import yaml
 from llmrl.errors import ConfigError
 from llmrl.text_files import why_not_text
 
-__all__ = ["KeyPath", "Source", "YamlDumper", "YamlLoader", "dotted"]
-
 KeyPath = tuple[str | int, ...]  # ("optim", "betas", 0)
 
 

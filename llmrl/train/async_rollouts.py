@@ -18,8 +18,6 @@ from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.train.settings import GRPOConfig
 
-__all__ = ["RolloutSource"]
-
 
 class RolloutSource:
     """The rollouts of each step, and the weights that sample them.

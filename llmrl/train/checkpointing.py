@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["PerRank", "Stateful", "load_part", "load_state", "save_state", "write_model"]
-
 _FILE, _SHARDS = "trainer.pt", "shards"
 _FILE_BYTES = 1 << 30  # of a file of the model; the rank that writes holds one at a time
 

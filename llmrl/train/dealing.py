@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.settings import SFTConfig
 
-__all__ = ["attention_share", "deal", "deal_batch", "deal_epochs", "imbalance", "row_costs"]
-
 
 def deal_epochs(num_rows: int, config: SFTConfig) -> ReplayBuffer:
     """A buffer of row numbers: `sample` deals out those of a step, each once per epoch, in another order each time."""

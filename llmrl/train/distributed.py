@@ -46,8 +46,6 @@ from llmrl.run.console import make_console
 from llmrl.run.run_dir import writing
 from llmrl.train.settings import ModelSource
 
-__all__ = ["Session", "check_gpus"]
-
 T = TypeVar("T")
 
 _NUMBERS = itertools.count()  # of this process's sessions: the same on every rank

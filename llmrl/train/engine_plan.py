@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["EnginePlan", "Gpus", "make_engine_plan", "plan_engine", "replays_routes"]
-
 GIB = 2**30
 _SERVER_S = 10.0  # for a server's first answer
 _WORKING = GIB  # the engine's activations and CUDA graphs

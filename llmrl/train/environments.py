@@ -19,8 +19,6 @@ from llmrl.envs.llm.tasks.task import TaskEnv
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
-__all__ = ["check_env", "env_maker", "env_rows", "is_file", "is_task"]
-
 Row = Mapping[str, Any]
 
 _PUBLIC: dict[str, type[TaskEnv]] = {"gsm8k": GSM8KEnv, "math": MATHEnv, "countdown": CountdownEnv, "ifeval": IFEvalEnv}

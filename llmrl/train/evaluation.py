@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.settings import EvalSettings, SFTConfig
 
-__all__ = ["Evaluator", "eval_metrics", "evaluators"]
-
 
 class Evaluator:
     """Asks ``policy`` every row, the rows dealt out over the ranks: once and greedily, or ``samples`` times.

@@ -14,8 +14,6 @@ from llmrl.modules.llm.routers import RouterLoad, Routers
 from llmrl.objectives.llm.functional import expert_balance
 from llmrl.train.distributed import Session
 
-__all__ = ["ExpertBalance"]
-
 
 class ExpertBalance:
     """``coefficient`` times `expert_balance` of all tokens of a step; nothing for a dense model.

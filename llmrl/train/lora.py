@@ -27,17 +27,6 @@ from llmrl.weight_update.lora import ADAPTER_FILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "ADAPTER",
-    "add_adapters",
-    "base_of",
-    "is_adapter",
-    "lora_rows",
-    "merge_saved",
-    "num_trained",
-    "quantization",
-]
-
 ADAPTER = "adapter"  # of a checkpoint: the folder in peft's format
 
 

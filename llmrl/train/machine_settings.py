@@ -9,16 +9,6 @@ from pydantic import Field, model_validator
 from llmrl.errors import ConfigError
 from llmrl.train.setting_types import Settings
 
-__all__ = [
-    "CheckpointSettings",
-    "LoraSettings",
-    "MemorySettings",
-    "ModelOptions",
-    "OptimSettings",
-    "ParallelSettings",
-    "ProfileSettings",
-]
-
 
 class OptimSettings(Settings):
     """AdamW."""

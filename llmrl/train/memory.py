@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = [
-    "GPU",
-    "engine_memory",
-    "engine_share",
-    "find_gpu",
-    "memory_rows",
-    "parse_gpu",
-    "plan_memory",
-    "remedies",
-    "trainer_gpus",
-    "uses_checkpointing",
-    "with_changes",
-]
-
 _GIB = 2**30
 _GPUS = {  # GiB that a program can have, and dense bfloat16 TFLOP/s; 0: it has no bfloat16
     "T4": (14.6, 0),

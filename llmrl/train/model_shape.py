@@ -21,8 +21,6 @@ from llmrl.modules.llm.vision import vision_tower
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Arithmetic", "ModelShape", "decoder_blocks", "model_shape"]
-
 # float32; bfloat16 by autocast over float32 weights (one process, DDP); bfloat16 weights while they compute (FSDP2)
 Arithmetic = Literal["float32", "autocast", "bfloat16"]
 

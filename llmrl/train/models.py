@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.distributed import Session
 
-__all__ = ["load_files", "load_model", "load_tokenizer", "made_model", "meta_model", "resolve_model", "save_made_model"]
-
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
     """``latest:RECIPE`` as the newest checkpoint of that recipe below ``runs``, a run's folder as its last checkpoint.

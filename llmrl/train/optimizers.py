@@ -11,8 +11,6 @@ from torch import Tensor
 from llmrl.optional import require
 from llmrl.train.settings import OptimSettings
 
-__all__ = ["OffloadedAdamW", "import_optimizer", "make_optimizer", "set_learning_rate"]
-
 
 def import_optimizer(optim: OptimSettings) -> Any:
     """The package of the optimizer, None for torch's own. A checkpoint with its state is read after it is imported.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from llmrl.train.run import Run
     from llmrl.train.sft_data import TokenizedRows
 
-__all__ = ["PreparedGRPO", "grpo_settings", "plan_grpo", "plan_recipe", "plan_with_engine", "prepare_grpo", "read_data"]
-
 Rows = list[tuple[str, str]]
 
 

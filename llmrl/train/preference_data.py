@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.updater import Updater
 
-__all__ = ["ReferenceLogProbs", "TokenizedPairs", "held_out_pairs", "tokenize_pairs", "tokenize_with_held_out"]
-
 Row = Mapping[str, Any]
 
 _EMBEDDED = {"sums": sums_preferences, "sums_mistakes": sums_mistakes}

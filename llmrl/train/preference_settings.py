@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from llmrl.train.setting_types import Settings
 from llmrl.train.settings import SFTConfig
 
-__all__ = ["DPOConfig", "DPOSettings", "PairsConfig", "PreferenceData", "RewardConfig", "RewardLossSettings"]
-
 
 class PreferenceData(Settings):
     """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages."""

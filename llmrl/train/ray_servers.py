@@ -15,8 +15,6 @@ from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.optional import require
 
-__all__ = ["RayPlan", "RayServers", "check_room", "connect"]
-
 _REACHED_S = 5.0  # for the address of a cluster to answer
 _ENDING_S = 30.0  # for a server to end by itself
 _PERIOD_S = 0.5

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
     from llmrl.train.updater import Updater
 
-__all__ = ["PairEvaluator", "load_reward_model"]
-
 
 def load_reward_model(
     config: RewardConfig,

@@ -29,8 +29,6 @@ from llmrl.weight_update import SyncProbe, adapter_folder, publish
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["RolloutEngine"]
-
 _NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows of each rank, sampled tokens of each
 _SILENCE_S = 30.0  # of a server that a whole run keeps busy
 _PROBED_VERSIONS = 20  # that rows are compared for, before newer ones take their place

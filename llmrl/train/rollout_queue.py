@@ -20,8 +20,6 @@ from llmrl.errors import ConfigError, RolloutError
 from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens
 from llmrl.train.step_rollouts import oldest_versions
 
-__all__ = ["RolloutQueue"]
-
 _COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
 
 

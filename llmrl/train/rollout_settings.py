@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from llmrl.train.setting_types import Settings
 
-__all__ = ["RolloutSettings"]
-
 
 class RolloutSettings(Settings):
     """The engine that samples, and the number of versions it may be behind the trainer."""

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from llmrl.train.evaluation import Evaluator
     from llmrl.train.settings import ModelSource, StopSettings
 
-__all__ = ["Run", "RunTotals", "run_recipe"]
-
 
 def run_recipe(
     train: Callable[[Any, Session, Run], None],

@@ -11,8 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import split_name
 
-__all__ = ["ENVIRONMENTS", "TOOL_FORMATS", "EnvName", "FormatName", "FunctionName", "Settings", "ToolName"]
-
 ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "chat")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")

@@ -22,21 +22,6 @@ from llmrl.train.machine_settings import (
 from llmrl.train.rollout_settings import RolloutSettings
 from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
 
-__all__ = [
-    "AlgorithmSettings",
-    "EnvSettings",
-    "EvalSettings",
-    "GRPOConfig",
-    "ModelSource",
-    "OptimSettings",
-    "RewardSettings",
-    "SFTConfig",
-    "SFTData",
-    "SamplingSettings",
-    "StopSettings",
-    "TinyModelSettings",
-]
-
 
 class TinyModelSettings(Settings):
     """A random model and a byte-level BPE tokenizer, made on the spot: what the embedded task trains."""

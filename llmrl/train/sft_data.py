@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from llmrl.train.preference_settings import PreferenceData
 
-__all__ = ["TokenizedChats", "TokenizedRows", "last_answer", "load_split", "marked_pieces", "tokenize_chats"]
-
 _EMBEDDED = {"sums": sums_demonstrations, "big_sums": big_sums_demonstrations, "colours": colours_demonstrations}
 AT_ONCE = 1024  # rows per call of the tokenizer
 

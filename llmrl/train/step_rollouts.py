@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm import GRPOLoss
     from llmrl.train.distributed import Session
 
-__all__ = ["StepRollouts", "oldest_versions", "select_training_columns"]
-
 _TRAINED = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),

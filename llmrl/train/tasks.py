@@ -30,8 +30,6 @@ from llmrl.train.settings import EnvSettings, EvalSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Task", "eval_rows", "training_rows"]
-
 Row = Mapping[str, Any]
 
 _AT_ONCE = 1024  # prompts that are measured together

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from llmrl.objectives.llm import GRPOLoss
 
-__all__ = ["TokenWatch", "choose_conversations", "prompt_id", "token_record", "token_texts"]
-
 _MAX_TOKENS = 2**17  # in all records of a step
 _NUMBERS = ("trainer_logp", "advantage", "ratio", "entropy")
 Row = tuple[int, int]  # seed and number of tokens: records of one conversation share the seed

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.distributed import Session
 
-__all__ = ["Updater", "learning_rate", "make_updater", "microbatches", "recompute_blocks", "step_metrics"]
-
 _METRICS = {  # names of the losses' outputs: names in the log
     "loss": "policy/loss",
     "grad_norm": "policy/grad_norm",

@@ -23,8 +23,6 @@ from llmrl.tools.sandbox.limits import Limits
 from llmrl.tools.sandbox.session import Session
 from llmrl.tools.sandbox.system_calls import filter_pipe
 
-__all__ = ["Kind", "Sandbox"]
-
 Kind = Literal["bubblewrap", "subprocess"]
 
 # Shown in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["Limits", "Processes"]
-
 _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
 _INODE_KIB = 2  # of the kernel's memory, for a file without contents
 _FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets

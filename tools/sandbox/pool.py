@@ -16,8 +16,6 @@ from llmrl.errors import ConfigError, DeadlineError
 from llmrl.tools.sandbox.launch import Sandbox
 from llmrl.tools.sandbox.session import Execution, Session
 
-__all__ = ["InterpreterPool"]
-
 _LOG = logging.getLogger(__name__)
 _START_S = 30.0  # for an interpreter to start on a busy machine
 _CLOSE_S = 5.0  # for running calls to end

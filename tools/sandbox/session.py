@@ -18,8 +18,6 @@ from llmrl.concurrency.processes import poll_timeout, signal_group, write_all
 from llmrl.errors import LLMRLError
 from llmrl.tools.sandbox.limits import Limits, Processes
 
-__all__ = ["Execution", "Session", "SessionError"]
-
 _MAX_ANSWER = 256 * 1024  # bytes
 _MAX_OUTPUT = 256  # times the output that is kept: code that writes more is stopped
 _SET_UP_S = 20.0  # for bubblewrap to report the first process of the namespace, on a busy machine

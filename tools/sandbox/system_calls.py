@@ -15,8 +15,6 @@ import socket
 import struct
 from pathlib import Path
 
-__all__ = ["filter_pipe"]
-
 # name: its number on x86_64, on aarch64
 _REFUSED = {
     "shmget": (29, 194),

@@ -27,8 +27,6 @@ from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.errors import ConfigError, DeadlineError, UnsupportedError, WorkerError, check_at_least
 from llmrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
-__all__ = ["DistributedDataCollector", "DistributedSyncDataCollector", "RPCDataCollector"]
-
 _CLASSES = {"single": SyncDataCollector, "sync": MultiSyncDataCollector, "async": MultiaSyncDataCollector}
 
 

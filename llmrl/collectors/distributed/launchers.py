@@ -20,8 +20,6 @@ from llmrl.concurrency.process_monitor import end_process
 from llmrl.errors import ConfigError, DeadlineError
 from llmrl.optional import require
 
-__all__ = ["Job", "Launch", "delayed_jobs", "delayed_port", "launcher_of", "submitit_delayed_launcher"]
-
 QUEUE_S = 3600.0  # for jobs to come out of a queue
 _FOLDER = "llmrl_jobs"
 _DEFAULTS = {"timeout_min": 24 * 60}

@@ -29,8 +29,6 @@ from llmrl.errors import ConfigError
 from llmrl.weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
 from llmrl.weight_update.payload import Layout, Payload, pack
 
-__all__ = ["GroupLink", "Link", "Posted", "RPCLink", "check_backend", "packed", "unpacked"]
-
 _KEPT = 2  # batches of a worker that its owner has not fetched
 _JOIN_S = 60.0
 

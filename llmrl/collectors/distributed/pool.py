@@ -21,8 +21,6 @@ from llmrl.collectors.worker_pool import START_S, Worker, WorkerPool
 from llmrl.concurrency.process_monitor import end_process
 from llmrl.errors import DeadlineError, WorkerError
 
-__all__ = ["RemotePool"]
-
 
 class _RemoteWorker(Worker):
     """The owner's side of a worker on any machine; without a connection until it has come."""

@@ -18,8 +18,6 @@ from llmrl.envs.parallel import ParallelEnv
 from llmrl.errors import UnsupportedError, check_at_least
 from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
-__all__ = ["RayCollector"]
-
 
 class RayCollector(ActorOwner, PooledCollector):
     """Collectors in Ray actors, each with envs and a copy of the policy.

@@ -15,8 +15,6 @@ from queue import SimpleQueue
 
 from llmrl.errors import ConfigError
 
-__all__ = ["Address", "Rendezvous", "connect"]
-
 
 @dataclass
 class Address:

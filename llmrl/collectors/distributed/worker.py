@@ -17,8 +17,6 @@ from llmrl.collectors.distributed.rendezvous import Address, connect
 from llmrl.collectors.worker import Recipe, WorkerLoop, direct, report, shape_of
 from llmrl.concurrency import parent_watchdog
 
-__all__ = ["RemoteLoop", "serve"]
-
 
 class RemoteLoop(WorkerLoop):
     """A worker's loop without memory that it shares with the owner: batches and weights go through a link, and the

@@ -13,8 +13,6 @@ from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError, check_at_least
 
-__all__ = ["check_arguments", "with_tracker"]
-
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raises ConfigError and ShapeError for arguments of the collector that cannot be used, or not together."""

@@ -14,8 +14,6 @@ from llmrl.data.ragged.tensordicts import new_tensordict, stack_cells
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 
-__all__ = ["cat_rows"]
-
 _CONTAINERS = (ChatHistory, LogProbs, Masks, Text, Tokens)
 
 

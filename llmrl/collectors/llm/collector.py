@@ -35,8 +35,6 @@ from llmrl.envs.llm.transforms.policy_version import PolicyVersion
 from llmrl.envs.td_ops import stack_steps
 from llmrl.weight_update import publish
 
-__all__ = ["LLMCollector"]
-
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines of their own
 

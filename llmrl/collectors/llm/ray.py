@@ -19,8 +19,6 @@ from llmrl.envs.base import EnvBase
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.weight_update import RayWeightSyncScheme
 
-__all__ = ["RayLLMCollector"]
-
 _KNOWN = inspect.signature(LLMCollector).parameters
 
 

@@ -26,15 +26,6 @@ from llmrl.envs.llm.chat import next_prompt
 from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, RolloutError, ShapeError
 from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
-__all__ = [
-    "ConversationStream",
-    "ConversationsStopped",
-    "Stepper",
-    "TurnLog",
-    "rollout_concurrent",
-    "rollout_lockstep",
-]
-
 Policy = Callable[[TensorDictBase], TensorDictBase]
 _FAILED = "_failed_rollout"
 

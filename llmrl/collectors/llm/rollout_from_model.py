@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from llmrl.data.llm.kl_controllers import ConstantKLController
 
-__all__ = ["RolloutFromModel"]
-
 
 class RolloutFromModel:
     """Samples one answer to each prompt of a `PromptData` and returns its tokens as the steps of an episode.

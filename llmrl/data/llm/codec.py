@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatCodec", "codec_for"]
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
 

@@ -31,8 +31,6 @@ from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
 
-__all__ = ["declared_tools", "load_rows", "to_messages", "to_pair", "to_prompt"]
-
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 

@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, ShapeError, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Encoding"]
-
 _WHO = "History.apply_chat_template"
 
 

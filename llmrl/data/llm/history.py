@@ -28,9 +28,6 @@ from llmrl.notebook_html import conversation_html, message_html, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["History"]
-
-
 _SHOWN = 20  # conversations, in a notebook
 _PADDING_ROLE = "<none>"  # a message of this role only fills a dense batch; it is never rendered
 

@@ -16,8 +16,6 @@ from llmrl.optional import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["image_key", "load_image", "refuse_images", "take_images"]
-
 Chat = Sequence[Mapping[str, Any]]
 
 _SOURCES = ("image", "url", "path", "base64", "bytes", "image_url")  # where a part of type "image" may have its image

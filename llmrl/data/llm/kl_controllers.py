@@ -10,8 +10,6 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError
 
-__all__ = ["AdaptiveKLController", "ConstantKLController"]
-
 
 class ConstantKLController:
     """A constant weight.

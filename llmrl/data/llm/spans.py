@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from torch import Tensor
 
-__all__ = ["Span", "SpanFinder", "common_prefix_length", "end_span", "rows_to_tensors", "spans_to_masks", "token_span"]
-
 Span = tuple[int, int]
 
 STAND_IN = 0x100000  # private-use plane B: marks the place of a content in a skeleton, or in a probe

@@ -18,8 +18,6 @@ from jinja2 import TemplateError as JinjaError
 from llmrl.data.llm.spans import STAND_IN
 from llmrl.data.llm.templates import Message
 
-__all__ = ["conversation_shape", "reads_contents", "stand_ins"]
-
 _EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
 _STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
 _KEPT = {*_EXACT, *_STRUCTURE}

@@ -23,8 +23,6 @@ from llmrl.errors import ConfigError, TemplateError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chat", "ChatTemplate", "Message", "Tools", "add_chat_template", "find_template", "render_text"]
-
 Message = dict[str, Any]  # {"role": str, "content": str, ...} as in the chat format of the Transformers library
 Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]

@@ -15,8 +15,6 @@ from llmrl.data.ragged.tensordicts import required, row_values
 from llmrl.data.replay_buffers.storages.row_list import Row, from_rows, pack, to_rows, unpack
 from llmrl.errors import DataError
 
-__all__ = ["TopKRewardSelector"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from llmrl.data.replay_buffers.storages import LazyStackStorage
 from llmrl.data.ted_utils import reduce_right, steps_left, sum_ahead, trajectory_ends
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
-__all__ = ["MCTSForest"]
-
 
 class NodeMap(TensorMap):
     """The branches of each observation: a forest writes it.

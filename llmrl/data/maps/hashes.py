@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from llmrl.errors import CheckpointError, ShapeError
 
-__all__ = ["BinaryToDecimal", "HashToInt", "RandomProjectionHash", "SipHash", "row_bytes"]
-
 
 def row_bytes(rows: Tensor) -> list[bytes]:
     """The bytes of each row of [N, F]. Equal numbers have equal bytes: -0.0 counts as 0.0."""

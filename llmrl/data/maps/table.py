@@ -17,8 +17,6 @@ from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = ["QueryModule", "TensorDictMap", "TensorMap"]
-
 _MAX_KEY_BYTES = 64  # of a row; a longer one is known by its 256-bit hash
 
 

@@ -16,8 +16,6 @@ from llmrl.errors import MissingKeyError
 if TYPE_CHECKING:
     from llmrl.data.maps.forest import MCTSForest
 
-__all__ = ["Tree"]
-
 Path = tuple[int, ...]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from llmrl.errors import ShapeError
 
-__all__ = ["as_nested_tensor", "as_padded_tensor", "lengths_mask", "pad_rows"]
-
 Side = Literal["left", "right"]
 
 

@@ -31,8 +31,6 @@ from llmrl.modules.llm.token_stream import TokenStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatEnv", "DatasetChatEnv"]
-
 Message = dict[str, Any]
 
 

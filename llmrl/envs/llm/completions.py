@@ -24,8 +24,6 @@ from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.policies.rows import field_rows, kept_parts
 from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["ScoringTransform", "completion_texts", "tokenizer_of", "trim_markers"]
-
 
 class ScoringTransform(Transform):
     """Scores each turn of an env, by `_step`; as a buffer's transform, or called, each batch that was collected.

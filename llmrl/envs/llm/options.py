@@ -10,8 +10,6 @@ from typing import Any
 from llmrl.envs.llm.tool_calls import CallFormat
 from llmrl.errors import ConfigError, check_at_least, did_you_mean
 
-__all__ = ["MODES", "ToolOptions", "keywords_of", "split_keywords"]
-
 MODES = ("history", "text", "tokens")
 
 

@@ -26,8 +26,6 @@ from llmrl.errors import ConfigError, ShapeError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LLMEnv", "LLMHashingEnv", "prefix_hash"]
-
 
 class LLMEnv(EnvBase):
     """A prompt to which every step appends the policy's action.

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from llmrl.errors import DataError
 
-__all__ = ["check_whole", "loaded"]
-
 T = TypeVar("T")
 
 

@@ -24,25 +24,6 @@ from torch import Tensor, nn
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = [
-    "HeadPath",
-    "Layout",
-    "Packed",
-    "Packing",
-    "accepted",
-    "can_pack",
-    "evaluating",
-    "find_head_path",
-    "has_varlen_attention",
-    "lay_out",
-    "map_logits",
-    "pack",
-    "pack_batch",
-    "padded_inputs",
-    "reduction_dtype",
-    "why_not_packed",
-]
-
 Packing = Literal["auto", "on", "off"]
 
 _WORTH_PACKING = 0.8  # "auto" packs a batch where at most this share of its padded tokens remains

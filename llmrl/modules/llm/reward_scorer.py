@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from llmrl.modules.llm.packing import Packing
 
-__all__ = ["RewardScorer"]
-
 
 class RewardScorer(nn.Module):
     """The rewards after each token, float32[B, T], of ids int64[B, T] and an attention mask bool[B, T], padded on the

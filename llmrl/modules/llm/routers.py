@@ -25,8 +25,6 @@ from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.packing import Packed, find_head_path
 from llmrl.modules.llm.sequence_split import active_split
 
-__all__ = ["RouterLoad", "Routers", "active_routes", "replaying", "router_modules", "same_routes", "why_not_replayed"]
-
 _active: Tensor | None = None  # int16[N, L, K], -1 where the model's own routers choose
 
 

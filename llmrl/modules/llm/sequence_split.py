@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-__all__ = ["SequenceSplit", "active_split", "can_share_heads", "why_not_split"]
-
 _NAME = "sdpa_of_split_sequences"  # of the attention implementation
 _active: SequenceSplit | None = None  # also for the threads in which autograd computes layers again
 

@@ -21,8 +21,6 @@ from llmrl.modules.llm.engines.base import Generation
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
-__all__ = ["TokenStream", "turn_columns"]
-
 # attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
 _FIELDS = {
     "ids": ("tokens", "prompt", "full"),

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Media", "Vision", "load_processor", "model_class", "read_media", "vision_tower", "write_media"]
-
 Media = dict[str, Tensor]  # of one row
 
 MEDIA, POSITIONS = "media", "positions"

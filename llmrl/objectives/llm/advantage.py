@@ -32,8 +32,6 @@ from llmrl.objectives.llm.groups import (
     whitened,
 )
 
-__all__ = ["MCAdvantage"]
-
 _log = logging.getLogger(__name__)
 
 _COUNTED = ("completed", "written", "dropped", "rescued", "zero_variance", "failed", "evicted", "late")

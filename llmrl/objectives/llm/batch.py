@@ -27,8 +27,6 @@ from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import read_media
 from llmrl.objectives.llm.functional import StepCounts
 
-__all__ = ["PaddedBatch", "actor_scores", "count_step", "group_ids", "token_scores_of", "trained_tokens", "untruncated"]
-
 TOKENS = ("tokens", "full")
 RESPONSE = ("tokens", "response")
 ATTENTION_MASK = ("masks", "all_attention_mask")

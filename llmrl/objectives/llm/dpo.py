@@ -22,8 +22,6 @@ from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.functional import Preference, StepCounts
 from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
-__all__ = ["DPOLoss", "DPOLossOutput"]
-
 
 class DPOLossOutput(TensorClass["nocast"]):
     """``loss_dpo``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""

@@ -20,31 +20,6 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
 
-__all__ = [
-    "Aggregation",
-    "Correction",
-    "KLEstimator",
-    "Preference",
-    "StepCounts",
-    "bradley_terry",
-    "cispo",
-    "clipped_surrogate",
-    "correction_weight",
-    "dppo",
-    "dppo_outside",
-    "expert_balance",
-    "kl_estimate",
-    "log_ratio",
-    "minor_sft",
-    "preference",
-    "reinforce",
-    "sapo",
-    "sequence_log_ratio",
-    "sequence_sum",
-    "sequence_veto",
-    "token_weights",
-]
-
 Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
 Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]

@@ -19,19 +19,6 @@ from llmrl.data.replay_buffers.storages.row_list import Row, pack, unpack
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 
-__all__ = [
-    "CandidateSelector",
-    "Group",
-    "GroupQueue",
-    "GroupQuota",
-    "Scale",
-    "Trajectory",
-    "group_advantage",
-    "select_spread",
-    "selected_indices",
-    "whitened",
-]
-
 _log = logging.getLogger(__name__)
 
 Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]

@@ -22,8 +22,6 @@ from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Surrogate
 
-__all__ = ["GRPOLoss", "GRPOLossOutput"]
-
 
 class GRPOLossOutput(TensorClass["nocast"]):
     """Terms to be summed and differentiated (``loss_*``), and detached metrics; all float32 scalars.

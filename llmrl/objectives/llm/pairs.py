@@ -15,8 +15,6 @@ from llmrl.modules.llm.vision import POSITIONS, Media, read_media
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
 
-__all__ = ["Pairs", "read_pairs"]
-
 
 class Pairs(NamedTuple):
     """2 B conversations, the chosen ones first, with the tokens of their answers, bool[2 B, T], and their media."""

@@ -18,8 +18,6 @@ from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
-__all__ = ["RewardLoss", "RewardLossOutput"]
-
 Level = Literal["sequence", "token"]
 
 

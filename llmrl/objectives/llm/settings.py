@@ -11,8 +11,6 @@ from llmrl.errors import ConfigError
 from llmrl.objectives.llm.batch import MaskingStrategy
 from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator, unknown
 
-__all__ = ["PRESETS", "GRPOSettings", "Preset", "Proximal", "RatioLevel", "Surrogate"]
-
 Proximal = Literal["behaviour", "detach", "recomputed"]
 RatioLevel = Literal["token", "sequence"]
 Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]

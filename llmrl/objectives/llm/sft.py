@@ -26,8 +26,6 @@ from llmrl.objectives.llm.functional import StepCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SFTLoss", "SFTLossOutput"]
-
 Reduction = Literal["token", "mean", "sum", "none"]
 LossFunction = Literal["sft", "minor_sft"]
 _RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn")

@@ -15,8 +15,6 @@ from rich.text import Text
 from llmrl.run.console.lines import can_write, print_block
 from llmrl.run.console.numbers import format_number
 
-__all__ = ["Sample", "print_conversations", "printable"]
-
 
 @dataclass(frozen=True)
 class Sample:

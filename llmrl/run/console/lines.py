@@ -13,21 +13,6 @@ from rich.text import Text
 
 from llmrl.run.console.numbers import format_number
 
-__all__ = [
-    "Finding",
-    "ascii_only",
-    "can_write",
-    "make_console",
-    "note",
-    "print_block",
-    "print_findings",
-    "print_labelled",
-    "print_line",
-    "print_plan",
-    "print_summary",
-    "warn",
-]
-
 _LABEL_WIDTH = 10
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["format_duration", "format_number"]
-
 
 def format_duration(seconds: float) -> str:
     """A duration in at most two units.

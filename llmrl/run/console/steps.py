@@ -18,17 +18,6 @@ from rich.text import Text
 from llmrl.run.console.lines import ascii_only, note, print_line
 from llmrl.run.console.numbers import format_duration, format_number
 
-__all__ = [
-    "DPO_COLUMNS",
-    "GRPO_COLUMNS",
-    "REWARD_COLUMNS",
-    "SFT_COLUMNS",
-    "Column",
-    "StepDisplay",
-    "grpo_columns",
-    "print_table",
-]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -29,8 +29,6 @@ from llmrl.errors import CheckpointError, DataError, DeadlineError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Block", "callable_fingerprint", "code_fingerprint", "digest", "open_or_build", "tokenizer_fingerprint"]
-
 BUILD_TIMEOUT_S = 3600.0  # for another process that builds the same columns
 _CONTENT = "dataset.json"
 Block = tuple[int, Mapping[str, Any]]  # rows that were read, and the columns of those that are kept

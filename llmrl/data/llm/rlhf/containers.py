@@ -10,8 +10,6 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column
 
-__all__ = ["LLMData", "LLMInput", "LLMOutput"]
-
 C = TypeVar("C", bound=type)
 
 

@@ -11,8 +11,6 @@ import torch
 from llmrl.data.replay_buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
 from llmrl.errors import DataError
 
-__all__ = ["create_infinite_iterator", "get_dataloader"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from llmrl.data.llm.rlhf.cache import Block
 
-__all__ = ["PairwiseDataset", "PromptData", "RewardData"]
-
 IGNORED = -100  # a label that no loss counts
 Chat = list[dict[str, Any]]
 Row = Mapping[str, Any]

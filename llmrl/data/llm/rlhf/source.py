@@ -16,8 +16,6 @@ from llmrl.errors import ConfigError, DataError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Source", "blocks_of"]
-
 Row = Mapping[str, Any]
 _DEFAULT_ROOT = Path("~/.cache/llmrl/data")
 _VALID_ROWS = 2000  # of a hub dataset's "valid" splits

@@ -15,8 +15,6 @@ from llmrl.tools.python import PythonTool
 from llmrl.tools.sandbox import Limits
 from llmrl.tools.sandbox.launch import Kind
 
-__all__ = ["CodeReward"]
-
 START_S = 600.0  # for an interpreter, even if other cases use all of them
 
 # The code is text in the text that is run: nothing of it is put together with ours but by exec.

@@ -22,8 +22,6 @@ from llmrl.envs.llm.answers import find_blocks
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.strict_json import parse_json
 
-__all__ = ["ChatAPI", "JudgeReward"]
-
 MAX_REPLY = 16 << 20  # bytes
 _WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
 

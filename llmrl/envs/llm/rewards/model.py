@@ -18,8 +18,6 @@ from llmrl.optional import require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["RewardModelScorer"]
-
 
 class RewardModelScorer:
     """Scores whole conversations with a reward model: the prompt, and the response as the assistant's turn.

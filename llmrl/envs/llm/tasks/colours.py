@@ -14,8 +14,6 @@ from typing import Any
 from llmrl.errors import check_choice
 from llmrl.optional import require
 
-__all__ = ["COLOURS", "colours_demonstrations", "colours_problems", "colours_reward"]
-
 COLOURS = ("red", "yellow", "green", "cyan", "blue", "magenta")  # 60 degrees of hue apart
 SPLITS = {"test": 300, "validation": 120, "train": 1200}  # problems in each
 _SPREAD = 15.0  # degrees of hue to both sides

@@ -22,8 +22,6 @@ from llmrl.errors import ConfigError, DataError, check_choice, did_you_mean
 from llmrl.tools.base import ToolError
 from llmrl.tools.calculator import evaluate
 
-__all__ = ["CountdownEnv", "CountdownRewardParser", "countdown_correct", "countdown_problems"]
-
 SPLITS = {"train": 10_000, "validation": 500, "test": 500}  # problems in each, by default
 MAX_CHARS = 200
 

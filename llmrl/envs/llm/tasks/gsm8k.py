@@ -23,8 +23,6 @@ from llmrl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GSM8KEnv", "GSM8KPrepareQuestion", "GSM8KRewardParser", "make_gsm8k_env"]
-
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FORMAT = (
     "Think step by step between <think> and </think>, then give the final number alone between <answer> and </answer>, "

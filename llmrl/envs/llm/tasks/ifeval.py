@@ -27,8 +27,6 @@ from llmrl.errors import ConfigError, DataError, check_choice, did_you_mean
 from llmrl.modules.llm.engines import StopReason
 from llmrl.optional import require
 
-__all__ = ["IFEvalEnv", "IFEvalScoreData", "IfEvalScorer", "Instructions", "Verdict", "evaluate"]
-
 RELATIONS = ("less than", "at least")
 _CUT = (StopReason.LENGTH, StopReason.ABORT)
 _PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}

@@ -19,8 +19,6 @@ from typing import Any
 
 from llmrl.optional import require
 
-__all__ = ["CHECKS", "NEEDS_LANGUAGE"]
-
 
 def _compared(actual: int, relation: str, threshold: int) -> bool:
     """``actual`` is "less than" or "at least" ``threshold``."""

@@ -23,8 +23,6 @@ from llmrl.envs.llm.tasks.task import Row, TaskEnv
 from llmrl.errors import DataError, DeadlineError, WorkerError
 from llmrl.optional import require
 
-__all__ = ["MATHEnv", "MATHRewardParser", "MathEquality"]
-
 MAX_CHARS = 1000  # a longer answer is not compared: it is wrong
 MEMORY_MB = 4096
 _DELIMITED = re.compile(r"\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)

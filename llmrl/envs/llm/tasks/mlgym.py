@@ -26,8 +26,6 @@ from llmrl.optional import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MLGymWrapper", "make_mlgym"]
-
 _FORMAT = "Write exactly one command, in a block of its own:\n```\nls\n```"
 _ARGUMENTS = ("EnvironmentArguments", "EnvironmentConfig", "BaseEnvironmentConfig")  # its names over mlgym's revisions
 _SOURCE = "https://github.com/facebookresearch/MLGym"

@@ -17,16 +17,6 @@ from typing import Any
 from llmrl.envs.llm.answers import normalize_answer
 from llmrl.errors import check_choice
 
-__all__ = [
-    "big_sums_demonstrations",
-    "big_sums_problems",
-    "sums_demonstrations",
-    "sums_mistakes",
-    "sums_preferences",
-    "sums_problems",
-    "sums_reward",
-]
-
 SPLITS = {"test": 1000, "validation": 500, "train": None}  # problems in each; train has the rest of 8100
 BIG_SPLITS = {"train": 8000, "validation": 500, "test": 1000}  # problems in each, of 81 million
 _ANSWER = re.compile(r"<answer>\s*(-?\d+)\s*</answer>\s*\Z")

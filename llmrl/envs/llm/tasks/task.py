@@ -15,8 +15,6 @@ from llmrl.errors import ConfigError, DataError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TaskEnv"]
-
 Row = Mapping[str, Any]
 
 

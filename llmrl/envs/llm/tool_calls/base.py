@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from llmrl.strict_json import read_json
 
-__all__ = ["CallFormat", "ParsedCall", "call_from_object", "json_text", "shown", "structured_call"]
-
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"</?think>")

@@ -12,8 +12,6 @@ from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
 
-__all__ = ["FORMATS", "AnyFormat", "call_format", "format_of_template"]
-
 FORMATS: dict[str, type[CallFormat]] = {
     "hermes": formats.HermesFormat,
     "qwen": formats.HermesFormat,

@@ -13,18 +13,6 @@ from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall, Schemas, json
 from llmrl.errors import ConfigError
 from llmrl.strict_json import JSONError, read_json
 
-__all__ = [
-    "DeepSeekFormat",
-    "FunctionFormat",
-    "HarmonyFormat",
-    "HermesFormat",
-    "LlamaFormat",
-    "MistralFormat",
-    "PatternFormat",
-    "PythonFence",
-    "TaggedFormat",
-]
-
 Read = tuple[list[ParsedCall], int]
 
 

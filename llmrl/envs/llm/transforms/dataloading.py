@@ -22,8 +22,6 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
 
-__all__ = ["DataLoadingPrimer", "EndOfData", "next_seeds", "row_seeds"]
-
 Row = Mapping[str, Any]
 
 

@@ -24,8 +24,6 @@ from llmrl.errors import ConfigError, MissingKeyError, ShapeError, check_choice
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.policies.containers import LogProbs, own_part, response_part
 
-__all__ = ["KLComputation", "KLRewardTransform", "RetrieveKL"]
-
 Reduction = Literal["token", "sum", "mean"]
 
 GEN: FullKey = ("log_probs", "full")

@@ -16,8 +16,6 @@ from llmrl.errors import ConfigError, check_at_least
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.rows import num_real_ids
 
-__all__ = ["LengthPenalty", "MaskTruncated", "OverlongShaping"]
-
 
 class _LengthReward(ScoringTransform, ABC):
     """Adds a function of the length of the response to the existing reward."""

@@ -25,8 +25,6 @@ from llmrl.modules.llm.policies.scoring import Conversations
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RetrieveLogProb", "adapter_off"]
-
 FullKey = tuple[str, str]
 Scorer = LLMWrapperBase | Engine
 

@@ -14,8 +14,6 @@ from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError
 
-__all__ = ["PolicyVersion"]
-
 
 class PolicyVersion(Transform):
     """Writes the policy version of the turn.

@@ -23,8 +23,6 @@ from llmrl.tools.python import PythonTool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BrowserTransform", "MCPToolTransform", "PythonInterpreter"]
-
 
 class PythonInterpreter(ToolTransform):
     """A `ToolTransform` whose calls are fenced code blocks that say ``python``, ``py`` or ``python3``.

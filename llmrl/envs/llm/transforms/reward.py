@@ -30,8 +30,6 @@ from llmrl.envs.specs import DONE_KEYS
 from llmrl.errors import ConfigError, ShapeError, check_at_least, did_you_mean
 from llmrl.loading import load_function
 
-__all__ = ["RewardFunction", "load_reward", "make_rewards"]
-
 Reward = Callable[..., Any]
 Spec = Mapping[str, Any] | str | Reward
 

@@ -22,8 +22,6 @@ from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
 
-__all__ = ["ProcessRunner", "plain_number", "plain_numbers"]
-
 SHOWN = ": "  # between the type of a value and how it looks
 
 

@@ -21,8 +21,6 @@ from llmrl.modules.llm.rendering import Renderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TemplateTransform"]
-
 
 class TemplateTransform(Transform):
     """Renders the history that the env writes, and parses the text that the policy writes.

@@ -28,8 +28,6 @@ from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["AddThinkingPrompt"]
-
 EGOCENTRIC = (
     "But wait, before I answer I should check this once more, step by step.",
     "But wait, I may have made a mistake. Let me go through it again.",

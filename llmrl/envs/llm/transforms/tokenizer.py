@@ -21,8 +21,6 @@ from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Tokenizer"]
-
 
 class Tokenizer(Transform):
     """Tokenises the strings of the env, and decodes the ids of the policy.

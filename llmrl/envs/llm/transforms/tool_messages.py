@@ -20,8 +20,6 @@ from llmrl.modules.llm.policies.containers import ChatHistory, Text, decode_rows
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import TokenStream
 
-__all__ = ["append_messages", "begin_anew", "restate_answers"]
-
 Message = dict[str, Any]
 
 # A delta is rendered behind these words; the ids that it continues are the conversation's own.

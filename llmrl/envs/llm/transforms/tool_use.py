@@ -12,8 +12,6 @@ from tensordict import TensorDict, TensorDictBase
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.td_ops import required
 
-__all__ = ["tool_metrics"]
-
 ENDS = ("ok", "error", "timeout", "malformed", "unknown", "not_run")  # a call ends in exactly one of these ways
 COUNTS = ("turns", "tool_turns", "calls", *ENDS, "cut")
 

@@ -42,8 +42,6 @@ from llmrl.tools.runner import ToolRunner
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ToolTransform"]
-
 _TAIL_CHARS, _TAIL_IDS = 24, 8  # enough of a prompt to see that it ends inside a thought
 _SCOPES = itertools.count()  # a tool may serve several transforms: these distinguish their conversations
 _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # the renderer writes control tokens as these

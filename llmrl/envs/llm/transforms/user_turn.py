@@ -19,8 +19,6 @@ from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import ConfigError, check_at_least
 
-__all__ = ["UserTurn"]
-
 
 class UserTurn(Transform):
     """Calls ``reply`` after each turn of the policy, and appends its answer as the user's next message.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from llmrl.errors import ConfigError, ShapeError
 
-__all__ = ["Engine", "Generation", "MediaRows", "Rows", "SamplingParams", "StopReason", "check_ids", "present"]
-
 
 class StopReason(IntEnum):
     """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from llmrl.modules.llm.engines.base import SamplingParams
 
-__all__ = ["GOLDEN", "draw", "mix64", "penalize_repetition", "row_uniforms", "truncate"]
-
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the constants of SplitMix64 as signed 64-bit integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)

@@ -37,8 +37,6 @@ from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TransformersEngine"]
-
 _Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs; routes
 _Step = tuple[Tensor, Tensor, Tensor]  # [N]: the tokens, their log-probs as drawn, and under the temperature alone
 

@@ -16,8 +16,6 @@ from llmrl.modules.llm.vision import model_class
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["WeightGroups", "WeightSet", "WeightSpec", "check_weights", "unsaved_buffers"]
-
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 

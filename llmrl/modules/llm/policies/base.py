@@ -44,8 +44,6 @@ from llmrl.modules.llm.vision import MEDIA, load_processor, read_media, write_me
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Backend", "LLMWrapperBase"]
-
 _log = logging.getLogger(__name__)
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
 _SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart

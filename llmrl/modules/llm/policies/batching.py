@@ -19,8 +19,6 @@ from torch import Tensor
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams, present
 
-__all__ = ["BATCHING_SETTINGS", "BatchingEngine", "check_batching", "join_requests", "own_engine"]
-
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
 _LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the calling thread is alive

@@ -28,8 +28,6 @@ from llmrl.modules.llm.rendering import Renderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"]
-
 
 class _Rows:
     """Building a container from rows, and reading it back as rows.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from llmrl.modules.llm.rendering import Renderer
 
-__all__ = ["Mode", "Prompts", "Turn", "make_mode"]
-
 
 @dataclass
 class Prompts:

@@ -17,16 +17,6 @@ from llmrl.errors import ConfigError, did_you_mean
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import check_batching
 
-__all__ = [
-    "GenerationOptions",
-    "check_settings",
-    "container_keys",
-    "generation_options",
-    "options_of_call",
-    "standard_names",
-    "with_stop_ids",
-]
-
 
 def container_keys(settings: Any) -> dict[str, str]:
     """The key of each container, by the arguments of a wrapper."""

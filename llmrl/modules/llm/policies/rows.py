@@ -14,20 +14,6 @@ from llmrl.data.ragged.padding import lengths_mask
 from llmrl.data.ragged.tensordicts import inner, plain_value, present_keys
 from llmrl.errors import MissingKeyError, ShapeError
 
-__all__ = [
-    "Key",
-    "MissingInputError",
-    "Padding",
-    "attention_rows",
-    "field_rows",
-    "find_holder",
-    "is_ragged",
-    "kept_parts",
-    "num_real_ids",
-    "row_seeds",
-    "unpadded_rows",
-]
-
 Key = str | tuple[str, ...]
 
 

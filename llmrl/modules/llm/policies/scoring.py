@@ -38,8 +38,6 @@ from llmrl.modules.llm.policies.rows import (
 )
 from llmrl.modules.llm.vision import Media, has_images, media_inputs, only_given_images, read_media
 
-__all__ = ["Conversations", "TokenCategorical", "token_categorical"]
-
 _STRATEGIES = ("generic", "sft", "rlhf")
 
 

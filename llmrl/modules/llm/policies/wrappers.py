@@ -20,8 +20,6 @@ from llmrl.modules.llm.vision import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TransformersWrapper", "vLLMWrapper"]
-
 
 class TransformersWrapper(LLMWrapperBase):
     """A Hugging Face model (the module, or its name or path) as a policy. Arguments, keys and errors: `LLMWrapperBase`.
