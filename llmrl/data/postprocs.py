@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.ted_utils import as_key, expand_right, leaf_keys, steps_left, sum_ahead
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 
@@ -111,13 +112,7 @@ class MultiStep(nn.Module):
         return out
 
     def _get(self, td: TensorDictBase, key: Key) -> Tensor:
-        value = td.get(("next", *key), None)
-        if value is None:
-            raise MissingKeyError(
-                f"{type(self).__name__}: reads {('next', *key)}, which is not there; keys present: "
-                f"{sorted(map(str, td.keys(True, True)))}."
-            )
-        return value
+        return required(td, ("next", *key), type(self).__name__)
 
     def _look_ahead(self, following: TensorDictBase, steps: Tensor, time: int) -> TensorDictBase:
         """A copy of ``"next"`` in which every entry but the rewards is that of the last row of the window."""

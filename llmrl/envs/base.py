@@ -15,10 +15,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict
+from llmrl.data.ragged.tensordicts import attach, entries_of, entry, new_tensordict, required
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
 from llmrl.envs.step import next_seed, step_mdp
-from llmrl.envs.td_ops import any_row, fill_missing, put_rows, required, shallow_copy, stack_steps, update_rows
+from llmrl.envs.td_ops import any_row, fill_missing, put_rows, shallow_copy, stack_steps, update_rows
 from llmrl.envs.utils import check_env_specs, draw_entries
 from llmrl.errors import ConfigError, RolloutError, ShapeError, check_at_least
 

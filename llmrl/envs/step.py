@@ -10,8 +10,8 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
 
-from llmrl.data.ragged.tensordicts import dim_names, new_tensordict
-from llmrl.envs.td_ops import fill_missing, required, shallow_copy
+from llmrl.data.ragged.tensordicts import dim_names, new_tensordict, required
+from llmrl.envs.td_ops import fill_missing, shallow_copy
 
 _KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself, a dict: what is named below it
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -25,16 +24,6 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import dim_names, entries_of, inner, new_tensordict, present_keys, rewrap
 from llmrl.errors import MissingKeyError, ShapeError
-
-
-def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
-    """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""
-    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)  # a `Composite` has no ragged rows
-    if value is None:
-        raise MissingKeyError(
-            f"{reader}: reads {key!r}, which is not there; keys present: {present_keys(td)}{remedy and '; ' + remedy}."
-        )
-    return value
 
 
 def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDictBase:

@@ -12,8 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.specs import Unbounded
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.trajectory import TensorDictPrimer
 from llmrl.errors import ConfigError, ShapeError
 

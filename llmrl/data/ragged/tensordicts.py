@@ -162,14 +162,13 @@ def present_keys(td: TensorDictBase) -> str:
     return ", ".join(sorted(map(repr, td.keys()))) or "none"
 
 
-def required(td: TensorDictBase, key: NestedKey, who: str, missing: str = "", *, as_list: bool = False) -> Any:
-    """An entry of a batch; with ``as_list`` ragged rows come as a list. Raises MissingKeyError, where ``missing`` may
-    say what the entry is.
-    """
-    value = td.get(key, None, as_list=as_list)
+def required(td: TensorDictBase, key: NestedKey, reader: str, remedy: str = "", *, as_list: bool = False) -> Any:
+    """``td[key]``; ``as_list``: ragged rows as a list. Raises MissingKeyError that names ``reader``, and what to do."""
+    value = td.get(key, None, as_list=True) if as_list else td.get(key, None)  # a `Composite` has no ragged rows
     if value is None:
-        what = f"{missing}: " if missing else ""
-        raise MissingKeyError(f"{who}: {what}{key!r} must be in the batch; keys present: {present_keys(td)}.")
+        raise MissingKeyError(
+            f"{reader}: reads {key!r}, which is missing; keys present: {present_keys(td)}{remedy and '; ' + remedy}."
+        )
     return value
 
 

@@ -156,7 +156,7 @@ class ChatEnv(EnvBase):
         view = td.get(self.input_mode, None)
         if view is None or view.rows("prompt") is None:
             who, key = f"{type(self).__name__}.rand_action", (self.input_mode, "prompt")
-            raise MissingKeyError(f"{who}: goes on from {key!r}, which is not there; reset the env first.")
+            raise MissingKeyError(f"{who}: reads {key!r}, which is missing; reset the env first.")
         letters = torch.randint(ord("a"), ord("z") + 1, (td.batch_size.numel(), 8), generator=generator).tolist()
         answers = ["".join(map(chr, row)) for row in letters]
         td.set(self.input_mode, answered(view, answers, self.tokenizer, self.policy_role))

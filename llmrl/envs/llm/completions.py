@@ -13,11 +13,11 @@ from torch import Tensor
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.codec import codec_for
 from llmrl.data.llm.templates import find_template
-from llmrl.data.ragged.tensordicts import column_values, inner
+from llmrl.data.ragged.tensordicts import column_values, inner, present_keys
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.options import MODES
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.envs.td_ops import present_keys, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import MissingKeyError, TemplateError
 from llmrl.modules.llm.policies.containers import decode_rows

@@ -12,14 +12,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import column, column_values, new_tensordict
+from llmrl.data.ragged.tensordicts import column, column_values, new_tensordict, required
 from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import one_batch_size
 from llmrl.envs.llm.options import split_keywords
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, next_seeds
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError
 

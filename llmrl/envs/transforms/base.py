@@ -30,9 +30,10 @@ from typing import Any, Self
 
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.specs import Composite
 from llmrl.envs.specs import EnvSpecs
-from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.errors import ConfigError, did_you_mean
 
 Keys = NestedKey | Sequence[NestedKey]

@@ -8,8 +8,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.ted_utils import expand_right
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ShapeError, check_at_least
 

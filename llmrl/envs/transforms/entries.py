@@ -9,10 +9,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from llmrl.data.ted_utils import as_key
 from llmrl.envs.specs import DONE_KEYS, EnvSpecs
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError
 

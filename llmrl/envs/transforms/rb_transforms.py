@@ -10,8 +10,8 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from llmrl.data.postprocs import MultiStep
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.ted_utils import expand_right, leaf_keys
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 

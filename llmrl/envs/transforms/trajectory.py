@@ -9,8 +9,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.specs import BoundedDiscrete, Categorical, Composite, TensorSpec, Unbounded
-from llmrl.envs.td_ops import required
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, check_at_least
 

@@ -41,7 +41,7 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
     """
     ids = list(required(td, keys.tokens, reader, as_list=True))
     masks = list(required(td, keys.assistant_mask, reader, as_list=True))
-    cuts = required(td, keys.num_chosen, reader, "the number of tokens of the chosen conversation")
+    cuts = required(td, keys.num_chosen, reader, "write the number of tokens of the chosen conversation there")
     pairs = list(zip(cuts.flatten().tolist(), ids, masks, strict=True))
     for row, (cut, whole, _) in enumerate(pairs):
         if not 0 < cut < len(whole):

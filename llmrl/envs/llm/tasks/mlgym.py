@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, required
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.llm.answers import fenced_blocks
 from llmrl.envs.llm.chat import ChatEnv
 from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.transforms.tool_messages import append_messages
-from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, MissingDependencyError, RolloutError

@@ -15,10 +15,10 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
+from llmrl.data.ragged.tensordicts import present_keys, required
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.llm.options import split_keywords
 from llmrl.envs.llm.transforms.log_probs import FullKey, RetrieveLogProb, Scorer, full_key, with_rows_spec
-from llmrl.envs.td_ops import present_keys, required
 from llmrl.envs.transforms.base import Compose, Transform
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError, check_choice
 from llmrl.modules.llm.log_probs import with_predecessor

@@ -8,9 +8,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.tensordicts import inner, rewrap
+from llmrl.data.ragged.tensordicts import inner, required, rewrap
 from llmrl.envs.llm.completions import ScoringTransform
-from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, check_at_least
 from llmrl.modules.llm.engines import StopReason

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.data.specs import Composite, NonTensor
-from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError, check_choice
 from llmrl.modules.llm.engines import Engine

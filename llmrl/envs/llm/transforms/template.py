@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from tensordict import NestedKey, TensorDictBase
 
 from llmrl.data.llm.chat import History
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, present_keys, required
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.llm.completions import strings_of
 from llmrl.envs.llm.transforms.tool_messages import begin_anew
-from llmrl.envs.td_ops import present_keys, required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, history_chats

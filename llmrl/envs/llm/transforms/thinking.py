@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl.data.llm.chat import History
+from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.envs.llm.completions import (
     completion_texts,
     renderer_of,
@@ -20,7 +21,6 @@ from llmrl.envs.llm.completions import (
 )
 from llmrl.envs.llm.transforms.dataloading import row_seeds
 from llmrl.envs.llm.transforms.tool_messages import append_messages, begin_anew
-from llmrl.envs.td_ops import present_keys
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.policies.containers import ChatHistory, Text, Tokens

@@ -11,10 +11,10 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.data.ragged.tensordicts import column
+from llmrl.data.ragged.tensordicts import column, required
 from llmrl.data.specs import Categorical, Composite, NonTensor, Unbounded
 from llmrl.envs.llm.completions import strings_of
-from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Keys, Transform
 from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least
 

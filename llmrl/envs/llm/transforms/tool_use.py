@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from llmrl.data.ragged.tensordicts import required
 from llmrl.data.specs import Composite, Unbounded
-from llmrl.envs.td_ops import required
 
 ENDS = ("ok", "error", "timeout", "malformed", "unknown", "not_run")  # a call ends in exactly one of these ways
 COUNTS = ("turns", "tool_turns", "calls", *ENDS, "cut")

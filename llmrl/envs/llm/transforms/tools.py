@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmrl.data.llm.dataset_files import declared_tools
 from llmrl.data.llm.templates import find_template
-from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.data.ragged.tensordicts import column, column_values, required
 from llmrl.data.specs import Composite, NonTensor, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
@@ -29,7 +29,7 @@ from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
-from llmrl.envs.td_ops import required, shallow_copy
+from llmrl.envs.td_ops import shallow_copy
 from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.errors import ConfigError
