@@ -195,7 +195,7 @@ def test_on_off_and_a_call_of_its_own():
     scorer(ids, mask, mask, packing="off")
     scorer(ids, mask, mask, packing="auto")
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    scorer(ids, mask, mask, position_ids=positions)
+    scorer(ids, mask, mask, position_ids=positions, packing=None)
     assert seen == [(2, 8), (3, 8), (2, 8), (3, 8)]
     with pytest.raises(ConfigError, match="must not get position_ids"):
         token_logprobs(scorer.model, ids, mask, mask, position_ids=positions, packing="on")

@@ -136,6 +136,33 @@ def test_extend_from_nothing_is_the_prompt():
         renderer.extend([delta], [[USER_1, USER_2]], [1])
 
 
+class Emptied(dict):
+    """A dict that another thread empties after every look-up."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+    def get(self, key, default=None):
+        found = super().get(key, default)
+        self.clear()
+        return found
+
+
+def test_known_shapes_may_be_forgotten_by_another_thread_meanwhile():
+    """Regression: KeyError, if a shape was dropped between the question whether it is known and its look-up."""
+    renderer = Renderer(tiny_tokenizer())
+    arguments = [torch.tensor([1, 2])], [[USER_1, ANSWER_1, USER_2]], [1]
+    [expected] = renderer.extend(*arguments)
+    [(shape, anchor)] = renderer._anchors.items()
+    for known in (anchor, ()):  # (): the shape has no shorter conversation in its place
+        renderer._anchors = Emptied({shape: known})
+        [delta] = renderer.extend(*arguments)
+        assert torch.equal(delta, expected)
+        assert renderer._anchors == {}
+
+
 def test_template_that_drops_thinking_is_refused_and_reported():
     renderer = Renderer(tiny_tokenizer(), chat_template=DROPS_THINKING)
     thinking = {"role": "assistant", "content": "<think>hm</think>42."}

@@ -9,7 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from llmrl.data.llm.chat import History
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.envs.llm import ChatEnv
-from llmrl.envs.llm.completions import _ids
+from llmrl.envs.llm.completions import unpadded_ids
 from llmrl.envs.llm.transforms.length import response_lengths
 from llmrl.errors import MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
@@ -111,7 +111,7 @@ def test_padded_rows_that_were_stacked_lazily_keep_the_lengths_of_their_answers(
     assert expected[0] < expected[1]
     for batch in (td, lazy_stack([td[0], td[1]])):
         assert response_lengths(batch, "test").tolist() == expected
-        assert list(map(len, _ids(batch, batch["tokens"], "response"))) == expected
+        assert list(map(len, unpadded_ids(batch, "response"))) == expected
 
 
 @pytest.mark.parametrize("pad_output", [False, True])

@@ -292,6 +292,16 @@ def test_the_queue_is_part_of_the_state():
     assert advantage.counters == other.counters
 
 
+def test_a_state_of_larger_groups_closes_no_group_for_good():
+    """Regression: a loaded group of more completions than are taken now was closed, and its name ignored, for good."""
+    larger, advantage = MCAdvantage(4), MCAdvantage(2, scale="none")
+    assert larger.inv(batch([1, 1, 1], [0.0, 1.0, 1.0])) is None
+    advantage.load_state_dict(larger.state_dict())
+    assert written(advantage.inv(batch([1], [2.0]))) == {1: [-1.0, 0.0, 0.0, 1.0]}
+    assert feed(advantage, [0.0, 1.0]) == [None, [0.0, 1.0]]
+    assert advantage.counters["late"] == 0
+
+
 def feed(advantage, rewards, group=1):
     """One completion per call; what each call gave, as rewards."""
     outs = [advantage.inv(batch([group], [reward])) for reward in rewards]

@@ -267,11 +267,13 @@ class TokenScorer(nn.Module):
         attention_mask: Tensor,
         select: Tensor,
         temperature: float | None = None,
+        *,
+        packing: Packing | None = None,
         **options: Any,
     ) -> TokenScores:
-        """Calls `token_logprobs`; ``options`` are its keywords, in place of the scorer's own."""
+        """Calls `token_logprobs`; its keywords given here replace the scorer's own settings."""
         temperature = self.temperature if temperature is None else temperature
-        packing = "off" if options.get("position_ids") is not None else self.packing
+        packing = packing or ("off" if options.get("position_ids") is not None else self.packing)
         options = {"temperature": temperature, "chunk": self.chunk, "packing": packing, **options}
         return token_logprobs(self.model, input_ids, attention_mask, select, **options)
 

@@ -89,7 +89,7 @@ class Renderer:
             stops.append(tokenizer.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
-        self._anchors: dict[Any, _Anchor | None] = {}
+        self._anchors: dict[Any, _Anchor | tuple[()]] = {}  # (): the shape has none
         self.compared: set[Any] = set()  # `shape`s of conversations whose renderings a caller has compared
 
     def render(
@@ -333,8 +333,8 @@ class Renderer:
         if self._reads_contents:
             return None
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if shape in self._anchors:
-            return self._anchors[shape]
+        if (known := self._anchors.get(shape)) is not None:  # one look-up: another thread may clear them
+            return known or None
         # Other texts than the conversation's own, so that what is found holds for its shape.
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
@@ -347,7 +347,7 @@ class Renderer:
             pass  # RewriteError too: it must name the conversation itself, not its stand-in
         if len(self._anchors) >= _MAX_SHAPES:
             self._anchors.clear()
-        self._anchors[shape] = found
+        self._anchors[shape] = found or ()
         return found
 
     def _after(

@@ -126,7 +126,7 @@ class _Exchange(torch.autograd.Function):
 def _swapped(value: Tensor, split: SequenceSplit) -> Tensor:
     """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; [B, T, H / n, D] back to [B, S, H, D].
 
-    Fewer than n heads, of keys and values, are repeated before.
+    Keys and values of fewer than n heads are repeated first.
     """
     if value.shape[1] < split.size:
         value = value.repeat_interleave(split.size // value.shape[1], dim=1)

@@ -185,7 +185,7 @@ def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
 
 
 def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """The class of processors without its part for videos, which needs torchvision."""
+    """A class of processors like ``kind``, without the part for videos, which needs torchvision."""
 
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         @classmethod

@@ -362,7 +362,7 @@ class MCAdvantage(Transform):
         num_failed = int(failed_NG.sum())
         if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
-        # A group is kept if enough completions are left, its rewards differ, and its mean is within the bounds.
+        # Kept are groups with enough completions left, a mean within the bounds and, if asked for, unequal rewards.
         failed_NG = failed_NG | missing_NG
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)

@@ -213,7 +213,8 @@ class GroupQueue:
         self.counters |= {"queued": 0, "queued_trajectories": 0}
 
     def _close(self, group: Group) -> None:
-        if left := self.max_size - len(self._waiting.pop(group)):
+        left = self.max_size - len(self._waiting.pop(group))
+        if left > 0:  # below 0 if more were loaded, from a state of larger groups
             self._closed[group] = left
             if len(self._closed) > self.max_queued_groups:
                 self._closed.popitem(last=False)

@@ -196,12 +196,12 @@ class SeededEngine:
 
 
 def present(**keywords: Any) -> dict[str, Any]:
-    """Those that are not None: engines and models of text alone need not know ``media`` and ``routes``."""
+    """The keywords that are not None: text-only engines and models need not know ``media`` and ``routes``."""
     return {name: value for name, value in keywords.items() if value is not None}
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
-    """Raises ShapeError for ids outside the model's embedding, which on a GPU end the process.
+    """Raises ShapeError for rows that are not ids, and for ids outside the vocabulary, which on a GPU end the process.
 
     Reads  vocabulary_size  None: only shapes and dtypes are checked
 

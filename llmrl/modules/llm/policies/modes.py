@@ -82,7 +82,7 @@ class Mode(ABC):
     name: ClassVar[str]
     expected: ClassVar[str]
     written: ClassVar[tuple[str, ...]]
-    renderer: Renderer | None = None  # of messages
+    renderer: Renderer | None = None  # only messages have one
 
     def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
         """The view under ``key``, one value per row of the batch.

@@ -59,7 +59,7 @@ def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
             raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
 
 
-_NOT_GIVEN = ("stop_strings", "extra")  # by their own names: see _LEGACY, and the options of vLLM
+_NOT_GIVEN = ("stop_strings", "extra")  # generate_kwargs have other names for these: see _LEGACY, VLLM_OPTIONS
 _LEGACY = {
     "max_tokens": "max_new_tokens",
     "n": "num_return_sequences",
