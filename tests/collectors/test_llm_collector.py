@@ -373,15 +373,30 @@ def test_arguments_that_exclude_each_other_are_refused(options, message):
         LLMCollector(dialog_env(), policy=ScriptedPolicy(["a"]), **options)
 
 
-def test_rewards_of_different_shapes_cannot_be_summed():
-    class PerToken(Transform):
-        def _step(self, td, next_td):
-            next_td["reward"] = torch.zeros(td.batch_size[0], int(td["step_count"].max()) + 1, 1)
-            return next_td
+class PerToken(Transform):
+    """Rewards of as many tokens for each row as the conversation has turns and the row has rows before it."""
 
-    env = DatasetChatEnv(dataset=ROWS, num_envs=2, max_steps=2).append_transform(PerToken())
+    def __init__(self, nested: bool):
+        super().__init__()
+        self.nested = nested
+
+    def _step(self, td, next_td):
+        turns = int(td["step_count"].max()) + 1
+        ragged = [torch.zeros(turns + row, 1) for row in range(td.batch_size[0])]
+        dense = torch.zeros(td.batch_size[0], turns, 1)
+        next_td.set("reward", torch.nested.nested_tensor(ragged, layout=torch.jagged) if self.nested else dense)
+        return next_td
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rewards_of_different_shapes_cannot_be_summed_and_those_of_one_turn_need_not_be(nested):
+    def batch(max_steps):
+        env = DatasetChatEnv(dataset=ROWS, num_envs=2, max_steps=max_steps).append_transform(PerToken(nested))
+        return LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True).next()
+
     with pytest.raises(ShapeError, match="must have one shape"):
-        LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True).next()
+        batch(max_steps=2)
+    assert [len(row) for row in batch(max_steps=1).get(("next", "reward")).unbind()] == ([1, 2] if nested else [1, 1])
 
 
 def test_a_factory_makes_the_policy():
