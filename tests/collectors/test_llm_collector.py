@@ -16,7 +16,7 @@ from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.train.step_rollouts import oldest_versions
-from tests.support.conversations import ROWS, dialogs, talks_for
+from tests.support.conversations import ROWS, AskAgain, dialogs, talks_for
 
 
 def dialog_env(num_envs=3, **options):
@@ -347,6 +347,14 @@ def test_loading_a_state_tells_engine_and_tracker_their_version(wrapper, tracked
     assert collector.next()["policy_version"].tolist() == [7]
     collector.update_policy_weights_()
     assert collector.policy_version == 8
+
+
+def test_fewer_rows_of_data_than_envs_are_counted_as_they_are_handed_out():
+    env = ChatEnv(batch_size=[3]).append_transform(DataLoadingPrimer(ROWS[:2], epochs=1))
+    env = env.append_transform(StepCounter(max_steps=9)).append_transform(AskAgain())
+    collector = LLMCollector(env, policy=talks_for([8] * 2), dialog_turns_per_batch=6, total_dialog_turns=9)
+    assert sum(batch.numel() for batch in collector) == 10  # 2 rows do not divide the budget
+    assert collector.counters == {"produced": 10, "delivered": 10, "dropped": 0, "conversations": 0, "failed": 0}
 
 
 def test_shutdown_closes_the_env_and_ends_the_iteration():
