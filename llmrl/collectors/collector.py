@@ -271,7 +271,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
     def _send(self, sender: WeightSender, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
         # Without weights the trainer's own policy is meant; if this collector acts with that very module, it has them.
         is_policy = sender.model_id == "policy"
-        has_them = is_policy and weights is None and self.policy is self._source  # the trainer's own module
+        has_them = is_policy and weights is None and self.policy is self._source
         if is_policy and weights is None:
             weights = self._source
         if not has_them and not sender.scheme.per_worker:
@@ -327,7 +327,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
-            # Those of the batch under way are counted when it ends, and belong to no earlier collection.
+            # The frames of the batch under way are counted as delivered or dropped when it ends.
             under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
             self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]

@@ -205,7 +205,8 @@ class _MultiDataCollector(PooledCollector):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        # Checked before the version moves. The version goes before the weights: a worker must know theirs.
+        # Checked before the version moves. The version is told before the weights are sent: a worker that takes them
+        # must know it.
         named = sender.prepare(weights)
         if sender.model_id == "policy":
             self._move_version(sender.version + 1 if moves_version(sender) else None, worker_ids)
@@ -217,7 +218,7 @@ class _MultiDataCollector(PooledCollector):
     def _wait_for(self, sender: Any) -> None:
         """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
         self._pool.check_open("take weights")
-        # Refusals are raised after the wait: for what is raised inside it, the wait ends all workers.
+        # Refusals are raised after the wait: an exception inside it would end all workers.
         deadline, refusals = time.monotonic() + sender.scheme.timeout, []
 
         def has_settled() -> bool:

@@ -65,7 +65,7 @@ class NestedCollector:
         if (sender := self._senders.get("policy")) is None:
             collector._tell_version(None, None)
         else:
-            # After the weights of the update before have arrived, and before those that it belongs to.
+            # Told after the weights of the earlier update have arrived, and before those of this version are sent.
             collector._settle([sender])
             collector._tell_version(sender.version + 1, None)
             sender.update_weights()

@@ -189,7 +189,7 @@ class ActorPool(FailingPool):
             )
         self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
-        # Pickled before Ray is started, so that what cannot be is an error at once.
+        # Pickled before Ray is started, so that what cannot be pickled is an error at once.
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
         if not ray.is_initialized():
             ray.init(**(init or {}))
@@ -259,7 +259,7 @@ class ActorPool(FailingPool):
         for member in pending.values():
             member.since = time.monotonic()
         while True:
-            # Ray says nothing of an actor that hangs: those that are waited for are looked at every second.
+            # Ray does not report an actor that hangs: those that are waited for are checked every second.
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
             if ready:
                 return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)

@@ -195,7 +195,7 @@ class WorkerPool(FailingPool):
             poller.register(connection.fileno(), select.POLLIN)
         with self.failing():
             while not is_done():
-                # Wakes up ten times a second without news, to look whether the workers still take steps.
+                # Wakes up ten times a second without news, to check that the workers still take steps.
                 ready = {at[descriptor].index for descriptor, _ in poller.poll(100) if descriptor in at}
                 for index in sorted(ready):
                     self._receive(self.workers[index], what)

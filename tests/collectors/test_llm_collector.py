@@ -16,7 +16,7 @@ from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 from llmrl.modules.llm.policies.base import LLMWrapperBase
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_tokenizer
 from llmrl.train.step_rollouts import oldest_versions
-from tests.support.conversations import ROWS, dialogs, talks_for
+from tests.support.conversations import ROWS, AskAgain, dialogs, talks_for
 
 
 def dialog_env(num_envs=3, **options):
@@ -349,6 +349,14 @@ def test_loading_a_state_tells_engine_and_tracker_their_version(wrapper, tracked
     assert collector.policy_version == 8
 
 
+def test_fewer_rows_of_data_than_envs_are_counted_as_they_are_handed_out():
+    env = ChatEnv(batch_size=[3]).append_transform(DataLoadingPrimer(ROWS[:2], epochs=1))
+    env = env.append_transform(StepCounter(max_steps=9)).append_transform(AskAgain())
+    collector = LLMCollector(env, policy=talks_for([8] * 2), dialog_turns_per_batch=6, total_dialog_turns=9)
+    assert sum(batch.numel() for batch in collector) == 10  # 2 rows do not divide the budget
+    assert collector.counters == {"produced": 10, "delivered": 10, "dropped": 0, "conversations": 0, "failed": 0}
+
+
 def test_shutdown_closes_the_env_and_ends_the_iteration():
     collector = collector_of([1] * 12)
     collector.next()
@@ -373,15 +381,30 @@ def test_arguments_that_exclude_each_other_are_refused(options, message):
         LLMCollector(dialog_env(), policy=ScriptedPolicy(["a"]), **options)
 
 
-def test_rewards_of_different_shapes_cannot_be_summed():
-    class PerToken(Transform):
-        def _step(self, td, next_td):
-            next_td["reward"] = torch.zeros(td.batch_size[0], int(td["step_count"].max()) + 1, 1)
-            return next_td
+class PerToken(Transform):
+    """Rewards of as many tokens for each row as the conversation has turns and the row has rows before it."""
 
-    env = DatasetChatEnv(dataset=ROWS, num_envs=2, max_steps=2).append_transform(PerToken())
+    def __init__(self, nested: bool):
+        super().__init__()
+        self.nested = nested
+
+    def _step(self, td, next_td):
+        turns = int(td["step_count"].max()) + 1
+        ragged = [torch.zeros(turns + row, 1) for row in range(td.batch_size[0])]
+        dense = torch.zeros(td.batch_size[0], turns, 1)
+        next_td.set("reward", torch.nested.nested_tensor(ragged, layout=torch.jagged) if self.nested else dense)
+        return next_td
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rewards_of_different_shapes_cannot_be_summed_and_those_of_one_turn_need_not_be(nested):
+    def batch(max_steps):
+        env = DatasetChatEnv(dataset=ROWS, num_envs=2, max_steps=max_steps).append_transform(PerToken(nested))
+        return LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True).next()
+
     with pytest.raises(ShapeError, match="must have one shape"):
-        LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True).next()
+        batch(max_steps=2)
+    assert [len(row) for row in batch(max_steps=1).get(("next", "reward")).unbind()] == ([1, 2] if nested else [1, 1])
 
 
 def test_a_factory_makes_the_policy():

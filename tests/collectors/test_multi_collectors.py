@@ -382,7 +382,9 @@ def test_what_an_env_raises_is_raised_here_with_worker_and_traceback(make, cls, 
             call()
 
 
-@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize(
+    "cls", [*MULTI, DistributedDataCollector, pytest.param(RPCDataCollector, marks=pytest.mark.slow)]
+)
 def test_a_killed_worker_is_named(make, cls):
     one = make(cls, failing("kill"), total_frames=-1)
     with pytest.raises(WorkerError, match=r"worker 1 of 2.*was killed by SIGKILL"):

@@ -199,6 +199,7 @@ def test_what_cannot_be_is_refused(make, cluster):
 
     refused = [
         ({"num_collectors": 3}, ConfigError, r"one number of workers.*'create_env_fn': 2, 'num_collectors': 3"),
+        ({"frames_per_batch": [6, 12], "sync": True}, ConfigError, r"one number: got \[6, 12\]"),
         ({"replay_buffer": ReplayBuffer()}, ConfigError, "RayReplayBuffer: got ReplayBuffer"),
         ({"frames_per_bath": 3}, TypeError, "frames_per_batch"),
         ({"track_policy_version": "uuid"}, UnsupportedError, "versions are numbers"),

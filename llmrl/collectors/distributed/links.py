@@ -208,7 +208,7 @@ class RPCLink(Link):
         return None
 
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
-        # Kept until the owner fetches it: RPC has no messages that wait on their way.
+        # Kept until the owner fetches it by a call: RPC cannot send memory that waits for its receiver.
         _here.batches[number] = memory
         tell()
 

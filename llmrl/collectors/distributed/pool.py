@@ -148,8 +148,7 @@ class RemotePool(WorkerPool):
         worker = self.workers[rank - 1]
         try:
             return self.link.fetch(rank, posted, self._timeout_s)
-        # Of torch, for a peer that has gone: its words name no worker.
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's, for a peer that has gone: it does not name the worker
             raise WorkerError(f"{self.name(worker)} must send a batch: {worker.state()} ({error}).") from error
 
     def close(self, timeout_s: float | None = None) -> None:

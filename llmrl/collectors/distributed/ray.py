@@ -15,7 +15,7 @@ from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.pooled import PooledCollector, at, common_count, moves_version
 from llmrl.collectors.ray_actors import ActorOwner, ActorPool
 from llmrl.envs.parallel import ParallelEnv
-from llmrl.errors import UnsupportedError, check_at_least
+from llmrl.errors import ConfigError, UnsupportedError, check_at_least
 from llmrl.weight_update import MultiProcessWeightSyncScheme, RayWeightSyncScheme
 
 
@@ -66,6 +66,8 @@ class RayCollector(ActorOwner, PooledCollector):
     ):
         super().__init__(policy, policy_factory, options)
         who, self.sync = type(self).__name__, sync
+        if not isinstance(self.options.frames_per_batch, int):  # shares of several lengths do not join along the envs
+            raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
         given = {"create_env_fn": create_env_fn, "num_collectors": num_collectors, "remote_configs": remote_configs}
         count = common_count(who, **given, collector_kwargs=collector_kwargs)
         check_at_least(who, 1, num_workers_per_collector=num_workers_per_collector)

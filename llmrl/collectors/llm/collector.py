@@ -280,7 +280,8 @@ class LLMCollector(HasBackground):
         steps: list[TensorDictBase] = []
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
-            self._stepper.claim(self._root.batch_size[0])
+            # Not by `claim`: the rows take their turns together, also if a last, smaller batch of the data overdraws.
+            self.counters["produced"] += self._root.batch_size[0]
             td = self._stepper.turn(self._root, self._turns_B + 1)
             self._stepper.complete([td])
             self._turns_B += 1

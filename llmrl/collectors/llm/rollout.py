@@ -99,18 +99,22 @@ class TurnLog:
         return data if order == list(range(len(order))) else data[order]
 
     def _returns(self) -> Tensor | None:
-        """The sums of the rewards of each conversation, by its slot."""
+        """The sums of the rewards of each conversation, by its slot; None if no conversation has several turns."""
+        taken = [slot for slots, _ in self.turns for slot in slots]
+        if len(set(taken)) == len(taken):
+            return None  # the rewards stay as they are, which may be ragged
         total: Tensor | None = None
         for slots, td in self.turns:
             if (reward := td.get("next").get("reward", None)) is None:
                 continue
-            if total is None:
-                total = reward.new_zeros(1 + max(max(slots) for slots, _ in self.turns), *reward.shape[1:])
-            if total.shape[1:] != reward.shape[1:]:
+            if total is None and not reward.is_nested:
+                total = reward.new_zeros(1 + max(taken), *reward.shape[1:])
+            if total is None or total.shape[1:] != reward.shape[1:]:
+                before = "" if total is None else f" after {tuple(total.shape[1:])}"
                 raise ShapeError(
                     "LLMCollector: rewards that are summed over turns must have one shape: got "
-                    f"{tuple(reward.shape[1:])} after {tuple(total.shape[1:])} for a conversation; per-token rewards "
-                    "need yield_completed_trajectories without yield_only_last_steps."
+                    f"{tuple(reward.shape[1:])}{before} for a conversation; per-token rewards need "
+                    "yield_completed_trajectories without yield_only_last_steps."
                 )
             total[slots] += reward
         return total
