@@ -197,7 +197,9 @@ def start():
 threading.Thread(target=start, daemon=True).start()
 print(begun.wait(5))
 """
-    assert (run(code, timeout_s=20).status, run("threading.active_count() < 9", timeout_s=20).output) == ("ok", "True\n")
+    result = run(code, timeout_s=20)
+    assert (result.status, result.output) == ("ok", "True\n")
+    assert run("6 * 7", timeout_s=20).output == "42\n"
     wait_until(lambda: len(processes_in(namespace)) == 2)  # the first process and the interpreter
     assert namespace_of(run) == namespace
 
