@@ -183,6 +183,27 @@ print(count)
         assert namespace_of(run) == namespace
 
 
+def test_a_thread_that_goes_on_starting_processes_does_not_hold_the_answer_up(run):
+    """Regression: one that was started after the others had been killed was waited for until the deadline."""
+    namespace = namespace_of(run)
+    code = """
+import subprocess, threading, time
+begun = threading.Event()
+def start():
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        subprocess.Popen(['sleep', '1000'])
+        begun.set()
+threading.Thread(target=start, daemon=True).start()
+print(begun.wait(5))
+"""
+    result = run(code, timeout_s=20)
+    assert (result.status, result.output) == ("ok", "True\n")
+    assert run("6 * 7", timeout_s=20).output == "42\n"
+    wait_until(lambda: len(processes_in(namespace)) == 2)  # the first process and the interpreter
+    assert namespace_of(run) == namespace
+
+
 def bubblewraps() -> list[int]:
     """Those of this process and those that lost their parent, zombies included."""
     found = []

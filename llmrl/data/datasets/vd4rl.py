@@ -89,6 +89,11 @@ def _episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rows(where: str, columns: dict[str, Any]) -> TensorDict:
     pixels = columns["image"] if "image" in columns else column(where, columns, "observation")
     reward, discount = (np.asarray(column(where, columns, name)).reshape(-1) for name in ("reward", "discount"))
+    for name, values in columns.items():
+        if len(values) != len(pixels):
+            raise DataError(
+                f"{where}: every column must have {len(pixels)} rows, as the frames: got {len(values)} of {name!r}."
+            )
     terminal = columns.get("is_terminal", discount == 0)
     terminated = np.asarray(terminal).reshape(-1).astype(bool)[1:]
     truncated = np.zeros_like(terminated)

@@ -37,7 +37,14 @@ def _shape_of(value: Any, key: str = "") -> Any:
     if key in _EXACT:
         return repr(value)
     if isinstance(value, (dict, Mapping)):  # a dict is found sooner
-        return (*value, *[_shape_of(item, name) for name, item in value.items()])
+        shapes = [
+            # Nearly all items are strings. A call for each would double the time of a turn with tools.
+            _shape_of(item, name)
+            if type(item) is not str
+            else (item if name in _KEPT or not item or item.isspace() else None)
+            for name, item in value.items()
+        ]
+        return (*value, *shapes)
     if isinstance(value, (list, tuple)):
         return (list, *[_shape_of(item, key) for item in value])
     # An object of another type may say anything when it is written: equal to nothing, not even to itself.

@@ -68,7 +68,7 @@ def find_blocks(text: str) -> Blocks:
     outside = _THINK.sub("", text)
     if "</think>" in outside:
         before, _, outside = outside.rpartition("</think>")
-        # The prompt opened this thought, so that it came before all others.
+        # The prompt opened this thought, so it came before all others.
         thoughts.insert(0, before)
     return Blocks(thoughts, _ANSWER.findall(outside), outside)
 
@@ -249,7 +249,7 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    # It ends as a decimal if the denominator has no other primes than those of ten.
+    # Its decimals end if the denominator has no prime factors but 2 and 5.
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

@@ -346,6 +346,16 @@ def test_vd4rl_shards_are_cut_where_an_episode_begins(tmp_path):
     assert ends(dataset) == {"terminated": [], "truncated": [1, 4], "done": [1, 4]}
 
 
+@pytest.mark.parametrize("name", ["image", "action", "is_first"])
+def test_vd4rl_columns_must_have_as_many_rows_as_there_are_frames(tmp_path, name):
+    formats.write_vd4rl(tmp_path / "a.npz")
+    columns = dict(np.load(tmp_path / "a.npz"))
+    np.savez(tmp_path / "a.npz", **columns | {name: columns[name][:4]})
+    frames, other = (4, "got 6 of ") if name == "image" else (6, f"got 4 of '{name}'")
+    with pytest.raises(DataError, match=rf"a\.npz: every column must have {frames} rows, as the frames: {other}"):
+        VD4RLExperienceReplay("a", root=tmp_path / "root", source=tmp_path / "a.npz")
+
+
 # --- broken files ---
 @pytest.mark.parametrize(
     ("change", "error"),

@@ -94,8 +94,10 @@ def worker_processes():
 LOADERS = [DataLoader(ROWS, batch_size=4), DataLoader(ROWS, batch_size=4, num_workers=2)]
 
 
-@pytest.mark.parametrize("data", [ROWS, *LOADERS], ids=["rows", "dataloader", "workers"])
+@pytest.mark.parametrize("data", [ROWS, *LOADERS, "hub"], ids=["rows", "dataloader", "workers", "hub"])
 def test_epochs_end_and_leave_no_process(data):
+    if data == "hub":
+        data = pytest.importorskip("datasets").Dataset.from_list(ROWS)
     before = worker_processes()
     primer = DataLoadingPrimer(data, epochs=2)
     for numbers in (range(8), range(8, 16), range(16, 20)):

@@ -45,6 +45,13 @@ def test_with_rewards_per_token_the_last_one_pays():
     assert next_td["reward"][1].flatten().tolist() == [1.0] * 5 + [0.5]
 
 
+@pytest.mark.parametrize("shape", [(0, 1, 1), (0, 6, 1), (0,)])
+def test_a_batch_without_rows_stays_without_rows(shape):
+    """Regression: a size that cannot be inferred was asked of it."""
+    next_td = TensorDict(reward=torch.ones(shape), batch_size=[0])
+    assert LengthPenalty(budget=4)._step(turn(padded=True)[:0], next_td)["reward"].shape == shape
+
+
 def test_a_failed_reward_stays_failed():
     next_td = TensorDict(reward=torch.full((3, 1, 1), torch.nan), batch_size=[3])
     assert LengthPenalty(budget=1)._step(turn(), next_td)["reward"].isnan().all()

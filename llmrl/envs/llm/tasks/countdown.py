@@ -44,7 +44,7 @@ def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> b
     expression = expression.partition("=")[0].strip()
     if len(expression) > MAX_CHARS or "**" in expression or "//" in expression or not _EXPRESSION.fullmatch(expression):
         return False
-    # Counters keep what is positive: numbers that are used more often than they are there.
+    # A difference of counters keeps positive counts: numbers that are used more often than they are given.
     if Counter(map(int, re.findall(r"\d+", expression))) - Counter(numbers):
         return False
     try:
@@ -150,7 +150,7 @@ class CountdownEnv(TaskEnv):
 
 def _split_of(numbers: list[int]) -> str:
     """The split of a set of numbers, whatever their order: nine of ten sets are for training."""
-    # By their order a problem of one split could come again in another; `hash` differs between processes.
+    # Sorted, so that no other order of the numbers is in another split; not by `hash`, which differs per process.
     deal = zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 20
     return "test" if deal == 19 else "validation" if deal == 18 else "train"
 

@@ -24,9 +24,10 @@ class _LengthReward(ScoringTransform, ABC):
         missing = "append it after the transform that writes the reward"
         reward = required(next_td, "reward", type(self).__name__, missing)
         length_B = response_lengths(td, type(self).__name__).to(reward.device)
-        extra = reward.new_zeros(reward.shape)
-        # Of one reward per token it belongs to the last one.
-        extra.view(len(extra), -1)[:, -1] = self._extra(length_B.to(reward.dtype))
+        extra_B = self._extra(length_B.to(reward.dtype))
+        extra = extra_B.new_zeros(reward.shape)
+        # If there is one reward per token, the last one changes. The size is not -1: a batch may have no rows.
+        extra.view(len(extra), reward.shape[1:].numel())[:, -1] = extra_B
         return next_td.set("reward", reward + extra)
 
     @abstractmethod
