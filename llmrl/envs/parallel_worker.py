@@ -28,6 +28,7 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
 from llmrl.envs.td_ops import any_row
 
+_ALIGNMENT = 64  # bytes; a view as complex128 needs 16, which consolidate() of tensordict does not give
 MESSAGE, STEP, STEP_AND_RESTART, CLOSE, DONE, RESTARTED = b"m", b"s", b"r", b"c", b"d", b"R"
 _METHODS = {STEP: "step", STEP_AND_RESTART: "step_and_restart"}
 
@@ -36,15 +37,23 @@ class SharedRows:
     """A tensor [num_rows, *shape] for each declared entry. Sent through a connection, it is the same memory there."""
 
     def __init__(self, declared: Mapping[NestedKey, Declared], num_rows: int):
-        self.declared = dict(declared)
-        rows = {key: torch.zeros(num_rows, *shape, dtype=dtype) for key, (shape, dtype) in declared.items()}
+        self.declared, self._num_rows = dict(declared), num_rows
+        self._places: dict[NestedKey, slice] = {}
+        end = 0
+        for key, (shape, dtype) in declared.items():
+            size = num_rows * shape.numel() * dtype.itemsize
+            self._places[key] = slice(end, end + size)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
         # One block for all: each one costs every process a file descriptor, and time at the start.
-        self._rows = keyed(rows, torch.Size([num_rows])).consolidate(share_memory=True)
+        self._block = torch.zeros(max(end, 1), dtype=torch.uint8).share_memory_()
 
     @property
     def columns(self) -> dict[NestedKey, Tensor]:
         """The tensors by key, made at each access."""
-        return dict(self._rows.items(True, True))
+        return {
+            key: self._block[self._places[key]].view(dtype).view(self._num_rows, *shape)
+            for key, (shape, dtype) in self.declared.items()
+        }
 
 
 _Cell = tuple[NestedKey, Declared, Tensor, np.ndarray | None]

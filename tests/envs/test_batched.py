@@ -138,6 +138,31 @@ def test_both_give_the_same_numbers_as_the_envs_one_by_one(make):
         parallel.close()
 
 
+def test_entries_of_any_size_and_dtype_lie_in_shared_memory(batch):
+    """Regression: a complex128 behind an entry of an odd number of bytes was refused at the start."""
+
+    class Mixed(EnvBase):
+        def __init__(self):
+            super().__init__()
+            self.values = {"odd": torch.ones(5, dtype=torch.uint8), "none": torch.ones(0, 4)}
+            for dtype in (torch.complex128, torch.bool, torch.bfloat16, torch.complex128):
+                self.values[f"{len(self.values)}"] = torch.ones(3, dtype=dtype)
+            specs = {key: Unbounded(value.shape, dtype=value.dtype) for key, value in self.values.items()}
+            self.observation_spec, self.reward_spec = Composite(specs), Unbounded((1,))
+
+        def _reset(self, td):
+            return TensorDict(self.values)
+
+        def _step(self, td):
+            return TensorDict({**self.values, "reward": torch.ones(1), "done": torch.zeros(1, dtype=torch.bool)})
+
+    env = batch(2, Mixed)
+    assert env._declared is not None
+    td = env.rollout(2, policy=lambda td: td)["next"]
+    for key, value in Mixed().values.items():
+        assert torch.equal(td[key], value.expand(2, 2, *value.shape))
+
+
 def test_a_partial_reset_restarts_only_the_envs_that_are_named(batch):
     env = batch(3, Count, create_env_kwargs=[{"start": 0.0}, {"start": 10.0}, {"start": 20.0}])
     td = env.step_mdp(env.step(act(0.5)(env.reset())))

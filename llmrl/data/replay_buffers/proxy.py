@@ -22,13 +22,6 @@ __all__ = ["BufferProxy"]
 
 Answer = tuple[bool, Any]
 
-# The methods of a buffer that can be called from another process: their arguments and results travel.
-METHODS = (
-    "add", "extend", "empty", "sample", "next", "__getitem__", "__setitem__", "__len__", "mark_update",
-    "update_priority", "update_tensordict_priority", "set_storage", "set_sampler", "set_writer", "state_dict",
-    "load_state_dict", "dumps", "save", "dump", "loads", "load", "register_save_hook", "register_load_hook",
-)  # fmt: skip
-
 
 def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
     """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the other process."""
@@ -94,6 +87,28 @@ class BufferProxy(ABC):
             raise result
         return result
 
+    # Written out, and not set in a loop, so that editors and type checkers know them.
+    add = _forward(ReplayBuffer.add)
+    extend = _forward(ReplayBuffer.extend)
+    empty = _forward(ReplayBuffer.empty)
+    sample = _forward(ReplayBuffer.sample)
+    next = _forward(ReplayBuffer.next)
+    update_priority = _forward(ReplayBuffer.update_priority)
+    update_tensordict_priority = _forward(TensorDictReplayBuffer.update_tensordict_priority)
+    mark_update = _forward(ReplayBuffer.mark_update)
+    set_storage = _forward(ReplayBuffer.set_storage)
+    set_sampler = _forward(ReplayBuffer.set_sampler)
+    set_writer = _forward(ReplayBuffer.set_writer)
+    state_dict = _forward(ReplayBuffer.state_dict)
+    load_state_dict = _forward(ReplayBuffer.load_state_dict)
+    dumps = save = dump = _forward(ReplayBuffer.dumps)
+    loads = load = _forward(ReplayBuffer.loads)
+    register_save_hook = _forward(ReplayBuffer.register_save_hook)
+    register_load_hook = _forward(ReplayBuffer.register_load_hook)
+    __getitem__ = _forward(ReplayBuffer.__getitem__)
+    __setitem__ = _forward(ReplayBuffer.__setitem__)
+    __len__ = _forward(ReplayBuffer.__len__)
+
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Adds a transform after the others, in the buffer's process."""
         self.apply(call, "append_transform", transform, invert=invert)
@@ -124,5 +139,5 @@ class BufferProxy(ABC):
             yield data
 
 
-for _name in METHODS:
-    setattr(BufferProxy, _name, _forward(getattr(TensorDictReplayBuffer, _name)))
+# The methods that can be called from another process: their arguments and results travel.
+METHODS = tuple(name for name, value in vars(BufferProxy).items() if hasattr(value, "__wrapped__"))

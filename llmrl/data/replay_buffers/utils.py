@@ -76,8 +76,10 @@ class Transforms:
         return (stage.transform for stage in self._stages)
 
     def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
-        """Reads run ``forward`` if there is one (through the call, for an ``nn.Module``), else the callable itself;
-        writes run ``inv`` if there is one. ``invert`` swaps the two.
+        """Adds a transform before position ``index``.
+
+        Reads run ``forward`` if there is one (through the call, for an ``nn.Module``), else the callable itself; writes
+        run ``inv`` if there is one. ``invert`` swaps the two.
         """
         if hasattr(transform, "eval") and hasattr(transform, "train"):
             transform.eval()

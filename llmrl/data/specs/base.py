@@ -62,7 +62,7 @@ class TensorSpec(abc.ABC):
 
     @property
     def domain(self) -> Literal["continuous", "discrete"] | None:
-        """Whether the values are whole numbers; None if the spec leaves that open."""
+        """``"discrete"`` if the values are whole numbers, else ``"continuous"``; None if the spec leaves that open."""
         return None
 
     @property

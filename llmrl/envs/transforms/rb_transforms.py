@@ -21,7 +21,7 @@ __all__ = ["MultiStepTransform", "NextStateReconstructor"]
 class MultiStepTransform(Transform):
     """`MultiStep` on the stream of rows that is written to a buffer: the same numbers, whatever the batches' sizes.
 
-    Reads    the batches given to ``buffer.extend``: [*B, T], time last, each continuing the one before; by ``add`` rows
+    Reads    the batches given to ``buffer.extend``: [*B, T], time last, each continuing the one before; ``add``: a step
     Writes   what `MultiStep` writes; see there for the keys and arguments
     Returns  the rows whose window is complete: all but the last ``n_steps - 1``, or None as long as there are none
 

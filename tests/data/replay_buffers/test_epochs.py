@@ -278,6 +278,21 @@ def test_a_version_is_a_whole_number_in_an_entry():
         buffer.sample()
 
 
+def test_versions_that_cannot_be_read_do_not_keep_a_pass_over_other_rows():
+    """Regression: once they could be read, the pass went on with positions that the new storage does not have."""
+    buffer = build(SamplerWithoutReplacement(shuffle=False, max_age=1, max_uses=9))
+    buffer.extend(versions(*[3] * 10))
+    buffer.sample()
+    for wrong in (torch.rand(10), torch.full((10,), 3)):
+        storage = LazyTensorStorage(10)
+        storage.set(slice(0, 3), TensorDict(policy_version=wrong[:3], batch_size=[3]))
+        buffer.set_storage(storage)
+        if wrong.is_floating_point():
+            with pytest.raises(DataError, match="whole numbers"):
+                buffer.sample()
+    assert buffer.sample(return_info=True)[1]["index"].tolist() == [0, 1, 2]
+
+
 def test_rows_that_a_writer_ranks_are_drawn_once_per_pass_too():
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(3),

@@ -107,6 +107,7 @@ def test_every_dtype_survives_a_file(dtype):
 
 def test_sharing_twice_changes_nothing_and_is_not_taken_back():
     buffer = holding(rows(1, 2), LazyTensorStorage(4))
+    assert not buffer.storage.shared
     for _ in range(2):
         buffer.share()
         assert buffer.storage.shared

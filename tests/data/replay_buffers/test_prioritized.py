@@ -144,8 +144,9 @@ def test_priorities_agree_with_a_list_after_any_operations(within):
         largest, cursor = 1.0, 0
         for _ in range(30):
             if number(2) or not oracle:
-                count = 1 + number(3)
-                buffer.extend(list(range(count))) if number(2) else [buffer.add(0) for _ in range(count)]
+                at_once = number(2)
+                count = 1 + number(5 if at_once else 3)  # five are all rows: then the largest is 1 again
+                buffer.extend(list(range(count))) if at_once else [buffer.add(0) for _ in range(count)]
                 written = [(cursor + i) % 5 for i in range(count)]
                 # One by one or at once, no update in between: of the rows that stay.
                 left = [value for row, value in oracle.items() if row not in written]
@@ -162,6 +163,15 @@ def test_priorities_agree_with_a_list_after_any_operations(within):
                 largest = max(largest, *values)
             expected = [oracle[row] for row in range(len(oracle))]
             assert probabilities(buffer, sum(expected)) == pytest.approx(expected)
+
+
+def test_the_largest_within_the_buffer_is_one_that_a_row_has():
+    """Regression: of a row that came twice the value that did not stay counted, too."""
+    buffer = build([2.0, 3.0], eps=0.0, max_priority_within_buffer=True)
+    buffer.add("new")  # looks the largest up
+    buffer.update_priority(torch.tensor([0, 0]), torch.tensor([8.0, 1.0]))
+    buffer.add("newer")
+    assert probabilities(buffer, 10) == pytest.approx([1, 3, 3, 3])
 
 
 def test_replaced_rows_are_as_new_ones():

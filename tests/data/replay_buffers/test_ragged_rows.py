@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 from llmrl.data.llm.chat import History
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.replay_buffers import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
+from llmrl.data.replay_buffers.storages import row_list
 from llmrl.errors import ShapeError
 from llmrl.modules.llm.policies import containers
 from tests.support.buffers import holding
@@ -67,6 +68,16 @@ def test_rows_with_different_keys_can_be_stored_side_by_side():
     plain = LazyStackStorage(4)
     plain.set(slice(0, 2), trajectories)
     assert [row.batch_size for row in plain.get(slice(0, 2)).unbind(0)] == [(2,), (5,)]
+
+
+def test_a_row_like_the_first_is_added_fast_also_after_an_odd_one(monkeypatch):
+    """Regression: rows were compared with the layout of the odd row, and took the way of unknown ones."""
+    storage = LazyStackStorage(4)
+    for number, key in enumerate("ab"):
+        storage.set(number, TensorDict({key: torch.zeros(2)}))
+    monkeypatch.setattr(row_list, "to_rows", lambda *arguments: pytest.fail("the row is known"))
+    storage.set(2, TensorDict(a=torch.ones(2)))
+    assert storage.get(2)["a"].tolist() == [1.0, 1.0]
 
 
 def test_what_was_written_and_what_was_read_share_no_memory_with_the_rows():

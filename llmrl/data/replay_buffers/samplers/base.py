@@ -14,7 +14,7 @@ from llmrl.data.replay_buffers.directory import StateFile
 from llmrl.data.replay_buffers.storages import Storage
 
 _LIMIT = 1 << 16  # noted rows; a process that only writes must not collect positions without end
-NO_ROWS = np.empty(0, dtype=np.int64)
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class Sampler(StateFile, ABC):
@@ -148,7 +148,7 @@ class WriteJournal:
         num_written, num_replaced = self._num_written, self._num_replaced
         is_noted = bool(num_written or num_replaced)
         if seen and seen.mutations == counters.mutations and not is_noted:
-            return NO_ROWS, NO_ROWS
+            return _NO_ROWS, _NO_ROWS
         now = _Seen(counters.write_count, counters.cursor, counters.length, counters.mutations)
         written, replaced = self._written, self._replaced
         self.forget()
@@ -171,7 +171,7 @@ class WriteJournal:
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_ROWS
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_ROWS
 
 
 def _run(seen: _Seen, now: _Seen, size: int) -> np.ndarray | None:
@@ -189,6 +189,6 @@ def _run(seen: _Seen, now: _Seen, size: int) -> np.ndarray | None:
 def flat_positions(index: int | Tensor | None) -> np.ndarray:
     """Positions as a copy, int64[N], without the -1 (or None) of rows that a writer rejected."""
     if index is None or isinstance(index, int):
-        return NO_ROWS if index is None or index < 0 else np.array([index], dtype=np.int64)
+        return _NO_ROWS if index is None or index < 0 else np.array([index], dtype=np.int64)
     where = index.detach().cpu().numpy().reshape(-1)
     return where[where >= 0]

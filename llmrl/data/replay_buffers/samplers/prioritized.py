@@ -243,11 +243,14 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             self._set(where, values, self._masses(values[:1], where, self._alpha))
 
     def _set(self, where: np.ndarray, values: np.ndarray, masses: np.ndarray) -> None:
-        if self.max_priority_within_buffer and (self._priorities[where] == self._largest).any():
+        is_lost = self.max_priority_within_buffer and (self._priorities[where] == self._largest).any()
+        self._priorities[where] = values
+        if is_lost:
             self._largest = None
         elif self._largest is not None:
+            if self.max_priority_within_buffer:
+                values = self._priorities[where]  # of a row that comes twice, only the last value is in the buffer
             self._largest = max(self._largest, float(np.maximum.reduce(values)))
-        self._priorities[where] = values
         self._tree.update(where, masses)
         self._num_rows = max(self._num_rows, _highest(where) + 1)
 

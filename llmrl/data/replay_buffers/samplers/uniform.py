@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import NO_ROWS, Sampler, WriteJournal
+from llmrl.data.replay_buffers.samplers.base import Sampler, WriteJournal
 from llmrl.data.replay_buffers.samplers.epochs import EpochSampler
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.errors import DataError
@@ -44,6 +44,7 @@ class FilteredSampler(Sampler):
     def _forget(self) -> None:
         self._journal.forget()
         self._uses = self._versions = np.zeros(0, dtype=np.int64)
+        self._unread = False  # reading the versions failed: next time all of them are read
         self._loaded = False  # the state is a loaded one: its rows are those of the storage, though none was noted
 
     @property
@@ -73,33 +74,35 @@ class FilteredSampler(Sampler):
 
     # --- which rows may be drawn ---
 
-    def _catch_up(self, storage: Storage) -> np.ndarray | None:
-        """The positions that were written since the last draw; None if all rows may be others."""
+    def _catch_up(self, storage: Storage) -> None:
+        """Takes note of what was written since the last draw."""
         changes, loaded, self._loaded = self._journal.take(storage), self._loaded, False
+        if changes is not None:
+            self._overwritten(changes[0])
+        elif not loaded:
+            self._overwritten(None)
         if self._limited:
-            try:
-                self._note(storage, changes, loaded)
-            except BaseException:
-                # The uses are right, and what was written is no longer in the journal: read all versions again.
-                self._journal.forget()
-                self._loaded = True
-                raise
-        if changes is None:
-            return NO_ROWS if loaded else None
-        return changes[0]
+            self._note(storage, changes, loaded)
+
+    def _overwritten(self, positions: np.ndarray | None) -> None:
+        """There are other rows at these positions since the last draw; None: maybe at all of them."""
 
     def _note(self, storage: Storage, changes: tuple[np.ndarray, np.ndarray] | None, loaded: bool) -> None:
         length = len(storage)
+        unread = np.arange(length)
         if changes is None:
             self._uses = _resized(self._uses[:length] if loaded else self._uses[:0], length)
             self._versions = _resized(self._versions[:0], length)
-            self._read_versions(storage, np.arange(length))
         else:
             written, replaced = changes
             if length > self._uses.size:  # doubled, so that a storage that grows row by row is not copied each time
                 self._uses, self._versions = _resized(self._uses, 2 * length), _resized(self._versions, 2 * length)
             self._uses[written] = 0
-            self._read_versions(storage, np.unique(np.concatenate([written, replaced])))
+            if not self._unread:
+                unread = np.unique(np.concatenate([written, replaced]))
+        self._unread = True  # if this fails, the journal does not tell of these rows again
+        self._read_versions(storage, unread)
+        self._unread = False
 
     def _read_versions(self, storage: Storage, positions: np.ndarray) -> None:
         if self.max_age is None or not positions.size:
@@ -195,9 +198,15 @@ class RandomSampler(FilteredSampler):
 2), 2 used up (max_uses=2); write new rows.
     """
 
+    # Without limits, a draw needs to know nothing but the number of rows.
+
     def extend(self, index: int | Tensor) -> None:
-        if self._limited:  # without limits, a draw needs to know nothing but the number of rows
+        if self._limited:
             super().extend(index)
+
+    def mark_update(self, index: int | Tensor) -> None:
+        if self._limited:
+            super().mark_update(index)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         length = self._length(storage)
@@ -240,11 +249,8 @@ class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
         super().__init__(drop_last, shuffle, max_age=max_age, max_uses=max_uses, version_key=version_key)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        length, written = self._length(storage), self._catch_up(storage)
-        if written is None:
-            self._end()
-        else:
-            self._epoch.drop(written)  # by another process; what this one wrote has left the pass already
+        length = self._length(storage)
+        self._catch_up(storage)
         allowed = None
         if self._limited:
             allowed = self._allowed(length)
@@ -252,6 +258,12 @@ class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
         index = self._take(batch_size, lambda: self._rows(length, allowed, batch_size))
         self._use(index)
         return torch.from_numpy(index), {}
+
+    def _overwritten(self, positions: np.ndarray | None) -> None:
+        if positions is None:
+            self._end()
+        else:
+            self._epoch.drop(positions)  # by another process; what this one wrote has left the pass already
 
     def _rows(self, length: int, allowed: np.ndarray | None, batch_size: int) -> np.ndarray:
         rows = np.arange(length) if allowed is None else np.flatnonzero(allowed)

@@ -394,7 +394,7 @@ class LazyStackStorage(RowList):
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
         if isinstance(index, int) and self._layouts and self.device is None:
-            row = to_row_like(data, self._layouts[-1])
+            row = to_row_like(data, self._layouts[0])  # the first, which most rows have: odd ones come later
             if row is not None:
                 return self._put(index, [row])
         singles = [data] if isinstance(index, int) else data
