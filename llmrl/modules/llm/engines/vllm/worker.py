@@ -56,7 +56,6 @@ class WorkerExtension:
         reload = _Reload(self.model_runner.get_model(), self.vllm_config)
         reload.load(weights)
         reload.finish()
-        self.model_runner.reset_encoder_cache()
 
     def llmrl_open_buffer(self: Any, info: dict[str, Any], first_rank: int = 1) -> None:
         """Opens this worker's end of the trainer's buffer.
