@@ -224,6 +224,27 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
     PROBE(engine.score, scorer(model))
 
 
+def test_a_load_without_memory_for_what_waits_keeps_nothing_of_the_buffer(model, engine, monkeypatch):
+    """Regression: the next update ended it, and read a buffer that the trainer had released."""
+    layerwise = compat.vllm_module("vllm.model_executor.model_loader.reload.layerwise")
+    inner = engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def waits():
+        return any(layerwise.get_layerwise_info(module).loaded_weights for module in inner.modules())
+
+    def fail(*arguments):
+        if waits():
+            raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "copy_pending", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            send(engine, model.state_dict(), 128)
+    assert not waits()
+    send(engine, model.state_dict())
+    PROBE(engine.score, scorer(model))
+
+
 def test_a_flipped_bit_is_named_and_nothing_of_the_half_is_loaded(model, engine, monkeypatch):
     transfer = send(engine, model.state_dict())
     old, victim, write = copy.deepcopy(model), "model.layers.1.mlp.down_proj.weight", SharedBuffer.write
