@@ -262,24 +262,27 @@ class WeightReceiver:
         if (received := self._transport.receive(timeout)) is None:
             return None
         model_id, payload = received
-        try:
-            self.apply_weights(payload.weights, model_id=model_id)
-        except Exception:  # the sender has the answer
-            return None
-        return payload.version
+        return payload.version if self._apply(payload.weights, payload.version, model_id) is None else None
 
-    def apply_weights(self, weights: Any, *, model_id: str | None = None) -> None:
+    def apply_weights(self, weights: Any) -> None:
         """Applies weights that were read from the transport, and answers the sender. Raises ConfigError without a
         model, WeightSyncError if they do not fit it.
         """
         pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
+        if (problem := self._apply(weights, version)) is not None:
+            raise problem
+
+    def _apply(self, weights: Any, version: int, model_id: str | None = None) -> Exception | None:
+        """Applies weights and answers the sender; returns why they were refused."""
+        problem = None
         try:
             self.update_weights(weights, version=version, model_id=model_id)
         except Exception as error:
-            self._transport.answer(f"{type(error).__name__}: {error}")
-            raise
-        self._transport.answer()
+            problem = error
+        # Outside of the block: an answer that fails is not a refusal.
+        self._transport.answer("" if problem is None else f"{type(problem).__name__}: {problem}")
+        return problem
 
     def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
         """Writes weights under a version that must grow, all or nothing."""

@@ -63,13 +63,13 @@ class TransportBackend(ABC):
 
     def send(self, model_id: str, payload: Payload) -> None:
         """Hands the payload over, and does not wait for the worker. For a subclass that keeps `send_weights`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: a transport must define send_weights, or send: it has none.")
 
     def answer_by(self, deadline: float) -> tuple[int, str]:
         """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
         `time.monotonic`), any other error if the worker has ended. For a subclass that keeps `wait`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: a transport must define wait, or answer_by: it has none.")
 
     def wait(self, deadline: float) -> None:
         """Returns when the worker has applied what was sent.
@@ -86,6 +86,8 @@ class TransportBackend(ABC):
                     f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
                     "is taken out by `sender.unregister_worker`."
                 ) from None
+            except NotImplementedError:
+                raise
             except Exception as error:
                 raise WorkerError(
                     f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "

@@ -103,6 +103,8 @@ def test_a_sender_gives_every_receiver_the_same_version_or_none_any():
         sender.update_weights({"weight": model.weight})
     assert [engine.version for engine in engines] == [5, 5]
     assert sender.version == 5
+    scheme.create_transport(engines[0]).send_weights("policy", model)  # by hand
+    assert [engine.version for engine in engines] == [6, 5]
 
 
 def scheme(**arguments):

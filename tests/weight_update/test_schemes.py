@@ -12,7 +12,13 @@ from torch import nn
 
 from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, WeightSyncError, WorkerError
 from llmrl.testing import tiny_model
-from llmrl.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
+from llmrl.weight_update import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    TransportBackend,
+)
+from llmrl.weight_update.payload import pack
 
 FORK = mp.get_context("fork")
 SCHEMES = pytest.mark.parametrize("make_scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
@@ -312,6 +318,47 @@ def test_the_documents_examples_return_and_a_worker_in_a_process_reads_by_hand(s
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
+
+
+class Inbox(TransportBackend):
+    """A transport of a user, at the worker's end. It does not note what is pending."""
+
+    def __init__(self, *versions):
+        super().__init__()
+        self.payloads = [("policy", pack(make_model(version).state_dict(), version)) for version in versions]
+        self.answers = []
+
+    def receive(self, timeout):
+        return self.payloads.pop(0) if self.payloads else None
+
+    def answer(self, problem=""):
+        if self.answers is None:
+            raise ConnectionError("the sender is gone")
+        self.answers.append(problem)
+
+
+def test_a_transport_of_a_user_brings_versions_and_an_answer_that_fails_is_an_error():
+    """Regression: the version was that of `pending`, and weights whose answer failed were taken for refused ones."""
+    receiver, inbox = MultiProcessWeightSyncScheme().create_receiver(), Inbox(7, 3, 8)
+    receiver.register_model(make_model())
+    receiver.register_worker_transport(inbox)
+    assert [receiver.receive(), receiver.receive(), receiver.version] == [7, None, 7]
+    assert inbox.answers[0] == ""
+    assert "a version must grow" in inbox.answers[1]
+    inbox.answers = None
+    with pytest.raises(ConnectionError, match="the sender is gone"):
+        receiver.receive()
+    assert [receiver.version, receiver.receive()] == [8, None]
+
+
+def test_a_transport_that_cannot_send_says_what_it_lacks():
+    """Regression: the worker was said to have ended."""
+    inbox = Inbox()
+    with pytest.raises(NotImplementedError, match="Inbox: a transport must define send_weights, or send"):
+        inbox.send_weights("policy", {})
+    inbox.sent = 1
+    with pytest.raises(NotImplementedError, match="Inbox: a transport must define wait, or answer_by"):
+        inbox.wait(0.0)
 
 
 def test_bad_settings_pipes_and_messages_are_told():

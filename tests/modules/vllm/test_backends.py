@@ -4,6 +4,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_process_sees_the_chosen_devices_as_this_one_numbers_them(monkeypatch)
 
 
 @pytest.mark.vllm
-def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
+def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder, monkeypatch):
     options = {"enforce_eager": True, "enable_fp32_output": True, "max_model_len": 128, "eos_token_ids": ()}
     with closing(make_vllm_worker(model_name=folder, make_ray_worker=False, **options)) as engine:
         assert isinstance(engine, LLMOnDevice)
@@ -94,7 +95,11 @@ def test_a_local_worker_generates_takes_weights_and_takes_broadcasts(folder):
             group.broadcast(tensor, src=0)
             call(vLLMWorker.update_weight, args=(name, str(tensor.dtype), list(tensor.shape)))
         assert call(vLLMWorker.check_weights_changed) == [False]  # they are kept until all are there
+        runner, done = engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
+        for name in ("reset_encoder_cache", "reset_lora_state"):
+            monkeypatch.setattr(runner, name, partial(done.append, name), raising=False)
         call(vLLMWorker.apply_weights)
+        assert done == ["reset_encoder_cache", "reset_lora_state"]
         assert call(vLLMWorker.check_weights_changed) == [True]
         engine.core.llm.reset_prefix_cache()
         PROBE(engine.score, reference.score)

@@ -134,6 +134,15 @@ def test_a_health_check_that_drips_interrupts_what_waits(monkeypatch):
         ask(connections)
 
 
+def test_a_health_check_asks_about_the_server_also_when_the_engine_is_closed():
+    """Regression: it failed, and its error took the place of the reason that the waits ended with."""
+    with connected(lambda send: send(HEAD + b'{"found": 42}\n')) as connections:
+        connections.interrupt_for_good()
+        connections.check_health(PATIENCE_S)
+        with pytest.raises(RolloutError, match="ConnectionAbortedError"):
+            ask(connections)
+
+
 def test_a_server_that_stays_silent_is_named_at_the_deadline_of_its_first_answer():
     """Regression: the deadline of the first tokens, 120 s, was that of the first answer."""
     with answering(lambda send: threading.Event().wait(PATIENCE_S)) as url:

@@ -138,7 +138,9 @@ def test_a_set_that_is_not_whole_is_refused_and_the_old_version_serves(model, en
     check(model, engine)
 
 
-def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_came(model, engine, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
+def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_came(model, engine, monkeypatch, error):
+    """Regression: the second, which is also what torch raises for a tensor without data, left half of them in use."""
     version = publish(model.state_dict(), engine)
     kind = type(engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
     load = kind.load_weights
@@ -148,11 +150,11 @@ def test_an_update_that_failed_in_the_middle_serves_nothing_until_a_whole_one_ca
         sent = list(weights)
         load(self, sent[:9])
         if sent:
-            raise RuntimeError("no memory left")
+            raise error("no memory left")
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "load_weights", half)
-        with pytest.raises(WeightSyncError, match=r"version .* could not be loaded: RuntimeError: no memory left"):
+        with pytest.raises(WeightSyncError, match=rf"version .* could not be loaded: {error.__name__}: no memory left"):
             publish(new.state_dict(), engine)
     for call in (lambda: engine.generate(PROMPTS, SAMPLING), lambda: engine.score(PROMPTS)):
         with pytest.raises(RolloutError, match="update failed in the middle"):
@@ -219,6 +221,27 @@ def test_without_a_patch_of_vllm_the_probe_fails(model, engine, monkeypatch, pat
         with pytest.raises(AssertionError, match="scores differ"):
             PROBE(engine.score, scorer(model))
     send(engine, model.state_dict(), buffer_bytes)
+    PROBE(engine.score, scorer(model))
+
+
+def test_a_load_without_memory_for_what_waits_keeps_nothing_of_the_buffer(model, engine, monkeypatch):
+    """Regression: the next update ended it, and read a buffer that the trainer had released."""
+    layerwise = compat.vllm_module("vllm.model_executor.model_loader.reload.layerwise")
+    inner = engine.core.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def waits():
+        return any(layerwise.get_layerwise_info(module).loaded_weights for module in inner.modules())
+
+    def fail(*arguments):
+        if waits():
+            raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "copy_pending", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            send(engine, model.state_dict(), 128)
+    assert not waits()
+    send(engine, model.state_dict())
     PROBE(engine.score, scorer(model))
 
 

@@ -131,10 +131,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     def create_sender(self) -> VLLMWeightSender:
         return VLLMWeightSender(self)
 
-    def create_transport(self, pipe_or_context: Any) -> DirectTransport:
-        """Checks the receiver, or an engine: the sender calls it, so there is nothing to connect."""
-        check_engine(pipe_or_context, "VLLMWeightSender")
-        return DirectTransport()
+    def create_transport(self, pipe_or_context: Any) -> EngineTransport:
+        return EngineTransport(pipe_or_context)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
         """The receiver in front of ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
@@ -160,6 +158,17 @@ class VLLMWeightReceiver:
 
     def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None:
         publish(weights, self.engine, version)
+
+
+class EngineTransport(DirectTransport):
+    """A receiver, or an engine, that this process can call."""
+
+    def __init__(self, receiver: Any) -> None:
+        super().__init__()
+        self.registered_with = check_engine(receiver, "VLLMWeightSender")
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        publish(weights, self.registered_with)
 
 
 class VLLMWeightSender(WeightSender):

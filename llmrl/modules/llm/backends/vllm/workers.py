@@ -86,6 +86,11 @@ class vLLMWorker(WorkerExtension):
         """Loads and releases what was kept, which must be a complete set."""
         received, self._llmrl_received = self._llmrl_received, {}
         WorkerExtension.llmrl_load_weights(self, received.items())
+        # As after vLLM's own reload, for an engine that is not a `VLLMEngine`: embeddings of images were computed with
+        # the old weights, and the memory of adapters does not outlast a deep sleep.
+        self.model_runner.reset_encoder_cache()
+        if hasattr(self.model_runner, "reset_lora_state"):  # older versions have none
+            self.model_runner.reset_lora_state()
 
     def check_weights_changed(self: Any) -> bool:
         """True if any parameter has changed since the group was joined."""

@@ -42,6 +42,7 @@ _INTERFACE: dict[str, tuple[str, ...]] = {
     "LLM.reset_prefix_cache": (),
     "LLMEngine.add_request": ("request_id", "prompt", "params", "lora_request"),
     "LLMEngine.step": (),
+    "LLMEngine.reset_encoder_cache": (),
     "EngineArgs": _OPTIONS,
     "inputs.tokens_input": ("prompt_token_ids",),
     "SamplingParams": (

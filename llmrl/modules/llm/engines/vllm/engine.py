@@ -356,7 +356,7 @@ class VLLMEngine(SeededEngine):
                     if not same_workers:  # new processes have never opened the buffer
                         self._transfer.close()
                     self._transfer.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
-        except (NotImplementedError, NothingLoadedError):
+        except (UnsupportedError, NothingLoadedError):  # both are raised before anything is loaded
             self._incomplete = was_incomplete
             raise
         except Exception as error:

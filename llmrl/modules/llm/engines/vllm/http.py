@@ -118,7 +118,9 @@ class Connections:
             connection.sock.settimeout(connection.timeout)
         headers = {} if payload is None else {"Content-Type": "application/json"}
         connection.request(method, self._prefix + path, body=payload, headers=headers)
-        if self._closed:  # before there was a socket to be interrupted
+        # Closed before there was a socket to be interrupted. A health check asks about the server alone: an error
+        # there would take the place of the reason that the waits end with.
+        if self._closed and connection in self._open:
             raise ConnectionAbortedError
         connection.response_class = partial(_Response, end)
         response = connection.getresponse()

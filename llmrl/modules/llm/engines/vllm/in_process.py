@@ -109,6 +109,9 @@ class InProcessCore:
             # Keys and values that the old weights computed must not be found by prompts under the new ones.
             if not self.llm.reset_prefix_cache():
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
+            # The same for images. The scheduler lists them and the worker has their embeddings: with one of the two
+            # emptied alone, the next request for the same image would fail.
+            self.llm.llm_engine.reset_encoder_cache()
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
         engine = self.llm.llm_engine

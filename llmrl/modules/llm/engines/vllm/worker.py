@@ -56,7 +56,6 @@ class WorkerExtension:
         reload = _Reload(self.model_runner.get_model(), self.vllm_config)
         reload.load(weights)
         reload.finish()
-        self.model_runner.reset_encoder_cache()
 
     def llmrl_open_buffer(self: Any, info: dict[str, Any], first_rank: int = 1) -> None:
         """Opens this worker's end of the trainer's buffer.
@@ -170,24 +169,24 @@ class _Reload:
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, Tensor]], buffer: Buffer | None = None) -> None:
+        """Loads a part. What vLLM still needs of tensors in ``buffer`` is copied, so that it can be written again."""
         try:
             with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
                 if self._attach_kernels is None:
                     self._attach_kernels = compat.without_expert_kernels(self._model)
                     self._reload.initialize_layerwise_reload(self._model)
                 loaded = self._model.load_weights(weights)
+            if buffer is not None:
+                compat.copy_pending(self._model, buffer.bytes)
         except BaseException:
-            self.finish()  # ends the reload of layers that are incomplete
+            self.finish()  # ends the reload of layers that are incomplete, while the buffer is there
             raise
         self._unmet = set() if loaded is None else self._unmet - loaded
 
     def load_stored(self, stored: list[StoredTensor], buffer: Buffer) -> None:
-        """Loads views of the buffer, so that nothing is held twice; what vLLM still needs is copied before the trainer
-        writes there again.
-        """
-        self.load((entry.name, buffer.read(entry)) for entry in stored)
-        compat.copy_pending(self._model, buffer.bytes)
+        """Loads views of the buffer, so that nothing is held twice."""
+        self.load(((entry.name, buffer.read(entry)) for entry in stored), buffer)
         self._sent |= {entry.name: entry for entry in stored}
 
     def finish(self) -> None:
