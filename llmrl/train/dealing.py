@@ -47,7 +47,7 @@ def attention_share(model: PreTrainedModel) -> float:
 
 
 def row_costs(lengths: Sequence[int], share: float) -> list[float]:
-    """The cost of rows of so many tokens, in tokens without attention; ``share`` as of `attention_share`."""
+    """The cost of rows of these lengths, in tokens without attention; ``share`` as of `attention_share`."""
     return [length + share * length**2 for length in lengths]
 
 

@@ -75,9 +75,7 @@ class RolloutEngine:
         # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
         interrupts = getattr(engine, "in_flight", None) == "continue"
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
-        # The probe's verdict is the first problem of any rank: all push again, or all raise.
-        any_problem = lambda problem: next(filter(None, session.gather([problem])), "")  # noqa: E731
-        self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=any_problem)
+        self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
         self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
         self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
         self._probed_since: int | None = None  # the version that rows are compared from
@@ -197,6 +195,10 @@ class RolloutEngine:
         """Row by row: rounding depends on what is scored together, and equal weights must give equal bits."""
         score = partial(self.policy.engine.score, temperature=self._temperature)
         return [score([ids.cpu()], **images)[0] for ids, images in zip(sequences, self._probed_images, strict=True)]
+
+    def _first_problem(self, problem: str) -> str:
+        """That of the first rank that has one: by it all ranks push again, or all raise."""
+        return next(filter(None, self.session.gather([problem])), "")
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
         """The trainer's log-prob of each token after those before it; all ranks do it in step."""

@@ -49,9 +49,9 @@ class RolloutQueue:
     all groups of a step, which one version samples.
 
     groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait,
-                   since those begun earlier are only older. A group is dropped if weights more than k versions older
-                   than those it would train sampled its oldest token
+    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait for
+                   them: begun earlier, they would only be older. A group is dropped if its oldest token was sampled by
+                   weights more than k versions older than those it would train
     oversample     groups begun beyond those of a step, as a share of them; those that no step waits for are dropped
     concurrency    the largest number of conversations at a time; None: all
     modes          a context that each thread enters, such as autocast

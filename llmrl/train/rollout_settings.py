@@ -61,7 +61,9 @@ class RolloutSettings(Settings):
     )
     ray_engines: int = Field(1, ge=1, description="such actors, each with an engine")
     ray_resources: dict[str, float] = Field(
-        {}, description="of each: {CPU: 4, GPU: 1, big_disk: 1}; CPU: 1, and GPU: tensor_parallel if nodes have GPUs"
+        {},
+        description="of each: {CPU: 4, GPU: 1, big_disk: 1}; by default CPU: 1, and GPU: tensor_parallel if nodes "
+        "have GPUs",
     )
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto",
