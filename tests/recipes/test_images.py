@@ -136,7 +136,7 @@ def test_pairs_with_images_that_cannot_be_trained_are_refused(place):
     place.plan("dpo", model=VISION, data=data, code=3, words=("assistant message must have no image",))
     place.plan("sft", model=VISION, data={**data, "completion_column": "chosen"}, code=3, words=("must have no image",))
     pairs = tokenize_pairs(DPOConfig(model="tiny", data={"path": path}), tiny_processor())
-    with pytest.raises(DataError, match="a reward network reads text alone"):
+    with pytest.raises(DataError, match="a reward network reads text only"):
         RewardLoss(torch.nn.Identity()).count_step(pairs.as_rows())
 
 
