@@ -292,7 +292,9 @@ class MCAdvantage(Transform):
         """bool[N] twice: groups whose values are all equal, and those whose mean return is within the bounds."""
         # compared, not subtracted: a std of equal rewards can be a rounding error above 0
         equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
-        low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
+        if self.keep_return_bounds is None:
+            return equal_N, torch.ones_like(equal_N)
+        low, high = self.keep_return_bounds
         mean_N = returns_NG.nanmean(1)
         return equal_N, (mean_N > low) & (mean_N < high)
 

@@ -415,6 +415,10 @@ class Storage(ABC):
         """An index of rows that are written: the same, if the rows may be new."""
         if type(index) is int and index >= 0:
             return index
+        if type(index) is slice:  # as a writer gives it: a batch that is appended pays for no more checks
+            plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
+            if plain and 0 <= index.start <= index.stop:
+                return index
         who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
             index = range(*index.indices(max(length, index.stop or 0)))  # it may end behind the last row
