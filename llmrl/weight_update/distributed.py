@@ -14,12 +14,12 @@ import torch.distributed as dist
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.weight_update.payload import Payload
 from llmrl.weight_update.schemes import WeightSyncScheme
-from llmrl.weight_update.transports import TransportBackend
+from llmrl.weight_update.transports import RemoteTransport
 
 _POLL_S = 1e-3
 
 
-class DistributedTransport(TransportBackend):
+class DistributedTransport(RemoteTransport):
     """Weights between this rank and ``rank``, in one message.
 
     store    of the group, for announcements and answers; None: the default group's

@@ -52,50 +52,17 @@ class TransportBackend(ABC):
     def answer(self, problem: str = "") -> None:
         """The worker's side: tells the sender that ``pending`` was applied, or why it was not."""
 
+    @abstractmethod
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
-        payload = weights if isinstance(weights, Payload) else self.pack(model_id, named_tensors(weights))
-        self.send(model_id, payload)
-        self.sent = payload.version
 
-    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
-        return pack(weights, self.sent + 1)
-
-    def send(self, model_id: str, payload: Payload) -> None:
-        """Hands the payload over, and does not wait for the worker. For a subclass that keeps `send_weights`."""
-        raise NotImplementedError(f"{type(self).__name__}: a transport must define send_weights, or send: it has none.")
-
-    def answer_by(self, deadline: float) -> tuple[int, str]:
-        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
-        `time.monotonic`), any other error if the worker has ended. For a subclass that keeps `wait`.
-        """
-        raise NotImplementedError(f"{type(self).__name__}: a transport must define wait, or answer_by: it has none.")
-
+    @abstractmethod
     def wait(self, deadline: float) -> None:
         """Returns when the worker has applied what was sent.
 
         Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
                 it has ended
         """
-        while self.answered < self.sent:  # an answer may be for an earlier version, of a connection registered again
-            try:
-                self.answered, problem = self.answer_by(deadline)
-            except TimeoutError:
-                raise DeadlineError(
-                    f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its "
-                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
-                    "is taken out by `sender.unregister_worker`."
-                ) from None
-            except NotImplementedError:
-                raise
-            except Exception as error:
-                raise WorkerError(
-                    f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "
-                    f"closed the connection ({type(error).__name__}). Start it again and register it, or "
-                    "`sender.unregister_worker`."
-                ) from error
-            if problem:
-                raise WeightSyncError(f"{self.peer} refused version {self.answered} and keeps its weights: {problem}")
 
     def check_connection(self) -> bool:
         """True if weights can be sent or received."""
@@ -114,13 +81,54 @@ class TransportBackend(ABC):
 class DirectTransport(TransportBackend):
     """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
 
-    def _nothing(self, *arguments: Any) -> None:
+    def _do_nothing(self, *arguments: Any) -> None:
         pass
 
-    send_weights = wait = receive = answer = _nothing
+    send_weights = wait = receive = answer = _do_nothing
 
 
-class PipeTransport(TransportBackend):
+class RemoteTransport(TransportBackend):
+    """Base of the transports to a worker elsewhere, which answers each version: one `send_weights` and one `wait`."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        payload = weights if isinstance(weights, Payload) else self.pack(model_id, named_tensors(weights))
+        self.send(model_id, payload)
+        self.sent = payload.version
+
+    def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
+        return pack(weights, self.sent + 1)
+
+    @abstractmethod
+    def send(self, model_id: str, payload: Payload) -> None:
+        """Hands the payload over, and does not wait for the worker."""
+
+    @abstractmethod
+    def answer_by(self, deadline: float) -> tuple[int, str]:
+        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
+        `time.monotonic`), any other error if the worker has ended.
+        """
+
+    def wait(self, deadline: float) -> None:
+        while self.answered < self.sent:  # an answer may be for an earlier version, of a connection registered again
+            try:
+                self.answered, problem = self.answer_by(deadline)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its "
+                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
+                    "is taken out by `sender.unregister_worker`."
+                ) from None
+            except Exception as error:
+                raise WorkerError(
+                    f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "
+                    f"closed the connection ({type(error).__name__}). Start it again and register it, or "
+                    "`sender.unregister_worker`."
+                ) from error
+            if problem:
+                raise WeightSyncError(f"{self.peer} refused version {self.answered} and keeps its weights: {problem}")
+
+
+class PipeTransport(RemoteTransport):
     """Base of the transports over a duplex `multiprocessing.Pipe`, which must carry nothing else."""
 
     def __init__(self, pipe: Any, **options: Any) -> None:
@@ -289,7 +297,7 @@ class SharedMemTransport(PipeTransport):
         self._known[number] = block
 
 
-class CallTransport(TransportBackend):
+class CallTransport(RemoteTransport):
     """Weights are an argument of a call into the worker's process, whose return is the answer.
 
     They are applied by the call, or if the worker has a receiver that polls, by its next `receive`.

@@ -192,7 +192,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             if remote.launcher == "submitit_delayed":
                 delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
         except BaseException:
-            # There is no pool yet that would close the port.
+            # Nothing else closes the port: the pool that would was not made.
             rendezvous.close()
             raise
         start_s = remote.start_timeout_s or start_s

@@ -314,7 +314,7 @@ class _Task:
         return made if index.ndim else made.unsqueeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The function may be a lambda, which pickle refuses; the storage is opened anew.
+        # The function may be a lambda, which pickle refuses; the storage is opened again.
         return {"who": self.who, "folder": self.folder, "fn": cloudpickle.dumps(self.fn)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
 
 
 def as_size(shape: Shape) -> Size:
-    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None is no dims."""
+    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None has no dims."""
     return Size(() if shape is None else (shape,) if isinstance(shape, int) else shape)
 
 

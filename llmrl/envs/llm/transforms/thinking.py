@@ -173,7 +173,7 @@ class AddThinkingPrompt(Transform):
             return
         asked = unpadded_ids(td, "prompt")
         rows = list(next_td.get("tokens").rows("prompt"))
-        # The edited answer is no sample any more: it becomes part of a prompt, so its text may be tokenised.
+        # An edited answer was not sampled: it becomes part of a prompt, so its text may be tokenised.
         ids = tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
         for row, answer in zip(answers, ids, strict=True):
             rows[row] = torch.cat([asked[row], torch.tensor(answer, dtype=torch.int64).to(asked[row].device)])

@@ -136,7 +136,7 @@ class Mode(ABC):
                     rewritten[row] = ids
                 else:
                     prompt_ids[row] = torch.cat([stream.ids[row], ids])
-        # 2. Rows that are new, or that the template wrote anew: all of the conversation.
+        # 2. Rows that are new, or that the template rewrote: all of the conversation.
         if restarted := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
             for row, ids in zip(restarted, self.encode([prompts.rows[row] for row in restarted]), strict=True):
                 prompt_ids[row] = ids
