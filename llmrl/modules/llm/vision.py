@@ -274,3 +274,8 @@ def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
     tower = vision_tower(model) if torch.is_grad_enabled() else None
     trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]
     return log_probs_BT + sum(0.0 * parameter.sum() for parameter in trained) if trained else log_probs_BT
+
+
+def present(**keywords: Any) -> dict[str, Any]:
+    """The keywords that are not None: text-only engines and models need not know ``media`` and ``routes``."""
+    return {name: value for name, value in keywords.items() if value is not None}

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
-from llmrl.modules.llm.engines.base import present
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
-from llmrl.modules.llm.vision import read_media
+from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm.functional import StepCounts
 
 TOKENS = ("tokens", "full")

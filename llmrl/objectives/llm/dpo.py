@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
-from llmrl.modules.llm.engines.base import present
+from llmrl.modules.llm.vision import present
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn

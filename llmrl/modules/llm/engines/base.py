@@ -195,11 +195,6 @@ class SeededEngine:
         self.version = state["version"]
 
 
-def present(**keywords: Any) -> dict[str, Any]:
-    """The keywords that are not None: text-only engines and models need not know ``media`` and ``routes``."""
-    return {name: value for name, value in keywords.items() if value is not None}
-
-
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
     """Raises ShapeError for rows that are not ids, and for ids outside the vocabulary, which on a GPU end the process.
 

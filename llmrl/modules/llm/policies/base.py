@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids, present
+from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.model_files import loaded
@@ -39,7 +39,7 @@ from llmrl.modules.llm.policies.rows import Key, Padding, row_seeds
 from llmrl.modules.llm.policies.scoring import Conversations, TokenCategorical, token_categorical
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.token_stream import turn_columns
-from llmrl.modules.llm.vision import MEDIA, load_processor, read_media, write_media
+from llmrl.modules.llm.vision import MEDIA, load_processor, present, read_media, write_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
-from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams, present
+from llmrl.modules.llm.engines.base import Engine, Generation, MediaRows, Rows, SamplingParams
+from llmrl.modules.llm.vision import present
 
 BATCHING_SETTINGS = frozenset({"batching", "min_batch_size", "max_batch_size", "batching_timeout"})
 
