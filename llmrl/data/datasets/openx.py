@@ -129,7 +129,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         if self.batch_size is not None:
             yield from super().__iter__()
         elif self.streaming:
-            yield from map(self._transforms.read, self._storage.trajectories())
+            yield from map(self._transformed, self._storage.trajectories())
         else:
             ends = self._storage.entry(("next", "done"), torch.arange(len(self))).reshape(-1).nonzero().reshape(-1)
             starts = [0, *(ends[:-1] + 1).tolist()]
@@ -137,7 +137,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 rows = self._storage.get(slice(starts[number], int(ends[number]) + 1))
                 if self.slice_len is not None:
                     rows = cut(self._who, rows, self.slice_len, None)
-                yield self._transforms.read(rows)
+                yield self._transformed(rows)
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         for number, (where, steps) in enumerate(episode for path in files for episode in _episodes(path)):

@@ -206,7 +206,7 @@ class ReplayBuffer:
         Returns the positions, int64[N]; none if a transform kept everything back.
         """
         with self._storage.lock:
-            if self._transforms or self._write_transform is not None:
+            if self._transforms.writes or self._write_transform is not None:
                 if not self._storage.count(data):
                     raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
                 if (data := self._invert(data)) is None:
@@ -261,7 +261,10 @@ class ReplayBuffer:
     def _invert(self, data: Any) -> Any:
         if self._write_transform is not None and (data := self._write_transform(data)) is None:
             return None
-        return self._transforms.write(data)
+        for write in self._transforms.writes:
+            if (data := write(data)) is None:
+                return None
+        return data
 
     # --- reads ---
 
@@ -291,16 +294,14 @@ class ReplayBuffer:
             return read_entry(type(self).__name__, self[:], key)
         with self._storage.lock:
             where = self._select(index)
-            if isinstance(where, int):
-                data = self._storage.get(where)
-            else:
-                data = self._collected(where if isinstance(where, slice) else where.reshape(-1))
+            flat = where.reshape(-1) if isinstance(where, Tensor) else where
+            data = self._storage.get(flat) if isinstance(flat, int) else self._collected(flat)
         # Outside of the lock: what was read is a copy, and collating may take long.
         if not isinstance(where, int):
             data = self._collate(data)
             if isinstance(where, Tensor):
                 data = shape_cells(data, where.shape)
-        return self._transforms.read(data)
+        return self._transformed(data)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
@@ -356,7 +357,12 @@ class ReplayBuffer:
         return tree_map(lambda leaf: leaf.pin_memory(), data) if self._pin_memory else data
 
     def _finish(self, raw: Any, info: dict[str, Any]) -> Any:
-        return self._transforms.read(self._with_info(self._collate(raw), info))
+        return self._transformed(self._with_info(self._collate(raw), info))
+
+    def _transformed(self, data: Any) -> Any:
+        for read in self._transforms.reads:
+            data = read(data)
+        return data
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         """The batch with the sampler's info as entries; here, only the ends of slices."""
@@ -480,11 +486,8 @@ class ReplayBuffer:
         return {"storage": self._storage, "sampler": self._sampler, "writer": self._writer}
 
     def __repr__(self) -> str:
-        parts = ", ".join(part_names(self._parts()).values())
-        return (
-            f"{type(self).__name__}({parts}, {len(self)} rows, batch_size={self._batch_size}, "
-            f"{len(self._transforms)} transforms)"
-        )
+        parts = [*part_names(self._parts()).values(), f"{len(self)} rows", f"batch_size={self._batch_size}"]
+        return f"{type(self).__name__}({', '.join(parts)}, {len(self._transforms)} transforms)"
 
 
 def _build(what: str, part: Any, base: type) -> Any:

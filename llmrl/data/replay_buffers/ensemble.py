@@ -133,7 +133,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
             return self._members[where] if rest is None else self._members[where][rest]
         if rest is not None:
             parts = [self._members[number][rest] for number in where]
-            return self._transforms.read(self._joined(parts, self._dense()))
+            return self._transformed(self._joined(parts, self._dense()))
         return self if len(where) == len(self) else self.of(where)
 
     def of(self, where: Sequence[int]) -> ReplayBufferEnsemble:
@@ -185,11 +185,11 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
             data = member._with_info(member._collate(rows), member_info)
             if isinstance(data, TensorDictBase):  # before the transforms, which may reorder or drop rows
                 data = with_info(data, {"index": member_info["index"]})
-            data = member._transforms.read(data)
+            data = member._transformed(data)
             if isinstance(data, TensorDictBase) and isinstance(index := data.get("index", None), Tensor):
                 data.set("index", index_of(number, member._storage.trailing, index, data.device))
             parts.append(data)
-        return self._transforms.read(self._joined(parts, self._dense() and self._equal_samplers()))
+        return self._transformed(self._joined(parts, self._dense() and self._equal_samplers()))
 
     def _joined(self, parts: list[Any], dense: bool) -> Any:
         return join(parts, dense) if self._collate_fn is None else self._collate_fn(parts)

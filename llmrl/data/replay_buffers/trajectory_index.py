@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import WriteJournal
 from llmrl.data.replay_buffers.storages.base import Key, Storage
+from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import MissingKeyError
 
 _TRAJ_KEYS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")

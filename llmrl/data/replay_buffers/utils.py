@@ -62,10 +62,16 @@ class _Stage(NamedTuple):
 
 
 class Transforms:
-    """The transforms of a buffer, in the order in which they run on reads; writes run them backwards."""
+    """The transforms of a buffer, in the order in which they run on reads.
+
+    ``reads`` and ``writes`` are the functions to call on a batch, in order; a write may return None to drop it.
+    """
 
     def __init__(self, *transforms: Any) -> None:
-        self._stages: tuple[_Stage, ...] = ()  # replaced, never changed: a copy has its own
+        # Tuples are replaced, never changed: a copy of this object has its own.
+        self._stages: tuple[_Stage, ...] = ()
+        self.reads: tuple[Callable[[Any], Any], ...] = ()
+        self.writes: tuple[Callable[[Any], Any], ...] = ()
         for transform in transforms:
             self.insert(len(self), transform)
 
@@ -91,19 +97,8 @@ class Transforms:
         write = getattr(transform, "inv", None)
         stage = _Stage(transform, write, read) if invert else _Stage(transform, read, write)
         self._stages = (*self._stages[:index], stage, *self._stages[index:])
-
-    def read(self, data: Any) -> Any:
-        for stage in self._stages:
-            if stage.read is not None:
-                data = stage.read(data)
-        return data
-
-    def write(self, data: Any) -> Any:
-        """The data to store; None if a transform dropped it."""
-        for stage in reversed(self._stages):
-            if stage.write is not None and (data := stage.write(data)) is None:
-                return None
-        return data
+        self.reads = tuple(stage.read for stage in self._stages if stage.read is not None)
+        self.writes = tuple(stage.write for stage in reversed(self._stages) if stage.write is not None)
 
     def state_dict(self) -> list[Any]:
         return transform_states(self)

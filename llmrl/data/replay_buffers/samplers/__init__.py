@@ -1,14 +1,14 @@
 """Samplers: which rows the next batch holds."""
 
-from llmrl.data.replay_buffers.samplers.base import Sampler
+from llmrl.data.replay_buffers.samplers.base import RandomSampler, Sampler
 from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble
+from llmrl.data.replay_buffers.samplers.epochs import SamplerWithoutReplacement
 from llmrl.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from llmrl.data.replay_buffers.samplers.slice_samplers import (
     PrioritizedSliceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from llmrl.data.replay_buffers.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 
 __all__ = [
     "PrioritizedSampler",

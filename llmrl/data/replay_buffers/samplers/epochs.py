@@ -1,4 +1,4 @@
-"""Passes over rows: every position once, then again in another order."""
+"""Draws without replacement, pass by pass: every position once, then again in another order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmrl.data.replay_buffers.samplers.base import Sampler, flat_positions
+from llmrl.data.replay_buffers.samplers.base import FilteredSampler, Sampler
+from llmrl.data.replay_buffers.storages import Storage
+from llmrl.data.replay_buffers.write_journal import flat_positions
 
 _ABSENT, _WAITING, _DRAWN = 0, 1, 2  # of a position in an epoch
 
@@ -146,3 +148,54 @@ class EpochSampler(Sampler):
         draws, epoch, place, self._ran_out = bookmark
         super().go_back(draws)
         self._epoch = epoch.go_back(place)
+
+
+class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
+    """Draws every row exactly once per pass, in random order (``shuffle=False``: in the order of positions).
+
+    A pass is one permutation of the rows that were there when it began. Rows written meanwhile join the next pass: new
+    positions are not in the permutation, and a position overwritten before it was drawn leaves it. The last batch of a
+    pass holds what is left, or is dropped with ``drop_last``. State: what is left in order, and the generator: a run
+    that is resumed in the middle of a pass goes on with the same batches.
+
+    ``max_age`` is as in `RandomSampler`, also of rows that get too old during a pass. ``max_uses`` is the number of
+    passes that a row is in before it is overwritten. Raises: RuntimeError if no row may be drawn.
+    """
+
+    def __init__(
+        self,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        *,
+        max_age: int | None = None,
+        max_uses: int | None = None,
+        version_key: str | tuple[str, ...] = "policy_version",
+    ) -> None:
+        super().__init__(drop_last, shuffle, max_age=max_age, max_uses=max_uses, version_key=version_key)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        length = self._length(storage)
+        self._catch_up(storage)
+        allowed = None
+        if self._limited:
+            allowed = self._allowed(length)
+            self._epoch.drop(np.flatnonzero(~allowed))
+        index = self._take(batch_size, lambda: self._rows(length, allowed, batch_size))
+        self._use(index)
+        return torch.from_numpy(index), {}
+
+    def _overwritten(self, positions: np.ndarray | None) -> None:
+        if positions is None:
+            self._end()
+        else:
+            self._epoch.drop(positions)  # by another process; what this one wrote has left the pass already
+
+    def _rows(self, length: int, allowed: np.ndarray | None, batch_size: int) -> np.ndarray:
+        rows = np.arange(length) if allowed is None else np.flatnonzero(allowed)
+        if self._drop_last and rows.size < batch_size:
+            which = "" if allowed is None else f" that may be drawn, of {length}"
+            raise ValueError(
+                f"{type(self).__name__}: with drop_last a batch must not be larger than the content: got "
+                f"batch_size={batch_size}, {rows.size} rows{which}."
+            )
+        return rows

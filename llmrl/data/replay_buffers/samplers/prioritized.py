@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from llmrl.data.replay_buffers.grid_index import flat_cells
-from llmrl.data.replay_buffers.samplers.base import Sampler, flat_positions
+from llmrl.data.replay_buffers.samplers.base import Sampler
 from llmrl.data.replay_buffers.samplers.sum_tree import SumTree
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.utils import ProcessLocal, check_reduction, reduced
+from llmrl.data.replay_buffers.write_journal import flat_positions
 from llmrl.errors import CheckpointError, DataError
 
 _FIRST_PRIORITY = 1.0
