@@ -288,7 +288,7 @@ def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) 
 def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
     """A batch of the same entries and one more; the given one stays as it is."""
     if _takes(batch, value) and batch._td_dim_names is None:
-        return bare_tensordict({**batch._tensordict, name: value}, batch.batch_size, batch.device)
+        return bare_tensordict({**batch._tensordict, name: value}, batch._batch_size, batch._device)
     batch = batch.copy()
     batch.set(name, value)
     return batch
@@ -297,9 +297,9 @@ def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBas
 def _takes(batch: Any, value: Tensor) -> bool:
     return (
         type(batch) is TensorDict
-        and not batch.is_locked
-        and value.shape[: batch.batch_dims] == batch.batch_size
-        and (batch.device is None or batch.device == value.device)
+        and not batch._is_locked
+        and value.shape[: len(batch._batch_size)] == batch._batch_size
+        and (batch._device is None or batch._device == value.device)
     )
 
 

@@ -33,7 +33,7 @@ from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
 from llmrl.data.replay_buffers.storages.base import read_entry
-from llmrl.data.replay_buffers.utils import Transforms, near_names
+from llmrl.data.replay_buffers.utils import Transforms, build_part, near_names
 from llmrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from llmrl.errors import DataError
 
@@ -113,9 +113,9 @@ class ReplayBuffer:
 
     def _build_parts(self) -> None:
         storage, sampler, writer, checkpointer, generator, shared = self._given
-        self._storage = _build("storage", ListStorage(1000) if storage is None else storage, Storage)
-        self._sampler = _build("sampler", RandomSampler if sampler is None else sampler, Sampler)
-        self._writer = _build("writer", self._default_writer if writer is None else writer, Writer)
+        self._storage = build_part("storage", ListStorage(1000) if storage is None else storage, Storage)
+        self._sampler = build_part("sampler", RandomSampler if sampler is None else sampler, Sampler)
+        self._writer = build_part("writer", self._default_writer if writer is None else writer, Writer)
         if self._sampler.drop_last and self._batch_size is None:
             raise ValueError("ReplayBuffer: a sampler with drop_last needs batch_size at construction.")
         if checkpointer is not None:
@@ -185,19 +185,7 @@ class ReplayBuffer:
         transform made several rows of it.
         """
         with self._storage.lock:
-            made = self._invert(data)
-            if made is None:
-                return torch.empty(0, dtype=torch.int64)
-            if self._storage.ndim > 1:
-                return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
-            # A transform may have made several rows of one: they are written as a batch.
-            if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
-                return self._extend(made)
-            self._rewind()  # batches that wait were drawn from other rows
-            index = self._writer.add(made)
-            if index is not None:
-                self._sampler.add(index)
-            return index
+            return self._write_row(data)
 
     @torch.compiler.disable
     def extend(self, data: Any) -> Tensor:
@@ -206,12 +194,7 @@ class ReplayBuffer:
         Returns the positions, int64[N]; none if a transform kept everything back.
         """
         with self._storage.lock:
-            if self._transforms.writes or self._write_transform is not None:
-                if not self._storage.count(data):
-                    raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
-                if (data := self._invert(data)) is None:
-                    return torch.empty(0, dtype=torch.int64)
-            return self._extend(data)
+            return self._write_batch(data)
 
     def __setitem__(self, index: Index, data: Any) -> None:
         """Replaces rows in place; length and cursor stay as they are."""
@@ -248,15 +231,38 @@ class ReplayBuffer:
         """Tells the sampler that the rows at ``index`` were changed."""
         self._at_rest(lambda: self._sampler.mark_update(self._cells(index)))
 
+    def _write_row(self, data: Any) -> int | Tensor:
+        made = self._invert(data)
+        if made is None:
+            return torch.empty(0, dtype=torch.int64)
+        if self._storage.ndim > 1:
+            return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
+        # A transform may have made several rows of one: they are written as a batch.
+        if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
+            return self._extend(made)
+        self._rewind()  # batches that wait were drawn from other rows
+        index = self._writer.add(made)
+        if index is not None:
+            self._sampler.add(index)
+        return index
+
+    def _write_batch(self, data: Any) -> Tensor:
+        if self._transforms.writes or self._write_transform is not None:
+            if not self._storage.count(data):
+                raise RuntimeError("ReplayBuffer: a batch must have at least one row: got none.")
+            if (data := self._invert(data)) is None:
+                return torch.empty(0, dtype=torch.int64)
+        return self._extend(data)
+
     def _extend(self, data: Any) -> Tensor:
-        storage, dim = self._storage, self.dim_extend
-        if storage.ndim > 1 or dim:
-            data, trailing = time_first(data, dim, storage.ndim)
+        storage = self._storage
+        if storage.ndim > 1 or self._dim_extend:
+            data, trailing = time_first(data, self.dim_extend, storage.ndim)
             storage.prepare(trailing)
         self._rewind()
         index = self._writer.extend(data)
         self._sampler.extend(index)
-        return coordinates(index, storage.trailing) if storage.trailing else index
+        return coordinates(index, storage.trailing) if storage.ndim > 1 else index
 
     def _invert(self, data: Any) -> Any:
         if self._write_transform is not None and (data := self._write_transform(data)) is None:
@@ -345,7 +351,7 @@ class ReplayBuffer:
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         storage = self._storage
         index, info = self._sampler.sample(storage, size)
-        info["index"] = coordinates(index, storage.trailing) if storage.trailing else index
+        info["index"] = coordinates(index, storage.trailing) if storage.ndim > 1 else index
         return self._collected(index), info, self._sampler.ran_out
 
     def _collected(self, index: slice | Tensor) -> Any:
@@ -382,15 +388,15 @@ class ReplayBuffer:
 
     def set_storage(self, storage: Storage) -> Storage:
         """Replaces the storage, with its counters, and returns the previous one. Not while other threads use it."""
-        return self._exchange("_storage", _build("storage", storage, Storage))
+        return self._exchange("_storage", build_part("storage", storage, Storage))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler and returns the previous one."""
-        return self._exchange("_sampler", _build("sampler", sampler, Sampler))
+        return self._exchange("_sampler", build_part("sampler", sampler, Sampler))
 
     def set_writer(self, writer: Writer) -> Writer:
         """Replaces the writer and returns the previous one."""
-        return self._exchange("_writer", _build("writer", writer, Writer))
+        return self._exchange("_writer", build_part("writer", writer, Writer))
 
     def _exchange(self, name: str, part: Any) -> Any:
         with self._storage.lock:
@@ -488,12 +494,3 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         parts = [*part_names(self._parts()).values(), f"{len(self)} rows", f"batch_size={self._batch_size}"]
         return f"{type(self).__name__}({', '.join(parts)}, {len(self._transforms)} transforms)"
-
-
-def _build(what: str, part: Any, base: type) -> Any:
-    built = part() if not isinstance(part, base) and callable(part) else part
-    if not isinstance(built, base):
-        raise TypeError(
-            f"ReplayBuffer: {what} must be a {base.__name__} or a callable that builds one: got {type(built).__name__}."
-        )
-    return built

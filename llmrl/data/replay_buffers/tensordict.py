@@ -47,7 +47,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         _check(data)
         with self._storage.lock:
             priority = self._priorities(data, single=True)  # first: a bad priority must not leave a row behind
-            index = super().add(data)
+            index = self._write_row(data)
             if priority is not None and index is not None:
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
             return index
@@ -59,7 +59,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             _check(part)
         with self._storage.lock:
             priority = self._priorities(data) if update_priority else None
-            index = super().extend(data)
+            index = self._write_batch(data)
             if priority is not None:
                 self._set_priorities(index, priority)
             return index

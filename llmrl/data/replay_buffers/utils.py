@@ -50,6 +50,16 @@ def _known(cls: type) -> Iterator[str]:
                 return
 
 
+def build_part(what: str, part: Any, base: type) -> Any:
+    """A part of a buffer, given as such or as a callable that builds it. Raises: TypeError for another kind."""
+    built = part() if not isinstance(part, base) and callable(part) else part
+    if not isinstance(built, base):
+        raise TypeError(
+            f"ReplayBuffer: {what} must be a {base.__name__} or a callable that builds one: got {type(built).__name__}."
+        )
+    return built
+
+
 # --- transforms ---
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
@@ -163,7 +164,7 @@ class Storage(ABC):
         """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
         if isinstance(data, list):
             return len(data)
-        if isinstance(data, Tensor) or is_tensor_collection(data):
+        if type(data) is TensorDict or isinstance(data, Tensor) or is_tensor_collection(data):
             shape = data.shape
             if not shape:
                 raise RuntimeError("extend: a batch has a leading dimension that counts rows: got a scalar; use add.")
@@ -455,12 +456,12 @@ class Storage(ABC):
 
     def _check_place(self, first: int, end: int, length: int) -> None:
         """Raises unless rows at ``first .. end - 1`` fit and follow the ``length`` rows without a gap."""
-        who = type(self).__name__
         if end > self.max_size:
-            raise RuntimeError(f"{who}: positions end at max_size={self.max_size}: got {end - 1}.")
+            raise RuntimeError(f"{type(self).__name__}: positions end at max_size={self.max_size}: got {end - 1}.")
         if first > length:
             raise RuntimeError(
-                f"{who}: rows are written without gaps: got position {first}, expected at most {length}."
+                f"{type(self).__name__}: rows are written without gaps: got position {first}, expected at most "
+                f"{length}."
             )
 
 

@@ -159,12 +159,14 @@ class TensorStorage(Storage):
 
     @property
     def max_size(self) -> int:
-        self._known_schema()
+        if self._schema is None:
+            self._known_schema()
         return self._max_size
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        self._known_schema()
+        if self._schema is None:
+            self._known_schema()
         return self._trailing
 
     def prepare(self, trailing: tuple[int, ...]) -> None:
