@@ -356,16 +356,15 @@ class MCAdvantage(Transform):
         """Advantages float64[N, G, K], and bool[N, G]: the completions to write. K rewards each; absent is padding."""
         num_groups, size, _ = rewards_NGK.shape
         broken_NGK = ~rewards_NGK.isfinite()
-        missing_NG = torch.zeros(num_groups, size, dtype=torch.bool, device=rewards_NGK.device)
         if absent_NGK is not None:
             broken_NGK &= ~absent_NGK
-            missing_NG = absent_NGK.all(-1)
         failed_NG = broken_NGK.any(-1)
         num_failed = int(failed_NG.sum())
         if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
         # Kept are groups with enough completions left, a mean within the bounds and, if asked for, unequal rewards.
-        failed_NG = failed_NG | missing_NG
+        if absent_NGK is not None:
+            failed_NG = failed_NG | absent_NGK.all(-1)
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
         returns_NG = self._returns(rewards_NGK)
         values_NC = rewards_NGK.flatten(1) if self.trajectory_return is None else returns_NG
@@ -374,10 +373,10 @@ class MCAdvantage(Transform):
         keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
-        advantage_NC = torch.full_like(values_NC, torch.nan)
-        if bool(keep_N.any()):
-            advantage_NC[keep_N] = group_advantage(values_NC[keep_N], scale=self.scale, eps=self.eps)
+        advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)  # a dropped group counts in no mean
         written = int(keep_N.sum())
+        if written:
+            advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps)
         self.counters["failed"] += num_failed
         self.counters["completed"] += num_groups
         self.counters["written"] += written
