@@ -35,7 +35,7 @@ def run(runner: ToolRunner, asked: list[ToolCall]) -> None:
 def main(conversations: int, repeats: int) -> list[Row]:
     count, rows = conversations, []
 
-    python = PythonTool(max_interpreters=max(64, count + 1), spare=count)
+    python = PythonTool(max_interpreters=max(64, count), spare=count)
     with ToolRunner([python, load_tool("calculator")], timeout_s=60, max_concurrency=max(64, count)) as runner:
         started = time.perf_counter()
         deadline = time.monotonic() + 300

@@ -45,8 +45,7 @@ class VLLMEngine(SeededEngine):
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
                    started by ``vllm serve``, or a list of URLs of servers of one model, which share the requests
     tokenizer      of a model given as a module: without one, stop strings are refused
-    own_process    True: vLLM's core runs in a process of its own; calls of several threads run at the same time. False:
-                   here, one call at a time
+    own_process    vLLM's core runs in a process of its own, and calls of several threads at the same time
     devices        numbers of the GPUs that its process sees, one tensor-parallel rank on each; implies own_process
     eos_token_ids  ids that end a response and are part of it; the model's generation settings by default
     seed           of the generator that hands out row seeds if a call brings none
@@ -57,10 +56,9 @@ class VLLMEngine(SeededEngine):
                    `SharedMemory`, `NCCL` or `CudaIPC` with settings; None or "auto": the shortest of them
     options        arguments of ``vllm.LLM``, when one is built; ``dtype`` is the checkpoint's own unless given
 
-    Log-probs are those of the distribution sampled from; if truncation or a penalty changed that, the drawn ids are
-    scored once more for the plain ones. A row is a function of its prompt, seed and weights, up to rounding that
-    depends on the batch. All rows of a call are of one version: an update waits for the calls that are under way. See
-    docs/engines.md for threads, failures, and what a server cannot do.
+    Log-probs are those of the distribution sampled from; if truncation or a penalty changed it, drawn ids are scored
+    once more for the plain ones. A row depends on its prompt, seed and weights alone, up to rounding. All rows of a
+    call are of one version: updates wait for calls. docs/engines.md: threads, failures, what a server cannot do.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
             ConfigError             an impossible setting, a model whose heads vLLM cannot compute on a CPU

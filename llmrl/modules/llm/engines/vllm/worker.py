@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
+_LOADING = _CONFIG, _RELOAD = "vllm.config", "vllm.model_executor.model_loader.reload"
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
@@ -36,6 +38,8 @@ class WorkerExtension:
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
         compat.skip_compiled_rank_count()
+        for name in _LOADING:  # now: what is missing must not stop the first update of a run
+            compat.vllm_module(name)
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
             _report_routes(self.model_runner, self.vllm_config)
@@ -161,8 +165,9 @@ class _Reload:
     """One update of a vLLM model, part by part."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        self._model, self._vllm_config, self._config = model, vllm_config, vllm_config.model_config
-        self._reload = compat.vllm_module("vllm.model_executor.model_loader.reload")
+        self._model, self._config = model, vllm_config.model_config
+        self._reload = compat.vllm_module(_RELOAD)
+        self._as_current = partial(compat.vllm_module(_CONFIG).set_current_vllm_config, vllm_config)
         self._attach_kernels: Any = None  # between the first part and the end
         self._sent: dict[str, StoredTensor] = {}
         # What is still in here after the last part has its old value. vLLM puts ".base_layer." into names for adapters.
@@ -172,7 +177,7 @@ class _Reload:
     def load(self, weights: Iterable[tuple[str, Tensor]], buffer: Buffer | None = None) -> None:
         """Loads a part. What vLLM still needs of tensors in ``buffer`` is copied, so that it can be written again."""
         try:
-            with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+            with self._as_current():
                 if self._attach_kernels is None:
                     self._attach_kernels = compat.without_expert_kernels(self._model)
                     self._reload.initialize_layerwise_reload(self._model)
@@ -192,7 +197,7 @@ class _Reload:
     def finish(self) -> None:
         if self._attach_kernels is not None:
             try:
-                with compat.vllm_module("vllm.config").set_current_vllm_config(self._vllm_config):
+                with self._as_current():
                     self._reload.finalize_layerwise_reload(self._model, self._config)
             finally:
                 self._attach_kernels()
