@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +51,14 @@ __all__ = ["plan", "plan_with_engine", "run"]
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
     """The parts, put together once, and the loop over them."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
-    task = Task(config.env, tokenizer)
+    task = run.close_at_end(Task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
     run.print_plan(f"grpo · {config.env.name}", rows)
 
     # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     reports = {"reports_routes": prepared.replays_routes}  # of a mixture of experts, for the trainer to take the same
-    engine = RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports)
+    engine = run.close_at_end(RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports))
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps)
@@ -68,7 +67,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
 
     # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)
-    rollouts = RolloutSource(collector, engine, updater.scorer, session, config)
+    rollouts = run.close_at_end(RolloutSource(collector, engine, updater.scorer, session, config))
     advantage = MCAdvantage(config.group_size, **prepared.advantage)
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     buffer = ReplayBuffer(
@@ -80,55 +79,55 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
     sampled = None
-    with closing(task), closing(rollouts):
-        samplers = PerRank(session, buffer.sampler)
-        run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
-        run.evaluate_before(evaluator)
-        for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
-            # 1. group_size answers to each prompt, with rewards: sampled now, or during the last updates. With
-            #    max_staleness 1 the engine gets the newest weights here, between two batches of one version each.
-            clock = time.perf_counter()
-            data = rollouts.take(version=step - 1)
-            metrics = rollouts.sync_weights(version=step - 1)
 
-            # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
-            #    which stands in for a value network. Groups of equal rewards teach nothing and are left out; with
-            #    refill (DAPO) others take their place.
-            buffer.empty()
-            quota.reset()
-            buffer.extend(trainable_rows(data, config))
-            for _ in range(config.refill_rounds if config.zero_variance == "refill" else 0):
-                if session.any(quota.missing > 0):  # on any rank: all draw their prompts in step
-                    more = rollouts.sample()
-                    buffer.extend(trainable_rows(more, config))
-                    data = cat_rows([data, more])
-            metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
-            rollouts.begin_next(steps_left=config.steps - step)
-            sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
-            metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
-            sampled.check_failed(config.max_failed, step, rollouts.first_error)
+    samplers = PerRank(session, buffer.sampler)
+    run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
+    run.evaluate_before(evaluator)
+    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
+        # 1. group_size answers to each prompt, with rewards: sampled now, or during the last updates. With
+        #    max_staleness 1 the engine gets the newest weights here, between two batches of one version each.
+        clock = time.perf_counter()
+        data = rollouts.take(version=step - 1)
+        metrics = rollouts.sync_weights(version=step - 1)
 
-            # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
-            #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
-            #    are not exact enough for several updates.
-            batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
-            metrics |= add_log_probs(session, updater, loss, reference, batches)
+        # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
+        #    which stands in for a value network. Groups of equal rewards teach nothing and are left out; with
+        #    refill (DAPO) others take their place.
+        buffer.empty()
+        quota.reset()
+        buffer.extend(trainable_rows(data, config))
+        for _ in range(config.refill_rounds if config.zero_variance == "refill" else 0):
+            if session.any(quota.missing > 0):  # on any rank: all draw their prompts in step
+                more = rollouts.sample()
+                buffer.extend(trainable_rows(more, config))
+                data = cat_rows([data, more])
+        metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
+        rollouts.begin_next(steps_left=config.steps - step)
+        sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
+        metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
+        sampled.check_failed(config.max_failed, step, rollouts.first_error)
 
-            # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts. The loss raises the
-            #    log-probs of tokens with a positive advantage and lowers the others, within the clip range.
-            with sampled.watch(loss):
-                metrics |= updater.train(loss, batches, step)
+        # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
+        #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
+        #    are not exact enough for several updates.
+        batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
+        metrics |= add_log_probs(session, updater, loss, reference, batches)
 
-            # 5. The engine gets the new weights and proves it. Answers that it samples go on with them; a batch that
-            #    one version must sample (max_staleness 1) is waited for in step 1, or here before an evaluation.
-            due = evaluator is not None and run.due(config.eval.every)
-            if due or rollouts.takes_weights:
-                metrics |= rollouts.sync_weights(version=step)
-            if due:
-                metrics |= run.evaluate(evaluator)
-            metrics |= rollouts.metrics(run.step_seconds)
-            warning = rollouts.warning(num_failed=metrics["rollout/failed"])
-            run.finish_step(step, metrics, rollouts=sampled.records_with_tokens(), warning=warning)
+        # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts. The loss raises the
+        #    log-probs of tokens with a positive advantage and lowers the others, within the clip range.
+        with sampled.watch(loss):
+            metrics |= updater.train(loss, batches, step)
+
+        # 5. The engine gets the new weights and proves it. Answers that it samples go on with them; a batch that
+        #    one version must sample (max_staleness 1) is waited for in step 1, or here before an evaluation.
+        due = evaluator is not None and run.due(config.eval.every)
+        if due or rollouts.takes_weights:
+            metrics |= rollouts.sync_weights(version=step)
+        if due:
+            metrics |= run.evaluate(evaluator)
+        metrics |= rollouts.metrics(run.step_seconds)
+        warning = rollouts.warning(num_failed=metrics["rollout/failed"])
+        run.finish_step(step, metrics, rollouts=sampled.records_with_tokens(), warning=warning)
     run.print_end(sampled.samples(config.samples) if sampled else (), evaluator)
 
 

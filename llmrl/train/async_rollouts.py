@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -157,8 +158,9 @@ class RolloutSource:
 
     def close(self) -> None:
         """Ends what still samples, an engine of its own, and the environment."""
-        self._collector.shutdown(close_env=False)
-        self._engine.close()
-        if self._queue:
-            self._queue.close()
-        self._collector.env.close()
+        with ExitStack() as stack:  # from the last to the first, each though another one fails
+            stack.callback(self._collector.env.close)
+            if self._queue:
+                stack.callback(self._queue.close)
+            stack.callback(self._engine.close)  # before the queue, whose threads wait for its answers
+            stack.callback(self._collector.shutdown, close_env=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -227,11 +227,11 @@ class RolloutEngine:
             self.policy.engine.sleep(keep_weights=self._takes_adapter)
 
     def close(self) -> None:
-        """Ends an engine of its own, and servers that were placed for it."""
-        if self.is_vllm:
-            self.policy.engine.close()
-        if self._servers is not None:
-            self._servers.close()
+        """Ends an engine of its own, and servers that were placed for it. A second call does nothing."""
+        servers, self._servers = self._servers, None
+        with closing(servers) if servers else nullcontext():
+            if self.is_vllm:
+                self.policy.engine.close()
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -59,6 +59,13 @@ def run_recipe(
         return run.exit_code
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Part = TypeVar("Part", bound=_Closable)
+
+
 @dataclass
 class RunTotals:
     """Sums and first values of a run, saved in its checkpoints, so that a resumed run ends in the same summary."""
@@ -100,9 +107,11 @@ class Run(AbstractContextManager):
         self.runs = path.parent
         self._on_start = on_start if session.is_first else None
         self._started = time.perf_counter()
+        self._stack = ExitStack()
         session.check_shared(path)
         with session.raises_on_all():
             self._store = CheckpointStore(path, keep=config.checkpoint.keep, writer=session.is_first, who=session.who)
+        self._stack.callback(self._store.close)
         self._state: dict[str, Any] = {}
         import_optimizer(config.optim)  # before a checkpoint is read, which may hold tensors of its classes
         if resume:
@@ -121,7 +130,7 @@ class Run(AbstractContextManager):
         self.source = config.model_copy(update={"model": loaded})
         self.start: int = self._state.get("step", 0)
         self.totals = RunTotals(**self._state.get("course", {}))
-        self._stack, self._in_steps = ExitStack(), ExitStack()
+        self._in_steps = ExitStack()
         self._guard = InterruptGuard()
         self._total = self._step = self.start
         self._metrics: dict[str, float] = {}  # of the last step
@@ -132,6 +141,11 @@ class Run(AbstractContextManager):
         self._report: ReportRefresher | None = None  # on the first rank, during the steps
         self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
+
+    def close_at_end(self, part: Part) -> Part:
+        """Takes care of ``part``: its ``close`` is called when the run ends, however it ends, the last part's first."""
+        self._stack.callback(part.close)
+        return part
 
     def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Prints the plan; called before any weights are loaded."""
@@ -320,6 +334,5 @@ class Run(AbstractContextManager):
         return 130 if self._interrupted else 0
 
     def __exit__(self, *exception: object) -> None:
-        self._in_steps.close()
-        self._stack.close()
-        self._store.close()
+        with self._stack:  # everything is closed, though something else fails
+            self._in_steps.close()

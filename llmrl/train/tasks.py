@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,8 +101,9 @@ class Task:
     def close(self) -> None:
         """Ends what tools and rewards hold, if they were loaded."""
         made = [each for name in ("_acting", "_planned", "_scoring") for each in self.__dict__.get(name, ())]
-        for transform in {id(each): each for each in made}.values():
-            transform.close()
+        with ExitStack() as stack:  # each is closed, though another one fails
+            for transform in {id(each): each for each in made}.values():
+                stack.callback(transform.close)
 
     @property
     def tools(self) -> ToolTransform | None:

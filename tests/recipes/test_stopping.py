@@ -13,6 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import llmrl.recipes.grpo
+from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm import DatasetChatEnv
+from llmrl.errors import RolloutError
+from llmrl.run.checkpoint import CheckpointStore
+from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.tasks import Task
 from tests.support.processes import descendants, is_running, wait_until
 
 WATCH = """
@@ -272,3 +279,30 @@ def test_two_ranks_that_were_killed_before_their_first_checkpoint_begin_again(pl
     wait_until(lambda: not any(is_running(pid) for pid, _ in ranks))
     place.ranks(*command)
     place.same("straight", "job7", tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "made"),
+    [(llmrl.recipes.grpo, "make_collector", ()), (LLMCollector, "shutdown", (DatasetChatEnv,))],
+)
+def test_whatever_fails_all_parts_of_a_run_are_closed(place, monkeypatch, owner, name, made):
+    closed = set()
+
+    def record(part):
+        close = part.close
+
+        def closing(self, *arguments, **options):
+            closed.add(part)
+            return close(self, *arguments, **options)
+
+        monkeypatch.setattr(part, "close", closing)
+
+    def fail(*arguments, **options):
+        raise RolloutError("broken")
+
+    parts = (RolloutEngine, Task, CheckpointStore, *made)
+    for part in parts:
+        record(part)
+    monkeypatch.setattr(owner, name, fail)
+    place.train("grpo", "run", code=4, words=["broken"])
+    assert closed == set(parts)

@@ -109,6 +109,7 @@ class DPOLoss(LossModule):
             if not reference_B2.isfinite().all():
                 row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
                 raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
+        # beta times a log-ratio is an answer's implicit reward, up to a term of the prompt that the difference cancels.
         chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
         margin_B = chosen_B - rejected_B
         loss_B = fn.preference(margin_B, kind=self.kind, beta=self.beta, label_smoothing=self.label_smoothing)
@@ -136,4 +137,4 @@ class DPOLoss(LossModule):
         log_prob_C = fn.sequence_sum(scores.log_probs, mask_CT)
         if self.normalize_by_seq_length:
             log_prob_C = log_prob_C / mask_CT.sum(-1).clamp(min=1)
-        return torch.stack(log_prob_C.chunk(2), -1)
+        return torch.stack(log_prob_C.chunk(2), -1)  # the chosen answers are the first half of the rows

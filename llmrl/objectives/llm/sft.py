@@ -132,7 +132,7 @@ class SFTLoss(LossModule):
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> SFTLossOutput:
         batch, mask_BT = self._read(td)
-        counts = normalizer or StepCounts.of(mask_BT)
+        counts = normalizer or StepCounts.of(mask_BT)  # of the whole step: micro-batches add up
         if counts.tokens < 1:
             raise DataError(
                 f"SFTLoss: a step must have a token to train: got none in {len(mask_BT)} conversations; look at their "
@@ -169,8 +169,9 @@ class SFTLoss(LossModule):
         self, log_prob_BT: Tensor, reference_BT: Tensor | None, mask_BT: Tensor, length_B: Tensor, counts: StepCounts
     ) -> Tensor:
         log_prob_B = fn.sequence_sum(log_prob_BT, mask_BT)
-        if self.reduction == "token":
+        if self.reduction == "token":  # every token counts the same, so long answers weigh more
             return -log_prob_B.sum() / counts.tokens
+        # Every conversation counts the same: by the mean over its tokens, or by their sum.
         divisor_B = length_B.clamp(min=1) if self.normalize_by_seq_length else torch.ones_like(length_B)
         if self.loss_function == "sft":
             loss_B = -log_prob_B / divisor_B
@@ -184,6 +185,7 @@ class SFTLoss(LossModule):
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
         keys = self.tensor_keys
+        # Ids that a batch has are trained as they are: rendered again, the messages could give others.
         has_tokens = td.get(keys.tokens, None, as_list=True) is not None
         if has_tokens and td.get(keys.assistant_mask, None, as_list=True) is not None:
             batch = PaddedBatch.read(td, keys, reader="SFTLoss", device=self.device)
@@ -200,4 +202,5 @@ class SFTLoss(LossModule):
         rendered = renderer.render(history.to_chats())
         batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
         mask_BT = batch.align([row.assistant_mask for row in rendered], keys.history)
+        # The first token of a row has nothing to be predicted from.
         return batch, with_predecessor(mask_BT, batch.attention_mask)

@@ -38,7 +38,7 @@ class _Rows:
 
     def __post_init__(self) -> None:
         td = inner(self)
-        if td.ndim:
+        if td.batch_size:
             return
         fields = {name: td.get(name) for name in td.keys() if name != "padded"}
         shapes = {name: _batch_of(value, _DIMENSIONS.get(name, 1)) for name, value in fields.items()}
