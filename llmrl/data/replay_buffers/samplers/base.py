@@ -1,6 +1,6 @@
 """The sampler, which picks the positions of the next batch, and the default one: uniform draws with replacement.
 
-Any sampler of single rows can leave out rows by an age limit and a limit of uses (`FilteredSampler`).
+`FilteredSampler` adds an age limit and a limit of uses to a sampler of single rows.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class WorkerExtension:
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
         compat.skip_compiled_rank_count()
-        for name in _LOADING:  # now: what is missing must not stop the first update of a run
+        for name in _LOADING:  # what is missing is noticed now, not at the first update
             compat.vllm_module(name)
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
