@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from llmrl.concurrency.gloo_threads import wait_for_gloo_threads
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
@@ -56,6 +57,7 @@ for layer in sharded.model.model.layers:
 for wrapped in (DistributedDataParallel(scorer()), fully_shard(sharded)):
     for got, want in zip(gradients(wrapped, mine, counts, ranks), expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+wait_for_gloo_threads()
 dist.destroy_process_group()
 """
 

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -70,9 +70,8 @@ _MODULES = (
 # --- the package itself -----------------------------------------------------------------------------------------------
 
 
-@cache
 def vllm_module(name: str) -> ModuleType:
-    """A module of vLLM, looked up once. Raises MissingDependencyError with the extra to install."""
+    """A module of vLLM. Raises MissingDependencyError with the extra to install."""
     return require(name, extra="vllm", used_by="VLLMEngine")
 
 

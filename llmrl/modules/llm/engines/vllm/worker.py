@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -24,7 +24,6 @@ from llmrl.modules.llm.engines.vllm import compat
 from llmrl.modules.llm.engines.vllm.broadcast import BroadcastBuffer
 from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, SharedBuffer, StoredTensor, checksum
 
-_LOADING = _CONFIG, _RELOAD = "vllm.config", "vllm.model_executor.model_loader.reload"
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
 parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
@@ -38,8 +37,7 @@ class WorkerExtension:
     def llmrl_prepare(self: Any) -> None:
         """Called once, when the engine is up."""
         compat.skip_compiled_rank_count()
-        for name in _LOADING:  # what is missing is noticed now, not at the first update
-            compat.vllm_module(name)
+        _reload_modules()  # what is missing is noticed now, not at the first update
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
             _report_routes(self.model_runner, self.vllm_config)
@@ -161,13 +159,19 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
     runner.execute_model, runner.sample_tokens, runner.shutdown = execute, sample, close
 
 
+@cache
+def _reload_modules() -> tuple[ModuleType, ModuleType]:
+    """The modules of vLLM that every update needs, looked up once."""
+    return compat.vllm_module("vllm.config"), compat.vllm_module("vllm.model_executor.model_loader.reload")
+
+
 class _Reload:
     """One update of a vLLM model, part by part."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model, self._config = model, vllm_config.model_config
-        self._reload = compat.vllm_module(_RELOAD)
-        self._as_current = partial(compat.vllm_module(_CONFIG).set_current_vllm_config, vllm_config)
+        config, self._reload = _reload_modules()
+        self._as_current = partial(config.set_current_vllm_config, vllm_config)
         self._attach_kernels: Any = None  # between the first part and the end
         self._sent: dict[str, StoredTensor] = {}
         # What is still in here after the last part has its old value. vLLM puts ".base_layer." into names for adapters.
