@@ -117,6 +117,12 @@ class Workplace:
         wait_until(lambda: self.num_lines(run) >= count or process.poll() is not None, 600)
         assert process.poll() is None, process.communicate()
 
+    def wait_for_checkpoint(self, process: subprocess.Popen[str], run: str) -> None:
+        """Waits until a run has published a checkpoint, which it does in the background while it takes more steps."""
+        folder = self.path / "runs" / run / "checkpoints"
+        wait_until(lambda: any(folder.glob("step*")) or process.poll() is not None, 600)
+        assert any(folder.glob("step*")), self.finish(process, code=None).err
+
     def finish(self, process: subprocess.Popen[str], *, timeout_s: float = 600, **expected: Any) -> Result:
         """The end of a process; see `Result.check` for what is ``expected``."""
         try:

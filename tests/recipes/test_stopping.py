@@ -228,6 +228,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(place, command):
     place.run(command, settings, "--name", "straight")
     process = place.process(command, settings, "--name", "killed")
     place.wait_for_step(process, 10)
+    place.wait_for_checkpoint(process, "killed")
     process.kill()
     place.finish(process, code=-signal.SIGKILL)
     assert 10 <= len(place.steps("killed")) < 60
