@@ -93,8 +93,10 @@ class Processes:
         return f"its processes, files and sockets took more than {total_mib} MiB of memory together"
 
     def stop(self) -> bool:
-        """Stops the interpreter and ends every other process; False if they do not within a second."""
-        self._signal(self._worker, signal.SIGSTOP)
+        """Waits until the interpreter has stopped itself and ends every other process; False if that takes a second.
+
+        The host does not stop it: one that it stopped in the moment before would do so again after `resume`.
+        """
         deadline = time.monotonic() + _STOP_S
         while True:
             state, threads = self._state(_WORKER)

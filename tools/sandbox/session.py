@@ -77,6 +77,8 @@ class Session:
             self._answer("ready", collected, deadline)
             if self._folder is None:  # now, before any code has run that could interfere
                 self._processes = Processes(self._find_first())
+                if not self._processes.stop():
+                    raise TimeoutError
             self._ready = True
             return
         except TimeoutError:

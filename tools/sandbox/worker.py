@@ -8,7 +8,8 @@
 
 Output of the code goes to the output pipe, file descriptors 1 and 2. The code runs in this process and could find the
 reply pipe. All that it could gain is a wrong answer to its own call: an answer must repeat the random id of its
-request. Arguments: request pipe, reply pipe, limits as JSON, and "contained" in a process namespace of its own.
+request. In a process namespace of its own this process stops itself after each answer; the host resumes it with the
+next request. Arguments: request pipe, reply pipe, limits as JSON, and "contained" in a process namespace of its own.
 """
 
 import ast
@@ -24,7 +25,7 @@ import sys
 import traceback
 import types
 from json import dumps
-from os import _exit, getpid, write  # the code may replace them where others look for them
+from os import _exit, getpid, kill, write  # the code may replace them where others look for them
 from time import sleep
 
 MAX_ERROR_CHARS = 16_000
@@ -41,7 +42,7 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
     own_module = sys.modules["__main__"]  # kept alive: the code gets a module of its own under that name
     namespace = new_namespace()
     stream = io.BufferedReader(io.FileIO(requests, closefd=False))
-    send(replies, "ready", None)
+    answer(replies, "ready", None, contained)
     number = 0
     while request := receive(stream):
         number += 1
@@ -59,7 +60,7 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
             sys.settrace(None)
         if contained:
             end_children()
-        send(replies, request["id"], error)
+        answer(replies, request["id"], error, contained)
     del own_module
 
 
@@ -196,6 +197,12 @@ def end_children() -> None:
                 sleep(1e-4)
     except (ProcessLookupError, ChildProcessError):
         pass
+
+
+def answer(replies: int, request_id: str, error: str | None, contained: bool) -> None:
+    send(replies, request_id, error)
+    if contained:
+        kill(getpid(), signal.SIGSTOP)  # with all threads that the code left
 
 
 def send(descriptor: int, request_id: str, error: str | None) -> None:
