@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,26 +59,35 @@ class RolloutEngine:
         self.session, self.model = session, model
         self.is_vllm, plan = plan is not None, plan or EnginePlan()
         self._takes_adapter, self._sleeps = bool(plan.options.get("enable_lora")), plan.sleeps
-        self._servers: RayServers | None = None  # of this rank
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # with their model, until it is garbage
+        self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
+        self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
+        self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
+        self._probed_since: int | None = None  # the version that rows are compared from
+        with ExitStack() as self._parts:  # closed by `close`, or at once if a later part fails
+            self._build(config, plan, tokenizer, reports_routes)
+            self._parts = self._parts.pop_all()
+
+    def _build(
+        self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase, reports_routes: bool
+    ) -> None:
+        """Servers, engine and policy; engines whose weights may be others than the trainer's get those."""
+        session = self.session
         servers = self._place_servers(config, plan, tokenizer) if plan.ray else plan.servers
         self._on_servers = bool(servers)
         prefer = True if config.env.on_rewrite == "new_record" else "always"
         wrapping = {"tokenizer": tokenizer, "generate_kwargs": config.sampling.generate_kwargs, "prefer_tokens": prefer}
         self.policy: LLMWrapperBase
         if self.is_vllm:
-            self.policy = vLLMWrapper(self._make_vllm(config, plan, servers, tokenizer), **wrapping)
+            vllm = self._parts.enter_context(closing(self._make_vllm(config, plan, servers, tokenizer)))
+            self.policy = vLLMWrapper(vllm, **wrapping)
         else:
-            self.policy = TransformersWrapper(model, **wrapping)
+            self.policy = TransformersWrapper(self.model, **wrapping)
             self.policy.engine.reports_routes = reports_routes
         engine = self.policy.engine
         # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
         interrupts = getattr(engine, "in_flight", None) == "continue"
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
-        self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
-        self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
-        self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
-        self._probed_since: int | None = None  # the version that rows are compared from
         # Of the ranks that use the same engine one sends: the first of those that name the same servers.
         place = getattr(engine, "address", None) or f"rank {session.rank}"
         self._sends = session.gather([place]).index(place) == session.rank
@@ -121,8 +130,8 @@ class RolloutEngine:
                 for part in (self.model.config, tokenizer):
                     part.save_pretrained(model)
             wait_s = 0.9 * config.parallel.timeout_s
-            self._servers = RayServers(connect(plan.ray.address), plan.ray, model, options, wait_s=wait_s)
-            return self._servers.urls
+            servers = RayServers(connect(plan.ray.address), plan.ray, model, options, wait_s=wait_s)
+            return self._parts.enter_context(closing(servers)).urls
 
         return self.session.on_first(place)
 
@@ -228,10 +237,7 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Ends an engine of its own, and servers that were placed for it. A second call does nothing."""
-        servers, self._servers = self._servers, None
-        with closing(servers) if servers else nullcontext():
-            if self.is_vllm:
-                self.policy.engine.close()
+        self._parts.close()
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:

@@ -8,8 +8,13 @@ import socket
 
 import pytest
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, RolloutError
+from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.train.distributed import Session
+from llmrl.train.engine_plan import EnginePlan
 from llmrl.train.ray_servers import RayPlan, check_room, connect
+from llmrl.train.rollout_engine import RolloutEngine
+from llmrl.train.settings import GRPOConfig
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
@@ -38,6 +43,21 @@ def test_rollouts_of_a_cluster_are_fresh_and_exact_and_a_dead_actor_ends_the_run
         assert step["engine/preempted"] == 0
         assert "engine/cache_max_frac" not in step, "servers keep no peak"
     wait_until(lambda: not any(is_running(pid) for pid, _ in started), 60)
+
+
+def test_servers_that_were_placed_are_closed_if_no_engine_can_be_made_of_them():
+    closed = []
+
+    class Placed(RolloutEngine):
+        def _place_servers(self, config, plan, tokenizer):
+            self._parts.callback(closed.append, plan.ray)
+            return ["http://127.0.0.1:9"]  # nothing listens there
+
+    tokenizer = tiny_tokenizer()
+    config, plan = GRPOConfig(model=MODEL, env={"name": "sums"}), EnginePlan(ray=RayPlan("local", 1))
+    with Session(config) as session, pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):
+        Placed(config, session, tiny_model(tokenizer), tokenizer, plan)
+    assert closed == [plan.ray]
 
 
 def test_a_cluster_that_is_not_there_is_an_error(place, monkeypatch):
