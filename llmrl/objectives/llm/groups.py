@@ -289,7 +289,9 @@ def selected_indices(selected: Tensor | Sequence[int], size: int, num_candidates
 
 
 class GroupQuota(Transform):
-    """Lets at most ``num_groups`` groups into a buffer until `reset`; looping while ``missing`` is dynamic sampling.
+    """Lets at most ``num_groups`` groups into a buffer until `reset`.
+
+    Collecting until ``missing`` is 0 is dynamic sampling.
 
     Reads   "group_id"  int64[B]; all rows of a group in one batch, as `MCAdvantage` writes them
     Returns from ``inv``: the rows of the first groups, or None if the quota is full
