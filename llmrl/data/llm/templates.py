@@ -71,7 +71,7 @@ def add_chat_template(
 
     Reads   template               jinja text with a generation block around what the assistant writes
             inverse_parser         text -> messages (a list of dicts, or a `History`), for ``History.from_text``
-            model_family_keywords  the template is used for tokenizers whose name contains one of them (case-insensitive),
+            model_family_keywords  the template is used for tokenizers whose name contains one of them (ignoring case),
                                    even if the tokenizer has a template of its own
     Raises  TemplateError if there is no generation block, if the name is taken by another template of yours (a
             built-in one is replaced), for an empty keyword, or a parser that cannot be called

@@ -291,15 +291,14 @@ def selected_indices(selected: Tensor | Sequence[int], size: int, num_candidates
 class GroupQuota(Transform):
     """Lets at most ``num_groups`` groups into a buffer until `reset`.
 
-    Collecting until ``missing`` is 0 is dynamic sampling.
-
     Reads   "group_id"  int64[B]; all rows of a group in one batch, as `MCAdvantage` writes them
     Returns from ``inv``: the rows of the first groups, or None if the quota is full
     Raises  MissingKeyError for a batch without groups
 
     Rows written to a buffer pass its transforms from last to first, so the quota precedes the one that makes groups:
     ``ReplayBuffer(transform=Compose(quota, MCAdvantage(8, on_zero_variance="drop")))``. Surplus groups are counted and
-    left out: by the next step the weights have changed. Source: DAPO (arXiv:2503.14476), section 3.2.
+    left out: by the next step the weights have changed. Collecting until ``missing`` is 0 is
+    dynamic sampling. Source: DAPO (arXiv:2503.14476), section 3.2.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -1,6 +1,6 @@
 """`PairwiseDataset` and `PromptData`: pairs of answers, and prompts with an answer, in memory-mapped rows.
 
-The rows of a file are read as `llmrl reward` and `llmrl sft` read them. A chat template of the tokenizer, if it has one,
+The rows of a file are read as `llmrl reward` and `llmrl sft` read them. If the tokenizer has a chat template, it
 renders the conversations; otherwise prompt and answer are joined unchanged, followed by an end-of-sequence id. If
 neither has white space at the seam, a line break joins them.
 """
