@@ -90,7 +90,7 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
     if best - reward.last > max(0.3 * span, 6 * noise) and not reward.rose:
         yield Finding(
             f"The reward fell from its best, {best:.3f}, to {reward.last:.3f}.",
-            "A smaller optim.lr, or grpo.kl above 0; go on from an earlier checkpoint. Read the last rollouts: the "
+            "A smaller optim.lr, or grpo.kl above 0; continue from an earlier checkpoint. Read the last rollouts: the "
             "model may have found a way around the reward.",
         )
     elif len(reward.values) >= 2 * MIN_STEPS and not reward.rose and not reward.fell:

@@ -263,7 +263,7 @@ def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
     except (OSError, ValueError) as error:  # the hub: no such dataset, split or configuration, or no network
         raise DataError(
             f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with "
-            f"the split {split!r}: there is no such file here, and the hub answers: {type(error).__name__}: {error}"
+            f"the split {split!r}: there is no such file, and the hub reports {type(error).__name__}: {error}"
             f"{did_you_mean(source, _known_names())}"
         ) from error
 

@@ -28,7 +28,7 @@ _MAX_SKELETONS = 512
 
 
 class SpanFinder:
-    """Finds the assistant's spans in what one template writes with one tokenizer's special tokens.
+    """Finds the assistant's spans in the output of one template with one tokenizer's special tokens.
 
     Reads  write           `render` with the template and its variables
            end_of_turn     the text after an answer; ``end_is_control`` is True if that is a control token
@@ -200,8 +200,9 @@ class SpanFinder:
 
     def _no_span(self, turn: int, row: int, reason: str) -> str:
         return (
-            f"ChatCodec: the text of each assistant message must be found in what template {self._template.name!r} "
-            f"writes: message {turn} of conversation {row} is not, {reason}; put {{% generation %}} blocks in it."
+            f"ChatCodec: the text of each assistant message must be found in the output of template "
+            f"{self._template.name!r}: message {turn} of conversation {row} is not, {reason}; put "
+            f"{{% generation %}} blocks in it."
         )
 
     def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:

@@ -109,7 +109,7 @@ class _Walk:
     """Tracks the messages through a template's names; raises _ReadsError if a text is used beyond writing it."""
 
     def __init__(self, macros: Mapping[str, nodes.Macro]) -> None:
-        self.names = {"messages": _PARTS}
+        self.names = {"messages": _PARTS}  # name -> the most of the messages that it may contain
         self._macros = macros
 
     def statements(self, body: Sequence[nodes.Node]) -> None:

@@ -278,6 +278,7 @@ class MCAdvantage(Transform):
         if not self._teaches(chosen, also_equal=self.on_zero_variance == "keep"):
             return None
         self.counters["failed"] += failed
+        # "rescued": without more candidates than grpo_size, this group would have taught nothing.
         self.counters["rescued"] += not self._teaches(scored[: self.group_size], also_equal=False)
         return chosen
 
@@ -326,6 +327,7 @@ class MCAdvantage(Transform):
         td = from_rows(rows)
         if self.whiten:
             advantages = self._whitened(td, advantages)
+        # Rewards per token have ragged advantages that do not fit one tensor: then each row gets its own entry.
         if len({value.shape for value in advantages}) == 1:
             advantage = torch.stack(advantages)
             td.set(self.advantage_key, advantage.to(td.device) if td.device is not None else advantage)
@@ -387,6 +389,7 @@ class MCAdvantage(Transform):
                 "MCAdvantage: %d groups written, %d dropped; so far %s.", written, num_groups - written, self.counters
             )
         advantage_NGC = advantage_NC.view(num_groups, size, -1)
+        # With trajectory_return there is one value per trajectory, which all its rewards share.
         return advantage_NGC.expand_as(rewards_NGK), keep_N.unsqueeze(1) & ~failed_NG
 
     def _returns(self, rewards_NGK: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 
 class DPOLossOutput(TensorClass["nocast"]):
-    """``loss_dpo``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+    """``loss_dpo``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 
     loss_dpo: Tensor
     pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger implicit reward

@@ -31,7 +31,7 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     """The advantage of each completion over its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
-    Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps`` ("raw" excepted); the arithmetic
+    Returns  exactly 0 for a whole group when its rewards are equal, for any ``eps`` (except "raw"); the arithmetic
              is float64
 
     With R the reward, mean and std over the group, and n completions in it:

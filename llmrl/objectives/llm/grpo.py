@@ -26,9 +26,9 @@ from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Su
 
 
 class GRPOLossOutput(TensorClass["nocast"]):
-    """Terms to be summed and differentiated (``loss_*``), and detached metrics; all float32 scalars.
+    """Loss terms to sum and differentiate (``loss_*``), and detached metrics; all float32 scalars.
 
-    Terms are aggregated as the settings say, metrics are means over the trained tokens. Both are divided by counts of
+    Terms follow the aggregation of the loss, metrics are means over the trained tokens. Both are divided by counts of
     the whole step, so the outputs of its micro-batches add up (`merge_outputs`; except maxima and ESS). ``tokens`` and
     the two ``weight_*`` fields are plain sums. A field that was not computed is None.
     """
@@ -156,7 +156,7 @@ class GRPOLoss(LossModule):
         """Log-probs for ``proximal="recomputed"``: float[B, T], ragged rows padded on the right.
 
         Compute them before the step's first update, on exactly its micro-batches: in low precision the log-probs of a
-        row depend on the other rows of its batch.
+        row depend on the batch in which it is computed.
         """
         return self._score(td, *self._read(td), entropy=False).log_probs
 

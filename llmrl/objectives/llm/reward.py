@@ -22,7 +22,7 @@ Level = Literal["sequence", "token"]
 
 
 class RewardLossOutput(TensorClass["nocast"]):
-    """``loss_reward``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+    """``loss_reward``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 
     loss_reward: Tensor
     pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger reward

@@ -32,7 +32,7 @@ _RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn
 
 
 class SFTLossOutput(TensorClass["nocast"]):
-    """Terms to be summed and differentiated (``loss_*``), and detached metrics; float32 scalars.
+    """Loss terms to sum and differentiate (``loss_*``), and detached metrics; float32 scalars.
 
     ``loss_sft`` is float32[B] for reduction="none". Metrics are means over the trained tokens of the step, ``tokens``
     and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None if not computed.

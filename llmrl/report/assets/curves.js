@@ -1,5 +1,5 @@
 "use strict";
-// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run is shown as text, never as markup.
+// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run is text, never markup.
 (() => {
   const HEIGHT = 200, LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 22;
   const COLOURS = 7, DASHES = ["", "6 3", "2 3", "9 3 2 3"];

@@ -21,7 +21,7 @@ _MISTRAL_SYSTEM = re.compile(r"(?:<s>)?\[SYSTEM_PROMPT\] ?(.*?)\[/SYSTEM_PROMPT\
 def read_turns(text: str, header: re.Pattern[str], ends: Sequence[str], roles: dict[str, str]) -> list[Message]:
     """Reads a conversation whose turns begin with a header and end with one of several markers.
 
-    Reads    header  matches what opens a turn; its first group is the role as the format names it
+    Reads    header  matches the opening of a turn; its first group is the format's name of the role
              ends    markers that close a turn; the first one found counts
              roles   the format's role names -> ours, where they differ
     Returns  messages with unchanged contents, without one for a trailing generation prompt
