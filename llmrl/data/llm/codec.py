@@ -231,8 +231,8 @@ class ChatCodec:
         if inside != [False, True]:
             held = " and ".join(what for what, is_in in zip(("question", "answer"), inside, strict=True) if is_in)
             raise TemplateError(
-                f"ChatCodec: the generation blocks of template {self.template.name!r} must contain the "
-                f"assistant's messages only: of a question and an answer they contain {held or 'neither'}."
+                f"ChatCodec: the generation blocks of template {self.template.name!r} must hold the "
+                f"assistant's messages only: of a question and an answer they hold {held or 'neither'}."
             )
 
 
