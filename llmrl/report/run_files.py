@@ -47,7 +47,7 @@ class RunFiles:
 
 
 def read_run(path: Path | str) -> RunFiles:
-    """Reads a run's folder; ``notes`` reports files that are missing or cannot be read.
+    """Reads a run's folder; ``notes`` reports a run.json or config.yaml that cannot be read.
 
     Raises  DataError if metrics.jsonl is damaged before its last line
     """

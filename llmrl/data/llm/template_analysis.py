@@ -1,4 +1,4 @@
-"""Static analysis of chat templates: detects those that read message contents; the shape of a conversation.
+"""Static analysis of chat templates: detects reads of message contents; computes the shape of a conversation.
 
 A template that only writes contents treats all conversations of one shape the same way: results for stand-in texts hold
 for all of them. An expression that the analysis does not support counts as reading.
@@ -170,6 +170,7 @@ class _Walk:
             case nodes.Getitem(arg=nodes.Const(value=str(name))):
                 return self._field(node.node, name)
             case nodes.Getitem():
+                # Messages may be indexed. A slice of a text, or an index computed from the messages, reads contents.
                 level = self._level(node.node)
                 if level != _TEXT and not self._levels(list(node.arg.iter_child_nodes()) or [node.arg]):
                     return level

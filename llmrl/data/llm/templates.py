@@ -42,7 +42,7 @@ class ChatTemplate:
     answer: Callable[[str], Message] | None = None  # parses an answer into fields; None: its text is its content
     keywords: tuple[str, ...] = ()  # lower-case substrings of the names of models that use it
     special_tokens: tuple[str, ...] = ()  # control tokens that the format uses, the end of a turn last
-    text_markers: tuple[str, ...] = ()  # markers that are not tokens: refused inside messages
+    text_markers: tuple[str, ...] = ()  # structure that tokenizes as ordinary text: refused inside messages
     rewrites: str = ""  # what changes in the text when the conversation continues; "" if nothing does
     recognised_by: tuple[str, ...] = ()  # control tokens that identify other templates of this format
 

@@ -63,7 +63,7 @@ class TopKRewardSelector:
     ):
         if total_dialog_turns < 2 or not 1 <= topk_size <= total_dialog_turns or max_queued_prompts < 1:
             raise ValueError(
-                "TopKRewardSelector: total_dialog_turns must be at least 2 (of one, nothing is above the median), "
+                "TopKRewardSelector: total_dialog_turns must be at least 2 (a single one is never above the median), "
                 "topk_size between 1 and that, and max_queued_prompts at least 1: got "
                 f"{total_dialog_turns}, {topk_size} and {max_queued_prompts}."
             )

@@ -168,6 +168,7 @@ class MCAdvantage(Transform):
             return None
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
+        # A batch of complete groups needs no queue and is computed at once; anything else goes row by row.
         whole = self._whole_groups(td) if type(td) is TensorDict and td.batch_dims == 1 else None
         if whole is not None:
             return self._write_batch(td, *whole)
@@ -350,6 +351,7 @@ class MCAdvantage(Transform):
                     f"MCAdvantage: whiten needs one advantage per conversation or per token: got {advantage.numel()} "
                     f"in row {row}, whose conversation has {num_tokens} tokens."
                 )
+            # An advantage per conversation counts once per trained token: the moments are those over tokens.
             weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask[:num_tokens])
         flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
