@@ -45,25 +45,25 @@ class LossModule(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, td: TensorDictBase, normalizer: Any = None) -> Any:
-        """The loss of one micro-batch, over the counts of the whole step when ``normalizer`` gives them."""
+        """The loss of one micro-batch, divided by the counts of the whole step if ``normalizer`` gives them."""
 
 
 def output_fields(output: Any) -> dict[str, Tensor]:
-    """The terms and metrics that an output holds, by name; those that are None are left out."""
+    """Terms and metrics of an output by name, without the fields that are None."""
     named = {name: getattr(output, name) for name in type(output).__dataclass_fields__}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def total_loss(output: Any) -> Tensor:
-    """The sum of the ``loss_*`` terms: what to call ``backward`` on."""
+    """The sum of the ``loss_*`` terms; call ``backward`` on it."""
     return sum(value for name, value in output_fields(output).items() if name.startswith("loss_"))
 
 
 def merge_outputs(outputs: Sequence[Output]) -> Output:
     """The output of a whole step from those of its micro-batches, detached.
 
-    Terms and metrics were divided by the counts of the step, so they are summed; fields ending in ``_max`` take the
-    maximum; an output class that defines ``derived`` computes from the sums what is neither.
+    Terms and metrics are already divided by the counts of the step, so they are summed; fields ending in ``_max`` take
+    the maximum. A metric that is neither, such as ESS, is computed from the sums by ``derived`` of the output class.
     """
     if not outputs:
         raise ConfigError("merge_outputs: needs the output of at least one micro-batch, got none.")

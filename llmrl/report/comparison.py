@@ -20,7 +20,7 @@ from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 
 Rows = list[list[str]]
-_PLACES = ("checkpoint", "log")  # of settings that do not change what is learnt
+_PLACES = ("checkpoint", "log")  # sections of settings that do not affect the training
 _SHOWN = ("reward/mean", "policy/loss", "preference/right_frac", "tokens/completion_mean", "policy/entropy")
 _SHOWN += ("mismatch/logp_abs_mean", "perf/gen_tok_s", "perf/train_tok_s", "perf/peak_gb", "time/step")
 
@@ -67,7 +67,7 @@ def comparison_data(runs: Mapping[str, RunFiles]) -> dict[str, Any]:
 
 
 def _named(runs: Sequence[RunFiles]) -> dict[str, RunFiles]:
-    """The runs by name; a second one of a name gets a number."""
+    """The runs by name; a repeated name gets a number."""
     named: dict[str, RunFiles] = {}
     for run in runs:
         name, number = run.name, 2

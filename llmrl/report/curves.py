@@ -1,4 +1,4 @@
-"""The charts of a report: the metrics that each shows, and the points that are drawn."""
+"""The charts of a report: the metrics of each chart, and the points to draw."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llmrl.report.intervals import Score, evaluations
 from llmrl.report.run_files import Row, RunFiles
 from llmrl.run.metrics import METRICS
 
-MOST_POINTS = 1000  # of a line; of longer runs the extremes are kept
-SECTIONS = {  # of the page, and the families of metrics that belong there unless `CHARTS` says otherwise
+MOST_POINTS = 1000  # per line; longer runs keep the extremes
+SECTIONS = {  # of the page, with the families of metrics that belong there unless in `CHARTS`
     "Learning": ("reward", "preference", "data"),
     "Answers": ("tokens", "group", "rollout"),
     "Policy": ("policy", "router"),
@@ -120,10 +120,10 @@ _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")
 
 
 def charts(run: RunFiles) -> list[dict[str, Any]]:
-    """Everything that the run measured, as the page draws it.
+    """The charts of everything that the run measured, as the page reads them.
 
-    Returns  for each chart its words, "lines" {"label", "metric", "x", "y"}, and perhaps "band" {"label", "x", "low",
-             "high"}, "whiskers" (the same, of an evaluation), "stacked"
+    Returns  for each chart its texts, "lines" {"label", "metric", "x", "y"}, and optionally "band" {"label", "x",
+             "low", "high"}, "whiskers" (the same, for an evaluation), "stacked"
     """
     rows, names = run.trained, {name for row in run.trained for name in row}
     made = [_with_lines(chart, {label: _line(rows, name) for name, label in chart.lines.items()}) for chart in CHARTS]
@@ -146,7 +146,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
-    """A chart for each metric, with a line for each run, and for each evaluation."""
+    """A chart for each metric and each evaluation, with a line for each run."""
     names = {name for run in runs.values() for row in run.trained for name in row}
     titles = {name: chart for chart in CHARTS for name in chart.lines}
     made = []
@@ -165,12 +165,12 @@ def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     made[:0] = [_evaluation(env, found) for env, found in scores.items()]
     places = {label: place for place, label in enumerate(runs)}
     for line in (line for chart in made for line in chart["lines"]):
-        line["colour"] = places[line["label"]]  # a run has one colour, also in charts that others are not in
+        line["colour"] = places[line["label"]]  # a run keeps its colour in charts without the other runs
     return _in_sections(made)
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """The indices of the values to draw: all, or of more than ``most`` both ends and the extremes of equal stretches.
+    """The indices of the values to draw: all, or beyond ``most`` both ends and the extremes of equal stretches.
 
     >>> thin([5, 1, 9, 4, 0, 0, 7, 2], most=4)
     [0, 1, 2, 4, 6, 7]
@@ -178,7 +178,7 @@ def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     if len(values) <= most:
         return list(range(len(values)))
     count = max(1, most // 2)
-    kept = {0, len(values) - 1}  # beside the extremes
+    kept = {0, len(values) - 1}  # besides the extremes
     for part in range(count):
         stretch = range(part * len(values) // count, (part + 1) * len(values) // count)
         kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
@@ -197,13 +197,13 @@ def _with_lines(chart: Chart, lines: Mapping[str, dict[str, Any]]) -> dict[str, 
 
 
 def _reward_band(rows: Sequence[Row], names: set[str]) -> dict[str, Any] | None:
-    """Quantiles, or of a run that did not log them the standard deviation around the mean.
+    """Quantiles, or if the run did not log them, the standard deviation around the mean.
 
-    None if all rewards are 0 or 1: the mean then says all, and quantiles jump between both.
+    None if all rewards are 0 or 1: the mean then describes them completely, and quantiles jump between 0 and 1.
     """
     spread = [(row["step"], row.get("reward/mean"), row.get("reward/std")) for row in rows]
     spread = [(step, mean, std) for step, mean, std in spread if mean is not None and std is not None]
-    # Scores of 0 and 1 have the variance mean (1 - mean), and no others in [0, 1] have.
+    # In [0, 1], only scores that are all 0 or 1 have the variance mean (1 - mean).
     if all(abs(std**2 - mean * (1 - mean)) < 1e-6 for _, mean, std in spread):
         return None
     if {"reward/p10", "reward/p90"} <= names:
@@ -236,8 +236,8 @@ def _evaluation(name: str, scores: Mapping[str, Sequence[Score]]) -> dict[str, A
 
 
 def _time_of_phases(rows: Sequence[Row]) -> dict[str, Any]:
-    """Seconds of each phase on top of each other; what is left of the step is the rest."""
-    # One choice of steps for all phases: areas on top of each other need the same ones.
+    """A stacked chart of the seconds of each phase; the remaining time of a step is the "rest"."""
+    # One choice of steps for all phases: stacked areas need the same steps.
     steps = [row for row in rows if row.get("time/step") is not None]
     kept = [steps[i] for i in thin([row["time/step"] for row in steps])]
     parts = {phase: [row.get(f"time/{phase}") or 0.0 for row in kept] for phase in PHASES}
@@ -253,7 +253,7 @@ def _time_of_phases(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _in_sections(made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without empty charts, sections in the order of their first chart."""
+    """The charts without empty ones, ordered by `SECTIONS`."""
     drawn = [chart for chart in made if chart["lines"]]
     order = [*SECTIONS, "Other"]
     return sorted(drawn, key=lambda chart: order.index(chart["section"]))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from llmrl.report.run_files import Row
 
-_Z = 1.959964  # of 95%
+_Z = 1.959964  # normal quantile for 95%
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of one evaluation; without an interval if the run did not log the number of its problems."""
+    """The result of one evaluation; without an interval if the run did not log the number of problems."""
 
     step: int
     mean: float
@@ -39,7 +39,7 @@ def interval(mean: float, std: float, count: int) -> tuple[float, float] | None:
     if count < 1:
         return None
     if 0 <= mean <= 1 and abs(std**2 - mean * (1 - mean)) < 1e-6:
-        # Wilson 1927: the normal interval is a point at 0 and at 1, and too short near them.
+        # Wilson 1927: the normal interval has length 0 at means of 0 and 1, and is too short near them.
         middle = mean + _Z**2 / (2 * count)
         half = _Z * math.sqrt(mean * (1 - mean) / count + (_Z / (2 * count)) ** 2)
         scale = 1 + _Z**2 / count

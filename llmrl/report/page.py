@@ -1,4 +1,4 @@
-"""``report.html``: one file with everything in it, that needs no network and runs nothing but its own script."""
+"""``report.html``: a self-contained page that needs no network and runs only its own scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmrl.run.yaml_source import YamlLoader
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Writes ``report.html`` into a run's folder, whole or not at all; the run may still be under way.
+    """Writes ``report.html`` into a run's folder, atomically; the run may still be in progress.
 
     Raises  DataError if the run's files are damaged, RunFolderError if the page cannot be written
     """
@@ -56,10 +56,10 @@ def report_data(run: RunFiles) -> dict[str, Any]:
 
 
 def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, live: bool = False) -> str:
-    """The whole page, pure ASCII but for its own assets. ``live``: it asks its server for newer ``data``.
+    """The whole page, ASCII except for its own assets. If ``live``, it polls its server for newer ``data``.
 
-    Text of a run is in JSON blocks alone, where no "<" is left; the script shows it as text. The policy allows the
-    page's own scripts, by their hashes.
+    Text of a run is only in JSON blocks, with every "<" escaped, and the scripts display it as text. The content
+    security policy allows only the page's own scripts, by their hashes.
     """
     scripts = [_asset(name) for name in ("rollouts.js", "curves.js")]
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -75,12 +75,12 @@ def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, 
         "rollouts_script": scripts[0],
         "script": scripts[1],
     }
-    # One pass: braces in the text of a run are not replaced in their turn.
+    # One pass, so that braces in the text of a run are not replaced as well.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def as_json(data: Any) -> str:
-    """JSON that can stand inside a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -92,7 +92,7 @@ def _asset(name: str) -> str:
 
 
 def _cards(run: RunFiles) -> list[dict[str, str]]:
-    """The headline: each measure before and after, then what the run took."""
+    """The headline numbers: each measure before and after, then steps, time and tokens."""
     cards = []
     for name, scores in evaluations(run.steps).items():
         first, last = scores[0], scores[-1]
@@ -134,7 +134,7 @@ def _change(label: str, before: float | None, after: float, note: str) -> dict[s
 
 
 def _settings_table(run: RunFiles) -> dict[str, Any]:
-    """The settings that were given and are not the default; an older run has not recorded the defaults."""
+    """The settings that were given and are not the default; older runs did not record the defaults."""
     rows, defaults = [], run.info.get("defaults", {})
     for name, place in run.info.get("origins", {}).items():
         under = [key for key in run.settings if key == name or key.startswith(f"{name}.")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llmrl.report.page import write_report
 
-PAUSE_S = 30.0  # between two pages, at least
-SHARE = 0.01  # of the time that pages may take, on one core
+PAUSE_S = 30.0  # minimum between two pages
+SHARE = 0.01  # of one core, at most, for writing pages
 DEADLINE_S = 300.0
 _SCRIPT = (
     "import os, sys, time; os.nice(5); from llmrl.report import write_report; write_report(sys.argv[1]); "
@@ -23,9 +23,9 @@ _SCRIPT = (
 class ReportRefresher(AbstractContextManager):
     """Keeps ``<run>/report.html`` up to date; used as a context manager around the steps.
 
-    `refresh` begins a page in a process of its own, of a lower priority: at most every `PAUSE_S`, never two at a
-    time, and so rarely that pages take no more than `SHARE` of a core. On exit the last page is written here. A page
-    that cannot be written is a warning, shown once for each reason.
+    `refresh` starts a process of lower priority that writes a page: at most every `PAUSE_S`, never two at a time, and
+    so rarely that pages take no more than `SHARE` of a core. On exit, this process writes the last page. A page that
+    cannot be written gives a warning, once per reason.
     """
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None]):
@@ -37,14 +37,14 @@ class ReportRefresher(AbstractContextManager):
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
-        """To be called after each step."""
+        """Starts the next page if it is due; call it after each step."""
         if self._process is not None and not self._finished(self._process):
             return
         if time.monotonic() < self._next:
             return
         self._began = time.monotonic()
         self._next = self._began + PAUSE_S
-        # -P: a file of the working directory, json.py say, must not be imported in place of a module.
+        # -P: a file in the working directory, such as json.py, must not be imported instead of a module.
         command = [sys.executable, "-P", "-c", _SCRIPT, str(self._run_dir)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
@@ -53,7 +53,7 @@ class ReportRefresher(AbstractContextManager):
             self._tell(str(error))
 
     def _finished(self, process: subprocess.Popen[str]) -> bool:
-        """Takes the result of a process that has ended; kills one that has no time left."""
+        """Collects the result of a process that has ended; kills one that is past its deadline."""
         if process.poll() is None:
             if time.monotonic() > self._began + DEADLINE_S:
                 process.kill()
@@ -74,11 +74,11 @@ class ReportRefresher(AbstractContextManager):
             self._warn(f"{self.path} was not written: {fault}; llmrl report {self._run_dir} tries again.")
 
     def __exit__(self, *exception: object) -> None:
-        if self._process is not None:  # it may have read older steps, and must not come last
+        if self._process is not None:  # it may have read older steps and must not write last
             self._process.kill()
             self._process.communicate()
             self._process = None
         try:
             write_report(self._run_dir)
-        except Exception as error:  # a page is never worth a run
+        except Exception as error:  # a page that fails must not end the run
             self._tell(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """The rollouts that a run's report shows: a bounded sample of whole groups from some of its steps.
 
-The texts are those of a model and go into a page: `rollouts.js` sets them as text alone, never as HTML.
+The texts come from a model and go into a page: `rollouts.js` inserts them as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from llmrl.run.rollout_log import Rollout, TokenRecord, ToolCallRecord, read_rol
 
 _MAX_BYTES = 3_000_000  # with the curves of 1,000 steps the page stays under 5 MB
 _MAX_STEPS = 24
-_MAX_CHARS, _MAX_TOKENS, _MAX_CALLS = 4000, 1200, 50  # of one conversation
-_NUMBERS = {  # name in the page: in the log
+_MAX_CHARS, _MAX_TOKENS, _MAX_CALLS = 4000, 1200, 50  # per conversation
+_NUMBERS = {  # name in the page: name in the log
     "engine": "engine_logp",
     "trainer": "trainer_logp",
     "advantage": "advantage",
     "ratio": "ratio",
     "entropy": "entropy",
 }
-Group = dict[int, Rollout]  # by their place in the file of their step
+Group = dict[int, Rollout]  # by their position in the file of the step
 
 
 def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, Any] | None:
     """The rollouts of a run for the viewer: at most about ``max_bytes`` of JSON; None for a run without rollouts.
 
-    Steps are the first, the last and others evenly between. Of each come groups in turn: the first by the id of its
-    prompt, that of the best answer, that of the worst, then the others by that id, which is as good as random. In the
-    result the groups with tokens are the first of their step.
+    Takes the first step, the last one and others evenly spaced between them. Each step adds its groups in turn: the
+    group with the first prompt id, that with the best answer, that with the worst, then the others by prompt id, which
+    is practically random. In the result, groups with tokens come first in their step.
 
-    Returns  "steps" that are shown, "num_steps" and "num_rollouts" there are in all of them, "unreadable" steps;
+    Returns  "steps" that are shown, "num_steps" of the run, "num_rollouts" of the steps read, "unreadable" steps;
              "rollouts", a dict each; "vocabulary", the text of each token by its id; "control", the ids of special ones
     """
     files = rollout_files(run_dir)
@@ -55,7 +55,7 @@ def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, An
     records_of = cache(lambda step: _records(run_dir, step))
     room = max_bytes - 200
     ends_first = sorted(groups, key=lambda step: (step not in (steps[0], steps[-1]), step))
-    # Round by round, so that the steps share the room; the first and the last step come first in each.
+    # In rounds, so that the steps share the space; each round begins with the first and the last step.
     in_turn = zip_longest(*(groups[step] for step in ends_first))  # the first of each step, then the second of each
     for group in (group for turn in in_turn for group in turn if group is not None):
         if room < max_bytes // 50:
@@ -64,7 +64,7 @@ def rollouts_data(run_dir: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, An
         records = records_of(rows[0]["step"])
         words, control = _add_tokens(rows, [records.get(place) for place in group], max_tokens)
         new = {number: text for number, text in words.items() if number not in data["vocabulary"]}
-        # A group that does not fit is left out, and a smaller one may still come after it.
+        # A group that does not fit is left out; a smaller one after it may still fit.
         size = _size(rows) + _size(new) + 8 * len(control)
         if size <= room:
             room -= size
@@ -138,7 +138,7 @@ def _add_tokens(
 
 
 def _record(record: TokenRecord, head: range, tail: range) -> dict[str, Any]:
-    """The tokens at the places ``head`` and ``tail``: what one message has of them is a span [role, turn, count]."""
+    """The tokens at positions ``head`` and ``tail``; those of one message are a span [role, turn, count]."""
     places = [*head, *tail]
     kinds = [(record.roles[place], record.turns[place]) for place in places]
     numbers = {
@@ -150,13 +150,13 @@ def _record(record: TokenRecord, head: range, tail: range) -> dict[str, Any]:
         "ids": [record.ids[place] for place in places],
         "spans": [[*kind, len(list(same))] for kind, same in groupby(kinds)],
         "trained": "".join("01"[record.trained[place]] for place in places),
-        "left_out": [len(head), len(record.ids) - len(places)],  # after so many tokens, so many
+        "left_out": [len(head), len(record.ids) - len(places)],  # after how many tokens, and how many
         **numbers,
     }
 
 
 def _ends(length: int, limit: int) -> tuple[range, range]:
-    """The first two thirds and the last third of what may be shown of a row."""
+    """The positions to show: all, or ``limit`` of them, two thirds at the beginning and a third at the end."""
     if length <= limit:
         return range(length), range(0)
     first = limit - limit // 3
@@ -164,7 +164,7 @@ def _ends(length: int, limit: int) -> tuple[range, range]:
 
 
 def _cut(text: str, limit: int) -> str | list[Any]:
-    """The text; of one that is too long its beginning, the number of characters left out, and its end."""
+    """The text; if it is too long, its beginning, the number of characters left out, and its end."""
     head, tail = _ends(len(text), limit)
     return text if not tail else [text[: len(head)], len(text) - limit, text[tail.start :]]
 
@@ -174,6 +174,6 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _size(value: Sequence[Any] | Mapping[Any, Any]) -> int:
-    """Its characters in the page, where "<" is written as six."""
+    """The number of characters in the page, where "<" is escaped to six."""
     text = json.dumps(value)
     return len(text) + 5 * text.count("<")

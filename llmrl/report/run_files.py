@@ -1,4 +1,4 @@
-"""Reads a run's folder for a report; it may be half written, or of an older version."""
+"""Reads a run's folder for a report; the folder may be incomplete, or of an older version."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run.
+    """The content of one run's folder.
 
-    ``name``      of its folder
+    ``name``      name of the folder
     ``info``      run.json, {} if it cannot be read
     ``settings``  config.yaml, dotted name -> value on one line; what looks like a password is replaced
     ``steps``     metrics.jsonl in the order of the steps, finite numbers or None; [] before the first one
@@ -37,17 +37,17 @@ class RunFiles:
     notes: list[str] = field(default_factory=list)
 
     def values(self, metric: str) -> list[float]:
-        """The values of a metric, of the steps that have one."""
+        """The values of a metric in the steps that have it."""
         return [row[metric] for row in self.steps if row.get(metric) is not None]
 
     @property
     def trained(self) -> list[Row]:
-        """The steps without those of an evaluation alone, as that before the first step."""
+        """The steps without those that have only an evaluation, such as the one before the first step."""
         return [row for row in self.steps if any(not name.startswith("eval/") for name in row if name != "step")]
 
 
 def read_run(path: Path | str) -> RunFiles:
-    """Reads a run's folder; of a file that is missing, or cannot be read, ``notes`` says so.
+    """Reads a run's folder; ``notes`` reports a run.json or config.yaml that cannot be read.
 
     Raises  DataError if metrics.jsonl is damaged before its last line
     """
@@ -83,7 +83,7 @@ def one_line(value: Any) -> str:
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
-    """The same without header values, users of URLs, and strings under a name like ``api_key``: pages are shared."""
+    """Masks header values, users in URLs, and strings under a name like ``api_key``, because pages are shared."""
     if isinstance(value, Mapping):
         return {key: "***" if name == "headers" else _without_secrets(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):

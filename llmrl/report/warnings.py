@@ -14,8 +14,8 @@ from itertools import pairwise
 from llmrl.report.intervals import evaluations
 from llmrl.report.run_files import RunFiles
 
-MIN_STEPS = 20  # of a trend
-_TWO_ERRORS = 2.0  # standard errors, before a difference of means is called one
+MIN_STEPS = 20  # for a trend
+_TWO_ERRORS = 2.0  # standard errors that a difference of means must exceed
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Trend:
         ends = values[:fifth], values[-fifth:]
         self.values = values
         self.first, self.last = map(statistics.fmean, ends)
-        error = math.sqrt(sum(statistics.variance(end) / fifth for end in ends))  # of the difference of the means
+        error = math.sqrt(sum(statistics.variance(end) / fifth for end in ends))  # standard error of the difference
         self.rose = self.last - self.first > _TWO_ERRORS * error
         self.fell = self.first - self.last > _TWO_ERRORS * error
 
 
 def findings(run: RunFiles) -> list[Finding]:
-    """The warnings that apply, the gravest first."""
+    """The warnings that apply, the most serious first."""
     checks = (_not_finite, _failed, _untrained, _reward, _evaluation, _groups, _lengths, _entropy, _updates, _mismatch)
     return [finding for check in (*checks, _rollout_engine, _supervised) for finding in check(run)]
 
@@ -85,12 +85,12 @@ def _reward(run: RunFiles) -> Iterator[Finding]:
         return
     best = max(statistics.fmean(reward.values[i : i + 5]) for i in range(len(reward.values) - 4))
     span = max(reward.values) - min(reward.values)
-    # From differences of neighbours, which a trend does not widen; they have twice the variance of a value.
+    # From differences of neighbours, which a trend hardly affects; they have twice the variance of a value.
     noise = statistics.stdev(b - a for a, b in pairwise(reward.values)) / math.sqrt(2 * 5)  # of a mean of five steps
     if best - reward.last > max(0.3 * span, 6 * noise) and not reward.rose:
         yield Finding(
             f"The reward fell from its best, {best:.3f}, to {reward.last:.3f}.",
-            "A smaller optim.lr, or grpo.kl above 0; go on from an earlier checkpoint. Read the last rollouts: the "
+            "A smaller optim.lr, or grpo.kl above 0; continue from an earlier checkpoint. Read the last rollouts: the "
             "model may have found a way around the reward.",
         )
     elif len(reward.values) >= 2 * MIN_STEPS and not reward.rose and not reward.fell:

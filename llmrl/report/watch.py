@@ -1,4 +1,4 @@
-"""``llmrl watch``: serves the report of a run to this machine alone, updated every few seconds."""
+"""``llmrl watch``: serves the report of a run to this machine only, updated every few seconds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from llmrl.report.run_files import read_run
 from llmrl.run.run_dir import RunDir
 
 HOST = "127.0.0.1"
-SHARE = 0.01  # of a core, while the page is open, for the numbers and again for the rollouts
+SHARE = 0.01  # of a core while the page is open, for the numbers and the rollouts each
 
 
 class ReportServer(ThreadingHTTPServer):
     """Serves two addresses below a random path: the page, and ``data``, its numbers.
 
-    It reads the run's folder and writes nothing; requests with another host name in them, which pages of other sites
-    send by rebinding a name to this machine, are refused.
+    It reads the run's folder and writes nothing. It refuses requests with another host name, which pages of other sites
+    could send by DNS rebinding.
 
     Raises  ConfigError if the port cannot be used
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # of a server that has just ended; one that listens is still an error
+    allow_reuse_address = True  # after a server that has just ended; a port in use is still an error
 
     def __init__(self, run_dir: Path, port: int = 0):
         self.run_dir = run_dir
@@ -55,24 +55,24 @@ class ReportServer(ThreadingHTTPServer):
     def content(self, name: str) -> tuple[str, str] | None:
         """The type and the text of ``""`` (the page) or ``"data"``; None for any other name.
 
-        Its numbers are read again when the files have changed, but not so often that it takes more than `SHARE` of a
-        core; its rollouts likewise, and therefore more rarely.
+        Reads the numbers again when the files have changed, but no more often than `SHARE` of a core allows. The same
+        holds for the rollouts, which take longer and so are read less often.
         """
         if name not in ("", "data"):
             return None
         with self._lock:
             try:
-                # | and not or: both parts are looked at, also if the first has changed.
+                # | instead of or: both parts must be read, also if the first has changed.
                 if self._read_part("report") | self._read_part("rollouts"):
                     clock = time.thread_time()
                     self._made = {"": page(*self._parts.values(), live=True), "data": as_json(self._parts)}
                     self._next["report"] += (time.thread_time() - clock) / SHARE
-            except (LLMRLError, OSError) as error:  # it may be whole again the next time
+            except (LLMRLError, OSError) as error:  # the next read may succeed
                 return "text/plain", f"{error}\n"
         return ("text/html" if name == "" else "application/json"), self._made[name]
 
     def _read_part(self, part: str) -> bool:
-        """True if the part has been read again."""
+        """Reads a part again if it has changed and its turn has come; True if it was read."""
         found = _changes(self.run_dir)
         if found == self._read.get(part) or time.monotonic() < self._next[part]:
             return False
@@ -85,16 +85,16 @@ class ReportServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    timeout = 30  # seconds without a byte
+    timeout = 30  # seconds without data
     server_version, sys_version = "llmrl", ""
 
     def do_GET(self) -> None:
         asked = re.fullmatch("/([^/?]*)/([^/?]*)", self.path)
         token, name = asked.groups() if asked else ("", "")
-        # In constant time: the token cannot be guessed letter by letter.
+        # Compared in constant time: timing must not reveal the token letter by letter.
         known = secrets.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
         if self.headers.get("Host", "") not in self.server.hosts:
-            self._answer(403, "text/plain", "llmrl watch answers to its own address only\n")
+            self._answer(403, "text/plain", "llmrl watch answers only to its own address\n")
         elif not known or (content := self.server.content(name)) is None:
             self._answer(404, "text/plain", "not found\n")
         else:
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch(run: RunDir, *, port: int) -> int:
-    """Serves until Ctrl-C, at a low priority; a run that trains on this machine goes first."""
+    """Serves until Ctrl-C, at a low priority, so that a run that trains on this machine has precedence."""
     os.nice(10)
     with ReportServer(run.path, port) as server:
         print(f"watch     {server.url}", flush=True)
@@ -130,7 +130,7 @@ def watch(run: RunDir, *, port: int) -> int:
 
 
 def _changes(run_dir: Path) -> tuple[Any, ...]:
-    """Times and sizes of the run's files: they differ when it has written something."""
+    """Times and sizes of the run's files: they change when the run has written something."""
     found: list[Any] = []
     for name in ("metrics.jsonl", "run.json", "config.yaml", "rollouts"):
         try:

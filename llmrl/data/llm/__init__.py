@@ -36,5 +36,5 @@ __all__ += rlhf.__all__
 def __getattr__(name: str) -> Any:
     if name != "RolloutFromModel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It runs models, which data knows nothing of; this is only the path under which it is documented.
+    # Lazy, because it runs models, which `llmrl.data` does not depend on; this is only its documented path.
     return importlib.import_module("llmrl.collectors.llm.rollout_from_model").RolloutFromModel

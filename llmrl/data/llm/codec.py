@@ -1,6 +1,6 @@
 """One tokenizer and one template: messages -> text -> ids, with the spans that the assistant wrote.
 
-The text is rendered by `llmrl.data.llm.templates` and the assistant's part of it found by `llmrl.data.llm.spans`.
+`llmrl.data.llm.templates` renders the text, `llmrl.data.llm.spans` finds the assistant's part of it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_FIRST_STAND_IN = 0xF0000  # supplementary private-use plane A: no text that means anything uses it
+_FIRST_STAND_IN = 0xF0000  # private-use plane A: meaningful text does not contain it
 
 
-# ids, the encoding of the text that was tokenised, a function from positions of the escaped text to those of that one,
-# and its length
+# ids; the encoding of the tokenised text; a function from positions in the escaped text to positions in the tokenised
+# one; the length of the tokenised text
 EncodedText = tuple[list[int], Any, Callable[[int], int], int]
 
 
 class ChatCodec:
-    """Writes conversations as one model reads them.
+    """Renders and tokenises conversations in the format of one model.
 
     Reads   tokenizer            a fast tokenizer (its ids, its special tokens, its character offsets)
             template             from ``find_template``
-            include_end_of_turn  whether the end-of-turn text belongs to the assistant's span
+            include_end_of_turn  True if the assistant's span includes the end-of-turn text
             template_kwargs      passed to the template by name, such as ``enable_thinking``
     Raises  TemplateError if the template cannot render a user's turn and an assistant's answer, ConfigError for
             ``template_kwargs`` that it does not use
 
-    ``end_of_turn`` is what follows the assistant's content up to its control token (``"<|im_end|>"``), ``""`` if the
-    template has none. ``answer_lead`` and ``answer_trail`` are the white space that it writes between the generation
-    prompt and the content, and between the content and the control token.
+    ``end_of_turn`` is the text from the end of the assistant's content through its control token (``"<|im_end|>"``),
+    ``""`` if the template has none. ``answer_lead`` and ``answer_trail`` are the white space that the template writes
+    between the generation prompt and the content, and between the content and the control token.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ChatCodec:
         self.answer_lead, self.answer_trail, self.end_of_turn = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
         self.end_is_control = self._controls.first(self.end_of_turn) is not None
-        if not self.end_is_control:  # ordinary text cannot be escaped: a message that spells it would end its turn
+        if not self.end_is_control:  # ordinary text cannot be escaped: a message that contains it would end its turn
             self._controls.forbidden = self.end_of_turn.strip()
         self._finder = SpanFinder(template, self._write, self.end_of_turn, end_is_control=self.end_is_control)
 
@@ -93,7 +93,7 @@ class ChatCodec:
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
         blocks = None
         if self._marks_generation and not add_generation_prompt and not only_contents(chats):
-            # Messages with more than a content fit no skeleton, so the blocks are asked for in the same rendering.
+            # Messages with more than role and content match no skeleton, so this rendering returns the blocks as well.
             texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True)
         else:
             texts, _ = self._render(chats, tools, add_generation_prompt=add_generation_prompt)
@@ -105,7 +105,7 @@ class ChatCodec:
         return texts, spans
 
     def refuse_markers(self, chats: Sequence[Chat]) -> None:
-        """Raises TemplateError if a message spells a control token: for callers that do not use :meth:`encode`."""
+        """Raises TemplateError if a message contains a control token: for callers that do not use :meth:`encode`."""
         for row, (chat, escaped) in enumerate(zip(chats, self._controls.escape(chats), strict=True)):
             for index, (message, other) in enumerate(zip(chat, escaped, strict=True)):
                 if message is not other and list(_strings(message)) != list(_strings(other)):
@@ -119,9 +119,9 @@ class ChatCodec:
         return self.answer_lead + self._controls.escape_value(content, "a message") if content else ""
 
     def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:
-        """An answer without the white space that the template writes around contents itself.
+        """An answer without the white space that the template adds around contents.
 
-        Reads   ``begins``: whether it follows the generation prompt; ``ends``: whether the end of turn followed it
+        Reads   ``begins``: True if it follows the generation prompt; ``ends``: True if the end of turn followed it
         """
         answer = answer.removeprefix(self.answer_lead) if begins else answer
         return answer.removesuffix(self.answer_trail) if ends else answer
@@ -141,7 +141,7 @@ class ChatCodec:
         """
         try:
             rows = self._encoded(texts)
-        except (TypeError, UnicodeError) as error:  # the tokenizer takes no half of a surrogate pair
+        except (TypeError, UnicodeError) as error:  # tokenizers reject half of a surrogate pair
             for row, text in enumerate(texts):
                 if found := _SURROGATE.search(text):
                     raise TemplateError(
@@ -190,7 +190,7 @@ class ChatCodec:
             ) from error
 
     def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:
-        """Names the first conversation that does not render, and the message with which it stops rendering."""
+        """Names the first conversation that does not render, and the first message at which rendering fails."""
         for row, chat in enumerate(chats):
             for length in range(1, len(chat) + 1):
                 asks = add_generation_prompt and length == len(chat)
@@ -207,7 +207,7 @@ class ChatCodec:
 
     def _find_surroundings(self) -> tuple[str, str, str]:
         """White space before and after the assistant's content, and what follows it up to the first control token."""
-        stand_in = chr(STAND_IN)  # what a template does around it, it does around any content
+        stand_in = chr(STAND_IN)  # the template treats it as any other content
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
         [text], _ = self._render([probe], None, add_generation_prompt=False)
         [prompt], _ = self._render([probe[:1]], None, add_generation_prompt=True)
@@ -219,7 +219,7 @@ class ChatCodec:
         if self._marks_generation:
             self._check_blocks(probe, text)
         before, _, after = text.partition(stand_in)
-        lead = before[len(prompt) :] if before.startswith(prompt) else ""  # the prompt may open a thought, the text not
+        lead = before[len(prompt) :] if before.startswith(prompt) else ""  # a prompt may open a thought
         start, end = self._controls.first(after) or (0, len(after.rstrip()))
         return lead if lead.isspace() else "", after[:start] if after[:start].isspace() else "", after[:end]
 
@@ -231,8 +231,8 @@ class ChatCodec:
         if inside != [False, True]:
             held = " and ".join(what for what, is_in in zip(("question", "answer"), inside, strict=True) if is_in)
             raise TemplateError(
-                f"ChatCodec: the generation blocks of template {self.template.name!r} must hold what the assistant "
-                f"says and nothing that others say: of a question and an answer they hold {held or 'neither'}."
+                f"ChatCodec: the generation blocks of template {self.template.name!r} must hold the "
+                f"assistant's messages only: of a question and an answer they hold {held or 'neither'}."
             )
 
 
@@ -240,20 +240,20 @@ class ChatCodec:
 def codec_for(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, *, include_end_of_turn: bool = True
 ) -> ChatCodec:
-    """The codec of a tokenizer and a template; the last few are kept."""
+    """The codec of a tokenizer and a template; the latest ones are cached."""
     return ChatCodec(tokenizer, template, include_end_of_turn=include_end_of_turn)
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer, and the escape that keeps them out of messages: none can open a turn.
+    """The special tokens of one tokenizer, and their escaping in messages, so that no message can open a turn.
 
     Before a message reaches the template, every special token written in it is replaced by one private-use character,
-    its stand-in. When the text is tokenised the two change places: a copy of the tokenizer knows the stand-ins as the
-    control tokens, and the quoted marker is plain text to it. The ids decode to what was written.
+    its stand-in. Before the text is tokenised, the two are swapped: a copy of the tokenizer has the stand-ins as its
+    control tokens and encodes the quoted markers as plain text. The ids decode to the original text.
 
-    ``markers`` is the structure of the template. A marker that is not a special token of this tokenizer cannot be
-    escaped: a quoted one would look like a real one. So a message that holds it is refused, unless the assistant
-    wrote it: then it is part of an answer, and no other turn can begin there.
+    ``markers`` are the structural markers of the template. One that is not a special token of this tokenizer cannot be
+    escaped: a quoted one would look like a real one. A message that contains it is refused, except the assistant's own:
+    there it is part of an answer and cannot begin another turn.
     ``forbidden`` is text that must not be in any message: an end-of-turn marker that is not a token of its own.
     """
 
@@ -267,7 +267,7 @@ class ControlTokens:
         self._stand_ins = {marker: chr(_FIRST_STAND_IN + index) for index, marker in enumerate(ordered)}
         self._markers = {stand_in: marker for marker, stand_in in self._stand_ins.items()}
         self._structure = tuple(marker for marker in markers if marker not in self._stand_ins)
-        # A text without any of these beginnings holds no marker: a quick check of whole batches.
+        # A text without any of these beginnings contains no marker: a quick check of whole batches.
         self._heads = sorted({marker[:3] for marker in (*ordered, *self._structure)})
         self._find_markers = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._find_stand_ins = re.compile(f"([{''.join(self._markers)}])" if ordered else r"(?!)")
@@ -279,7 +279,7 @@ class ControlTokens:
         return match.span() if match else None
 
     def escape(self, chats: Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-        """Conversations whose strings spell no control token; the same objects if none did.
+        """Conversations with their control tokens escaped; the same objects if there are none.
 
         Raises  TemplateError naming a message that is not a mapping, or holds text that cannot be escaped
         """
@@ -302,7 +302,7 @@ class ControlTokens:
         return self.escape_value(message, where)
 
     def escape_value(self, value: Any, where: str) -> Any:
-        """The same for a JSON-like value; ``where`` names it in errors."""
+        """Escapes the strings of a JSON-like value; ``where`` names it in errors."""
         if isinstance(value, Mapping):
             return {self.escape_value(key, where): self.escape_value(item, where) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -324,7 +324,7 @@ class ControlTokens:
         return self._find_markers.sub(lambda match: self._stand_ins[match.group()], value)
 
     def quotes(self, text: str) -> bool:
-        """True for a text that holds stand-ins, and so has to be encoded by `encode_quoting`."""
+        """True for a text that contains stand-ins and must be encoded by `encode_quoting`."""
         return not text.isascii() and self._find_stand_ins.search(text) is not None
 
     def encode_quoting(self, texts: Sequence[str]) -> list[EncodedText]:
@@ -337,8 +337,8 @@ class ControlTokens:
         encodings = tokenizer.encode_batch([text for text, _ in swapped], add_special_tokens=False)
         rows = []
         for (text, place), encoding in zip(swapped, encodings, strict=True):
-            # The id of a real control token means that a quoted marker was not split into plain ids. Unknown is an
-            # exception: it stands for any character that the vocabulary lacks.
+            # The id of a real control token means that a quoted marker was not split into plain ids. The unknown
+            # token is an exception: it stands for any character that the vocabulary lacks.
             if not self._ids.isdisjoint(set(encoding.ids) - {self._tokenizer.unk_token_id}):
                 held = sorted({self._markers[mark] for mark in self._find_stand_ins.findall(texts[len(rows)])})
                 raise TemplateError(
@@ -350,20 +350,20 @@ class ControlTokens:
 
     @cached_property
     def _quoting(self) -> tuple[Tokenizer, dict[int, int]]:
-        """A tokenizer to which markers are plain text and stand-ins control tokens, and the real ids of those."""
+        """A tokenizer that encodes markers as plain text and stand-ins as control tokens, and the real ids of these."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TemplateError(
                 "ControlTokens: quoted control tokens need a fast tokenizer: got "
                 f"{type(self._tokenizer).__name__}; remove them from the messages."
             )
-        tokenizer = type(backend).from_str(backend.to_str())  # a copy: the user's tokenizer stays as it is
+        tokenizer = type(backend).from_str(backend.to_str())  # a copy: the user's tokenizer does not change
         tokenizer.no_padding()
         tokenizer.no_truncation()
         added = {str(token): token for token in self._tokenizer.added_tokens_decoder.values()}
         for marker, stand_in in self._stand_ins.items():
             like = added.get(marker, AddedToken(marker, normalized=False))
-            # Cut from the text as the token itself is, with the same white space around it.
+            # A stand-in matches text and strips white space as its token does.
             sides = {name: getattr(like, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
             tokenizer.add_tokens([AddedToken(stand_in, special=False, **sides)])
         tokenizer.encode_special_tokens = True  # special tokens that are spelled out become plain text
@@ -371,8 +371,8 @@ class ControlTokens:
         return tokenizer, {tokenizer.token_to_id(mark): convert(marker) for mark, marker in self._markers.items()}
 
     def _swapped(self, text: str) -> tuple[str, Callable[[int], int]]:
-        """The text with markers and stand-ins exchanged, and a function from its positions to those of the new text."""
-        # Stand-ins are one character, markers are not: each exchange moves all positions behind it.
+        """The text with markers and stand-ins swapped, and a function from its positions to those of the new text."""
+        # Stand-ins are one character, markers are longer: each swap shifts all later positions.
         parts, places, moved, at = [], [0], [0], 0
         for match in self._find_any.finditer(text):
             found = match.group()
@@ -392,7 +392,7 @@ class ControlTokens:
         strings: list[str] = []
         for row, chat in enumerate(chats):
             for index, message in enumerate(chat):
-                if not isinstance(message, (dict, Mapping)):  # a dict is found sooner
+                if not isinstance(message, (dict, Mapping)):  # the check for dict is faster
                     raise TemplateError(
                         f"ControlTokens: a message must be a mapping with 'role' and 'content': got "
                         f"{type(message).__name__} for message {index} of conversation {row}."
@@ -402,7 +402,7 @@ class ControlTokens:
                         strings.append(value)
                     else:
                         strings.extend(_strings(value))
-        everything = "\0".join(strings)  # no marker holds a null, so none arises between two strings
+        everything = "\0".join(strings)  # no marker contains a null, so joining creates none
         return any(head in everything for head in (*self._heads, self.forbidden) if head)
 
 

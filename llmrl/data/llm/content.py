@@ -1,4 +1,4 @@
-"""`ContentBase`: one part of a message that is more than text, such as an image beside its question."""
+"""`ContentBase`: one part of a message that has more than text, such as an image with a question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from llmrl.errors import DataError, did_you_mean
 
-# Per type: the fields, exactly one of them required, and the optional ones.
+# Per type: the fields of which exactly one is required, and the optional fields.
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     **dict.fromkeys(("image", "audio", "video", "file"), (("url", "data"), ("mime_type", "name", "size"))),
@@ -23,7 +23,7 @@ class ContentBase:
 
     type           "text", "image", "audio", "video", "file" or "function_call"
     text           for "text"
-    url, data      where the media are, or the media: bytes, or what the processor takes (an array, an image object)
+    url, data      the address of the media, or the media: bytes, or an object that the processor accepts (array, image)
     mime_type, name, size       of media, for people and storage; processors do not read them
     function_name, function_args  for "function_call"
 

@@ -12,10 +12,10 @@ that an environment starts from. The columns decide, row by row:
 A prompt column is ``prompt``, ``question``, ``query``, ``problem`` or ``instruction``; a reference column is
 ``answer``, ``reference``, ``solution``, ``ground_truth`` or ``target``; GSM8K's ``question`` and ``answer`` are one
 such pair. Other names are given as arguments. A column ``tools`` (a list of schemas, or JSON text) is declared to the
-model: it comes under "tools" in the first message, where rendering looks. A column ``image``, or ``images`` with a
+model: it becomes "tools" of the first message, where rendering reads it. A column ``image``, or ``images`` with a
 list, is shown to the model: a path (relative to the file of the rows), or an image as the ``datasets`` library and
-Parquet have it. The images take the places that the messages leave for them ({"type": "image"} parts), or stand before
-the first text of the user. Rows are counted from 1 in every message.
+Parquet have it. The images replace the placeholders in the messages ({"type": "image"} parts), or else precede the
+first text of the user. Rows are counted from 1 in every message.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def load_rows(source: str | Path, *, split: str = "train", name: str | None = None) -> Sequence[Row]:
-    """The rows of a dataset: something with a length that gives one dict per index.
+    """The rows of a dataset: a sequence of dicts.
 
     Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects), ``.parquet`` or ``.csv`` file, or a name on the
-             Hugging Face hub (``split`` and the configuration ``name`` apply to that one only)
+             Hugging Face hub (``split`` and the configuration ``name`` apply only to the hub)
     Returns  a list of dicts, or a ``datasets.Dataset``
-    Raises   DataError for a missing file, one that is not UTF-8 (a byte order mark is left out), an unreadable row, or
+    Raises   DataError for a missing file, one that is not UTF-8 (a byte order mark is allowed), an unreadable row, or
              no rows at all
     """
     path = Path(source).expanduser()
@@ -109,7 +109,7 @@ def to_prompt(
     {'level': 'easy', 'query': '2 + 2?', 'answer': '4'}
     """
     where = _where(number)
-    reference: Any = None  # a column goes before the last turn of "messages"
+    reference: Any = None  # a reference column has priority over the last turn of "messages"
     if prompt_column is None and row.get("messages") is not None:
         query, used = _checked(row["messages"], "messages", where), {"messages"}
         if query[-1]["role"] == "assistant":
@@ -118,7 +118,7 @@ def to_prompt(
             raise DataError(f"to_prompt: a prompt must have at least one message: {where} has only an assistant turn.")
     else:
         prompt_column = prompt_column or _pick(row, PROMPT_COLUMNS, "prompt", where, or_messages=True)
-        # The columns that are used leave the row: the others are for reward functions.
+        # Columns that are used here are removed; the others stay for reward functions.
         query, used = _require(row, prompt_column, where), {prompt_column}
         query = query if isinstance(query, str) else _checked(query, prompt_column, where)
     if answer_column is not None:
@@ -211,7 +211,7 @@ def _rows_of(path: Path, suffix: str) -> list[Row]:
                 raise DataError(f"load_rows: every row must be an object: row {number} of {path} is {row!r:.60}.")
         return rows
     if suffix == ".parquet":
-        from pyarrow import parquet  # here and not above: it takes longer to import than a JSONL file to read
+        from pyarrow import parquet  # lazy: importing it takes longer than reading a JSONL file
 
         try:
             return parquet.read_table(path).to_pylist()
@@ -226,7 +226,7 @@ def _rows_of(path: Path, suffix: str) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
-    limit = csv.field_size_limit(sys.maxsize)  # of the module; as long as the longest conversation
+    limit = csv.field_size_limit(sys.maxsize)  # global; its default is shorter than some conversations
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader, rows = csv.DictReader(lines, strict=True), []  # strict: an open quote at the end is an error
@@ -263,13 +263,13 @@ def _load_hub(source: str, *, split: str, name: str | None) -> Sequence[Row]:
     except (OSError, ValueError) as error:  # the hub: no such dataset, split or configuration, or no network
         raise DataError(
             f"load_rows: {source!r} must be a file ending in {', '.join(FILE_FORMATS)} or a dataset on the hub with "
-            f"the split {split!r}: there is no such file here, and the hub answers: {type(error).__name__}: {error}"
+            f"the split {split!r}: there is no such file, and the hub reports {type(error).__name__}: {error}"
             f"{did_you_mean(source, _known_names())}"
         ) from error
 
 
 def _known_names() -> list[str]:
-    """Datasets of the hub that were loaded before, and those that the documents name."""
+    """Datasets of the hub that were loaded before, and those named in the documentation."""
     from datasets import config
 
     cached = [path.name.replace("___", "/") for path in Path(config.HF_DATASETS_CACHE).glob("*___*")]
@@ -324,7 +324,7 @@ def _with_images(messages: list[Message], row: Row, where: str) -> list[Message]
             images.append({"type": "image", "image": image})
     if not images:
         return messages
-    # Copies, so that images can take their places in them: the row is the caller's.
+    # Copies, because images are inserted in place and the row belongs to the caller.
     messages = [
         {**message, "content": list(message["content"])} if isinstance(message["content"], (list, tuple)) else message
         for message in messages
@@ -368,7 +368,7 @@ def _checked(messages: Any, column: str, where: str) -> list[Message]:
                 f"dataset: a message must have 'role' and 'content': message {position} of {column!r} in {where} is "
                 f"{message!r:.80}."
             )
-        # Parquet gives every message the union of all fields; the fields that this one never had come back as None.
+        # Parquet gives every message the union of all fields; those that this one never had are None.
         kept = {key: value for key, value in message.items() if value is not None}
         # An empty list is left out: templates test whether there are calls, not how many.
         if kept.get("tool_calls"):
@@ -399,7 +399,7 @@ def declared_tools(tools: Any, where: str) -> list[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives objects at one place the union of their fields, and so arguments that a call never had."""
+    """Drops None values: Parquet gives the objects of a column the union of their fields, also in call arguments."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -37,14 +37,14 @@ class Encoding:
 
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None  # not needed for text; a processor for media
     add_generation_prompt: bool = True
-    chat_template: str | None = None  # used instead of the tokenizer's own, as is the registered one of this name:
-    chat_template_name: str | None = None
-    continue_final_message: bool = False  # leave the last message open, for a model to write on
-    tokenize: bool | None = None  # ids instead of text; None: if masks, return_tensors or dicts are asked for
+    chat_template: str | None = None  # text, instead of the tokenizer's own template
+    chat_template_name: str | None = None  # a registered template, likewise
+    continue_final_message: bool = False  # leave the last message open, for a model to continue
+    tokenize: bool | None = None  # ids instead of text; None: if masks, return_tensors or dicts are requested
     padding: bool = False  # to the longest row, on the tokenizer's side
     truncation: bool = False  # at ``tokenizer.model_max_length``
-    return_tensors: str | None = None  # "pt", which ids are anyway
-    return_dict: bool | None = None  # None: if a mask is asked for
+    return_tensors: str | None = None  # "pt"; ids are tensors anyway
+    return_dict: bool | None = None  # None: if a mask is requested
     return_assistant_tokens_mask: bool = False
     include_end_of_turn: bool = True  # in the mask
     tools: Tools | None = None
@@ -52,7 +52,7 @@ class Encoding:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Encoding:
-        """Keywords and variables of the template, as they come in one call."""
+        """Splits the keywords of one call into fields and template variables."""
         known = {name: value for name, value in options.items() if name in cls.__dataclass_fields__}
         return cls(**known, template_kwargs={n: value for n, value in options.items() if n not in known})
 
@@ -145,9 +145,9 @@ class Encoding:
                 f"{_WHO}: a mask of a conversation with media needs generation blocks: template "
                 f"{self._template.name!r} has none; put {{% generation %}}...{{% endgeneration %}} around the answers."
             )
-        codec.refuse_markers(chats)  # the processor would take one that a message quotes for a real one
+        codec.refuse_markers(chats)  # the processor would read a quoted marker as a real one
         rows = []
-        for chat in chats:  # one by one: a processor returns the media of several without saying whose they are
+        for chat in chats:  # one by one: a processor does not say which media belong to which conversation
             made = self.tokenizer.apply_chat_template(
                 [chat],
                 chat_template=self._template.jinja,
@@ -174,7 +174,7 @@ class Encoding:
         batch = TensorDict({}, batch_size=[len(rows)])
         for name in rows[0]:
             values = [row[name] for row in rows]
-            # One value per token: ids, masks, and what a processor says of each token, which comes as [1, T].
+            # One value per token: ids, masks, and per-token entries of a processor, which have shape [1, T].
             if all(row[name].shape in ((len(row["input_ids"]),), (1, len(row["input_ids"]))) for row in rows):
                 flat = [value.view(-1) for value in values]
                 batch[name] = self._padded(flat, self._pad_token_id if name == "input_ids" else 0)
@@ -209,7 +209,7 @@ def _with_end(mask: Tensor, ids: Tensor, codec: ChatCodec) -> Tensor:
     edges = torch.diff(mask.int(), append=torch.zeros(1, dtype=torch.int32))
     for last in (edges == -1).nonzero().flatten().tolist():
         after = last + 1
-        # Templates close the generation block before the end of turn, or after it: both give one mask.
+        # Templates close the generation block before the end of turn, or after it: both give the same mask.
         if ids[after : after + len(end)].tolist() == end:
             mask[after : after + len(end)] = codec.include_end_of_turn
         elif ids[after - len(end) : after].tolist() == end:

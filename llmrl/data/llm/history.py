@@ -1,7 +1,7 @@
 """`History`: conversations in the chat format, as a tensorclass that batches, slices and renders.
 
-A History is a view for people, tools and environments; what is trained is the stream of token ids, which is never
-rebuilt from it.
+A History is a view for people, tools and environments. Training uses the stream of token ids, which is never rebuilt
+from a History.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class History(TensorClass["nocast"]):
     Fields  role, content   a string per message; ``content`` may also be a list of parts, or None
             is_complete     False for a message that was cut off
             tool_calls      the calls an assistant message makes, in the format of the Transformers library
-            tool_responses  what they returned, for templates that want it there
+            tool_responses  their results, for templates that expect them here
             extra           a dict with every other key of the message
 
     ``History(role="user", content="Hi")`` is one message (batch size []), lists make a conversation [M], lists of lists
@@ -84,15 +84,15 @@ class History(TensorClass["nocast"]):
 
     @classmethod
     def stack(cls, rows: Sequence[History], dim: int = 0) -> History:
-        """Histories of one number of dimensions -> one with a new first dimension; lengths may differ.
+        """Stacks histories with the same number of dimensions along a new first one; lengths may differ.
 
         Raises  ShapeError if the numbers of dimensions differ, or for another ``dim``
         """
         ndims = {row.ndim for row in rows}
         if dim != 0 or len(ndims) != 1:
             raise ShapeError(
-                f"History.stack: histories of one number of dimensions are stacked along dim 0: got dim {dim} and "
-                f"{sorted(ndims)} dimensions."
+                f"History.stack: histories must have the same number of dimensions, and dim must be 0: got dim {dim} "
+                f"and {sorted(ndims)} dimensions."
             )
         return cls._of([row._nested for row in rows], ndims.pop() + 1)
 
@@ -134,7 +134,7 @@ class History(TensorClass["nocast"]):
 
         Reads    history  one dimension fewer than self, of the shape of self without ``dim``
         Returns  self if ``inplace``, else a new History
-        Raises   a ShapeError that is a RuntimeError too, otherwise
+        Raises   GrowthError, a ShapeError and RuntimeError, for any other shape
         """
         _check_history(history, "append")
         if history.ndim != self.ndim - 1:
@@ -150,7 +150,7 @@ class History(TensorClass["nocast"]):
 
         Reads    history  as many dimensions as self
         Returns  self if ``inplace``, else a new History
-        Raises   a ShapeError that is a RuntimeError too, otherwise
+        Raises   GrowthError, a ShapeError and RuntimeError, for any other shape
         """
         _check_history(history, "extend")
         if not self.ndim or history.ndim != self.ndim:
@@ -174,7 +174,7 @@ class History(TensorClass["nocast"]):
         return _nested_chats(self._nested, self.ndim)
 
     def apply_chat_template(self, **options: Any) -> Any:
-        """Writes the conversations as a model reads them. Keywords: the fields of `Encoding`, and template variables.
+        """Renders the conversations for a model. Keywords: the fields of `Encoding`, and template variables.
 
         Returns  text by default: a string for [M], a list for [B, M]. Ids with ``tokenize``, which masks,
                  ``return_tensors="pt"`` and dicts imply: int64[T] for [M], a list for [B, M], int64[B, T] with
@@ -214,7 +214,7 @@ class History(TensorClass["nocast"]):
 
     def __getitem__(self, index: Any) -> History:
         found = _index_rows(self._nested, index, self.ndim)
-        if found is None:  # an index that lists cannot answer, such as None or a mask of two dimensions
+        if found is None:  # an index that lists do not support, such as None or a mask of two dimensions
             return rewrap(self, inner(self)[index])
         return type(self)._of(*found)
 
@@ -227,14 +227,14 @@ class History(TensorClass["nocast"]):
 
     @classmethod
     def _of(cls, nested: Any, ndim: int) -> History:
-        """A History over nested lists of messages, which it keeps."""
+        """A History over nested lists of messages, which are not copied."""
         self = cls.__new__(cls)
         fill(self, stack_messages(nested, ndim))
         return self
 
     @property
     def _nested(self) -> Any:
-        """Nested lists of the messages themselves: to be read, not to be changed."""
+        """Nested lists of the messages themselves, not copies: do not change them."""
         return unstack_messages(inner(self))
 
     def _depth(self, dim: int) -> int:
@@ -269,7 +269,7 @@ def _init(
 ) -> None:
     """A message, a conversation or a batch, by the nesting of ``role``; the shape is read from it.
 
-    ``batch_size`` is checked against it, ``device`` is accepted and means nothing, ``names`` must be None.
+    ``batch_size`` is checked against it, ``device`` is accepted and ignored, ``names`` must be None.
     """
     if names is not None:
         raise ConfigError(f"History: its dimensions have no names: got names={names!r}.")
@@ -277,7 +277,7 @@ def _init(
     probe = role
     while isinstance(probe, (list, tuple)):
         ndim, probe = ndim + 1, probe[0] if probe else ""
-    # The nesting of ``role`` alone: contents and calls may be lists themselves.
+    # Only ``role`` defines the nesting: contents and calls may be lists themselves.
     columns = dict(zip(FIELDS, (role, content, is_complete, tool_calls, tool_responses, extra), strict=True))
     fill(self, stack_messages(_zip_fields(columns, ndim), ndim))
     if batch_size is not None:
@@ -315,7 +315,7 @@ def _parsed(row: ChatTemplate, text: str) -> Any:
         raise DataError(f"History.from_text: must be given text: got {type(text).__name__}.")
     try:
         messages = row.parse(text)
-    except Exception as error:  # a parser may be a user's
+    except Exception as error:  # a user's parser may raise anything
         raise TemplateError(
             f"History.from_text: the parser of template {row.name!r} must read the text: got {type(error).__name__} "
             f"({error}) for {text[:80]!r}."
@@ -341,7 +341,7 @@ def _check_history(history: Any, method: str) -> None:
 def _copy_messages(chat: Iterable[Message], who: str) -> list[Message]:
     """Copies of one conversation's messages. Raises DataError naming an entry that is not a message."""
     messages = list(chat)
-    # The type is looked at first, because that is quicker.
+    # Comparing the type first is faster.
     copies = [dict(m) for m in messages if (type(m) is dict or isinstance(m, Mapping)) and "role" in m]
     if len(copies) < len(messages):
         wrong = next(m for m in messages if not isinstance(m, Mapping) or "role" not in m)
@@ -357,7 +357,7 @@ def _pick_field(nested: Any, ndim: int, name: str) -> Any:
 
 
 def _zip_fields(columns: dict[str, Any], ndim: int) -> Any:
-    """The inverse of `pick_field`, of all fields at once. A column that is not a list holds for every message."""
+    """The inverse of `_pick_field`, for all fields. A column that is not a list applies to every message."""
     if not ndim:
         return join_message(columns)
     length = len(columns["role"])
@@ -390,7 +390,7 @@ def _wrap(nested: Any, depth: int) -> Any:
 
 
 def _join(nested: Any, new: Any, depth: int, method: str) -> Any:
-    """Nested lists joined at ``depth``; everything around it must agree in length."""
+    """Nested lists joined at ``depth``; the levels above it must agree in length."""
     if depth == 0:
         return [*nested, *new]
     if len(nested) != len(new):
@@ -402,7 +402,7 @@ def _join(nested: Any, new: Any, depth: int, method: str) -> Any:
 
 
 def _index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
-    """Indexes nested lists as tensors are indexed; (result, its dimensions), or None for what only tensors can do."""
+    """Indexes nested lists as tensors are indexed: (result, its ndim), or None for what only tensors support."""
     parts = list(index) if isinstance(index, tuple) else [index]
     spots = [spot for spot, part in enumerate(parts) if part is Ellipsis]
     if len(spots) > 1 or len(parts) - len(spots) > ndim:
@@ -417,7 +417,7 @@ def _index_rows(nested: Any, index: Any, ndim: int) -> tuple[Any, int] | None:
             picks.append(part)
         elif part is None or isinstance(part, bool):  # either adds a dimension
             return None
-    # Two lists pick pairs rather than rows and columns.
+    # Tensors pair the entries of two lists instead of taking rows and columns.
     if len(picks) > 1 or (picks and any(isinstance(pick, list) for pick in picks[0])):
         return None
     return _take_rows(nested, parts), ndim - sum(isinstance(part, int) for part in parts)
@@ -440,9 +440,9 @@ def _take_rows(nested: Any, parts: list[Any]) -> Any:
     return [_take_rows(row, rest) for row in rows] if rest else rows
 
 
-# A tensorclass generates ``__init__`` and serves fields from its TensorDict; over the lists both are faster. Its
-# ``__repr__`` fails if a batch begins with a conversation of no messages.
-_init.__qualname__ = "History.__init__"  # what Python's own errors call it
+# These replace the methods that a tensorclass generates: ``__init__`` and fields are faster over the lists, and the
+# generated ``__repr__`` fails if the first conversation of a batch is empty.
+_init.__qualname__ = "History.__init__"  # shown in Python's own errors
 History.__init__ = _init
 History.__repr__ = _repr
 for _name in FIELDS:

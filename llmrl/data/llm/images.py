@@ -1,4 +1,4 @@
-"""Images as messages and datasets have them: found in a conversation, and read."""
+"""Images of messages and datasets: extraction from a conversation, and loading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Chat = Sequence[Mapping[str, Any]]
 
-_SOURCES = ("image", "url", "path", "base64", "bytes", "image_url")  # where a part of type "image" may have its image
-_BROKEN = (OSError, ValueError, TypeError, AttributeError, SyntaxError)  # what PIL raises for files that are
+_SOURCES = ("image", "url", "path", "base64", "bytes", "image_url")  # keys of a part's image
+_BROKEN = (OSError, ValueError, TypeError, AttributeError, SyntaxError)  # what PIL raises for broken files
 
 
 def take_images(chat: Chat) -> tuple[Chat, list[list[Any]]]:
-    """The conversation as a template needs it, with the images of each message taken out of it.
+    """The conversation as a template needs it, with placeholders for images, and the images of each message.
 
     >>> take_images([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
     ([{'role': 'user', 'content': [{'type': 'image', 'image': ''}]}], [['cat.png']])
@@ -72,7 +72,7 @@ def _decoded(text: str) -> bytes:
 
 
 def image_key(source: Any) -> tuple[Any, Image | None]:
-    """A key that is equal for equal images only, and the image if it had to be read for that."""
+    """A key that is equal only for equal images, and the image if it had to be loaded for that."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):
@@ -88,8 +88,8 @@ def image_key(source: Any) -> tuple[Any, Image | None]:
 
 
 def load_image(source: Any, *, only_check: bool = False) -> Image | None:
-    """An image in RGB, of a PIL image, a path, bytes of a file, a "data:" URL, uint8[H, W, 3], or a dict of "bytes" or
-    "path" as the ``datasets`` library has them.
+    """An image in RGB, from a PIL image, a path, bytes of a file, a "data:" URL, uint8[H, W, 3], or a dict with "bytes"
+    or "path" as in the ``datasets`` library.
 
     only_check  reads no pixels, and returns None
     Raises      DataError if it cannot be read; images are not fetched from the network

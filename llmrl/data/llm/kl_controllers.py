@@ -1,4 +1,4 @@
-"""Weights of a KL penalty, constant or following the divergence that was measured."""
+"""Weights of a KL penalty, constant or adapted to the measured divergence."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ class AdaptiveKLController(ConstantKLController):
                 f"{int((~values.isfinite()).sum())} of them not finite."
             )
         kl = -float(values.mean()) / self.coef  # a KL reward is -coef * KL
-        # Clipped, so that one batch with an extreme divergence moves the weight no further.
+        # Clipped, so that one batch with an extreme divergence cannot move the weight far.
         error = min(0.2, max(-0.2, kl / self.target - 1))
         self._set(self.coef * (1 + error * values.numel() / self.horizon))

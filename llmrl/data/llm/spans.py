@@ -1,7 +1,7 @@
 """The assistant's part of a rendered conversation: character spans, token spans, and the masks made of them.
 
-A span is a half-open pair of positions, one per assistant message. Spans are found from what the template does, never
-by searching for the answer's text and never from token values. The texts are escaped: no message can spell a control
+A span is a half-open pair of positions, one per assistant message. Spans are derived from what the template does, never
+by searching for the answer's text and never from token values. The texts are escaped: no message contains a control
 token.
 """
 
@@ -28,10 +28,10 @@ _MAX_SKELETONS = 512
 
 
 class SpanFinder:
-    """Finds the assistant's spans in what one template writes with one tokenizer's special tokens.
+    """Finds the assistant's spans in the output of one template with one tokenizer's special tokens.
 
     Reads  write           `render` with the template and its variables
-           end_of_turn     what follows an answer, and ``end_is_control``, whether that is a control token
+           end_of_turn     the text after an answer; ``end_is_control`` is True if that is a control token
 
     Three ways are tried in this order: the template's text around stand-in contents (its skeleton), which needs no
     further rendering; the template's generation blocks; rendering what precedes a turn.
@@ -55,7 +55,7 @@ class SpanFinder:
         *,
         add_generation_prompt: bool,
     ) -> list[list[Span]]:
-        """Character spans per conversation; ``blocks`` are the generation blocks of its text if they are known.
+        """Character spans per conversation; ``blocks`` are the generation blocks of the texts if they are known.
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
@@ -81,7 +81,7 @@ class SpanFinder:
         add_generation_prompt: bool,
         tools: Tools | None,
     ) -> list[Span] | None:
-        """Spans by comparison with the same roles around stand-in contents; None if the template did anything else."""
+        """Spans by comparison with the same roles around stand-in contents; None if the texts do not match."""
         if not only_contents([chat]):
             return None
         try:
@@ -90,13 +90,13 @@ class SpanFinder:
         except KeyError:
             return None
         if roles not in skeletons:
-            if len(skeletons) >= _MAX_SKELETONS:  # bounded; the shapes in use are soon found again
+            if len(skeletons) >= _MAX_SKELETONS:  # bounds the memory; skeletons in use are soon built again
                 skeletons.clear()
             skeletons[roles] = self._skeleton(roles, tools)
         skeleton = skeletons[roles]
         if skeleton is None or not all(isinstance(content, str) for content in contents):
             return None
-        # The comparison of the whole text is the proof. Most templates write contents as they are, some trim them.
+        # Comparing the whole text proves the spans right. Most templates write contents unchanged, some trim them.
         found = skeleton.spans(contents, text)
         return skeleton.spans([content.strip() for content in contents], text) if found is None else found
 
@@ -108,7 +108,7 @@ class SpanFinder:
         try:
             text = self._render(chat, bool(prompt), tools)
             places = [text.index(stand_in) for stand_in in stand_ins]
-            # A content that is moved, repeated or dropped cannot be put back by position.
+            # A content that is moved, repeated or dropped cannot be found by position.
             if places != sorted(places) or any(text.count(stand_in) != 1 for stand_in in stand_ins):
                 return None
             if self._template.marks_generation:
@@ -120,7 +120,7 @@ class SpanFinder:
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
         margins = []
         for turn, (start, end) in zip(turns, spans, strict=True):
-            # A span may hold more than the content, such as "<think>" before it: the margins are kept.
+            # A span may contain more than the content, such as "<think>" before it: the margins record that.
             if not start <= places[turn] < end:
                 return None
             margins.append((turn, places[turn] - start, end - places[turn] - 1))
@@ -135,7 +135,7 @@ class SpanFinder:
         if len(blocks) == len(turns):
             return blocks
         spans: list[Span] = []
-        for turn in turns:  # several blocks, or none, for a message: see what each message adds
+        for turn in turns:  # a message has several blocks or none: find those that each one adds
             own = self._blocks(chat[: turn + 1], tools)
             new = [block for block in own if not spans or block[0] >= spans[-1][1]]
             if not new:
@@ -149,7 +149,7 @@ class SpanFinder:
     def _from_prefixes(self, chat: Chat, text: str, row: int, tools: Tools | None) -> list[Span]:
         """Spans by rendering what came before: a turn starts where its generation prompt ends in the whole text.
 
-        It ends at the first end-of-turn marker after that (contents hold none, they are escaped) or, in a template
+        It ends at the first end-of-turn marker after that (contents are escaped and contain none) or, in a template
         without one, where the conversation up to and including the turn ends.
         """
         spans: list[Span] = []
@@ -158,8 +158,8 @@ class SpanFinder:
             if message["role"] != "assistant":
                 continue
             start = self._start_from_prefix(chat, turn, text, row, tools)
-            # A control token cannot be in a content, so the first one ends the turn. Any other text can be: then only
-            # a rendering that stops there tells where the turn ends.
+            # Contents contain no control token, so the first one ends the turn. They may contain any other marker:
+            # then only rendering the conversation up to this turn shows where it ends.
             if self._end_is_control:
                 end = text.find(self._end_of_turn, start)
                 if end < 0:
@@ -180,28 +180,29 @@ class SpanFinder:
         return spans
 
     def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
-        """The end of a turn's generation prompt, or of what the whole text has of it."""
+        """The end of a turn's generation prompt in the text, or of the part of the prompt that the text has."""
         try:
             prompt = self._render(chat[:turn], True, tools)
             if text.startswith(prompt):
                 return len(prompt)
-            # A prompt may go on (with an opened thought) where the text does not: then the turn starts where any answer
-            # does. The answer itself may begin as the prompt goes on, "<think>" and "<tool_call>" do.
+            # The prompt may have more than the text, such as an opened thought: then the turn starts where that of a
+            # probe does. The answer itself is no probe: "<tool_call>" shares its beginning with an opened "<think>".
             probe = {"role": "assistant", "content": chr(STAND_IN)}
             other = self._render([*chat[:turn], probe], False, tools)
             before = self._render(chat[:turn], False, tools)
         except REFUSALS as error:
             raise TemplateError(self._no_span(turn, row, "the messages before it cannot be rendered alone")) from error
         header = other[: common_prefix_length(prompt, other)]
-        # A header that does not hold all earlier messages would put the turn inside of one of them.
+        # A header shorter than the earlier messages would put the start of the turn inside one of them.
         if len(header) < len(before) or not text.startswith(header):
             raise TemplateError(self._no_span(turn, row, "the text before it changes when it is added"))
         return len(header)
 
     def _no_span(self, turn: int, row: int, reason: str) -> str:
         return (
-            f"ChatCodec: the text of each assistant message must be found in what template {self._template.name!r} "
-            f"writes: message {turn} of conversation {row} is not, {reason}; put {{% generation %}} blocks in it."
+            f"ChatCodec: the text of each assistant message must be found in the output of template "
+            f"{self._template.name!r}: message {turn} of conversation {row} is not, {reason}; put "
+            f"{{% generation %}} blocks in it."
         )
 
     def _blocks(self, chat: Chat, tools: Tools | None) -> list[Span]:
@@ -243,7 +244,7 @@ def end_span(text: str, span: Span, end_of_turn: str, *, include: bool) -> Span:
         return span
     if text.startswith(end_of_turn, end):
         return start, end + len(end_of_turn) * include
-    # Inside, it counts as the end only if nothing but white space follows.
+    # Inside the span, the marker ends the turn only if nothing but white space follows.
     inside = text.rfind(end_of_turn, start, end)
     if inside >= 0 and not text[inside + len(end_of_turn) : end].strip():
         return start, inside + len(end_of_turn) * include
@@ -253,19 +254,19 @@ def end_span(text: str, span: Span, end_of_turn: str, *, include: bool) -> Span:
 def token_span(encoding: Encoding, span: Span, text_length: int) -> Span:
     """The tokens whose first character lies in a character span.
 
-    A token that begins before the span and reaches into it is left out: no generation could have drawn it there.
+    A token that begins before the span and reaches into it is left out: no generation could have sampled it there.
     """
     return _first_token_from(encoding, span[0], text_length), _first_token_from(encoding, span[1], text_length)
 
 
 def _first_token_from(encoding: Encoding, position: int, text_length: int) -> int:
-    for char in range(position, text_length):  # one step, but for characters that belong to no token
+    for char in range(position, text_length):  # one step, except for characters without a token
         token = encoding.char_to_token(char)
         if token is None:
             continue
         if char > position or encoding.token_to_chars(token)[0] >= position:
             return token
-        # This token begins before the position, as may others that spell bytes of one character: all are left out.
+        # This token begins before the position, as may others with bytes of the same character: skip them all.
         while token < len(encoding) and encoding.token_to_chars(token)[0] < position:
             token += 1
         return token
@@ -275,7 +276,7 @@ def _first_token_from(encoding: Encoding, position: int, text_length: int) -> in
 def common_prefix_length(first: str, second: str) -> int:
     """The number of leading characters that two texts share."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # halving: comparing slices is faster than comparing characters
+    while low < high:  # bisection: comparing slices is faster than comparing characters
         middle = (low + high + 1) // 2
         low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low

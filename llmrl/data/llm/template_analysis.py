@@ -1,7 +1,7 @@
-"""Static analysis of chat templates: whether one reads message contents, and the shape of a conversation.
+"""Static analysis of chat templates: detects reads of message contents; computes the shape of a conversation.
 
-A template that only writes contents treats all conversations of one shape the same way: what was found for stand-ins
-holds for each of them. An expression that the analysis does not know counts as reading.
+A template that only writes contents treats all conversations of one shape the same way: results for stand-in texts hold
+for all of them. An expression that the analysis does not support counts as reading.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jinja2 import TemplateError as JinjaError
 from llmrl.data.llm.spans import STAND_IN
 from llmrl.data.llm.templates import Message
 
-_EXACT = ("role", "type", "name", "tools")  # part of a conversation's shape as they are: a template may compare them
-_STRUCTURE = ("tool_calls", "function")  # hold more of the message rather than text
+_EXACT = ("role", "type", "name", "tools")  # part of a shape with their values: a template may compare them
+_STRUCTURE = ("tool_calls", "function")  # contain more structure, not text
 _KEPT = {*_EXACT, *_STRUCTURE}
 _TYPE_TESTS = ("string", "none", "defined", "undefined", "mapping", "iterable", "sequence", "boolean", "number")
 _TYPE_TESTS += ("true", "false", "integer", "float")
@@ -27,7 +27,7 @@ _WRITING_FILTERS = ("trim", "string", "tojson", "safe", "default", "d")
 _HOLDERS = (nodes.Or, nodes.And, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword)
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
-_NOTHING, _PARTS, _TEXT = range(3)  # what of the messages a value holds: nothing, messages or calls, strings in them
+_NOTHING, _PARTS, _TEXT = range(3)  # content of a value: nothing of the messages, messages or calls, or their strings
 
 
 def _shape_of(value: Any, key: str = "") -> Any:
@@ -36,7 +36,7 @@ def _shape_of(value: Any, key: str = "") -> Any:
         return value if key in _KEPT or not value or value.isspace() else None
     if key in _EXACT:
         return repr(value)
-    if isinstance(value, (dict, Mapping)):  # a dict is found sooner
+    if isinstance(value, (dict, Mapping)):  # the check for dict is faster
         shapes = [
             # Nearly all items are strings. A call for each would double the time of a turn with tools.
             _shape_of(item, name)
@@ -47,7 +47,7 @@ def _shape_of(value: Any, key: str = "") -> Any:
         return (*value, *shapes)
     if isinstance(value, (list, tuple)):
         return (list, *[_shape_of(item, key) for item in value])
-    # An object of another type may say anything when it is written: equal to nothing, not even to itself.
+    # An object of another type may render as any text: its shape equals no other, not even its own.
     return type(value), value if value is None or isinstance(value, (bool, int, float)) else object()
 
 
@@ -64,7 +64,7 @@ def conversation_shape(chat: Sequence[Message]) -> Any:
 
 
 def stand_ins(chat: Sequence[Message], first: int = 0) -> list[Message]:
-    """A conversation of the same shape in which every text is another one, with white space around it."""
+    """A conversation of the same shape with a unique text, in white space, in place of each text."""
     numbers = itertools.count(first << 16)
 
     def replaced(value: Any, key: str = "") -> Any:
@@ -92,7 +92,7 @@ def reads_contents(jinja: str) -> bool:
     try:
         tree = environment.parse(_GENERATION_TAGS.sub("", jinja))
         walk = _Walk({macro.name: macro for macro in tree.find_all(nodes.Macro)})
-        while True:  # a name may be used before the line that says what it holds, in a loop
+        while True:  # until nothing changes: in a loop, a name may be used before it is assigned
             before = dict(walk.names)
             walk.statements(tree.body)
             if walk.names == before:
@@ -106,10 +106,10 @@ class _ReadsError(Exception):
 
 
 class _Walk:
-    """Follows the messages through a template's names; raises _ReadsError if a text is more than written."""
+    """Tracks the messages through a template's names; raises _ReadsError if a text is used beyond writing it."""
 
     def __init__(self, macros: Mapping[str, nodes.Macro]) -> None:
-        self.names = {"messages": _PARTS}
+        self.names = {"messages": _PARTS}  # name -> the most of the messages that it may contain
         self._macros = macros
 
     def statements(self, body: Sequence[nodes.Node]) -> None:
@@ -144,7 +144,7 @@ class _Walk:
         match iterable:
             case nodes.Filter(name="items", node=mapping) | nodes.Call(node=nodes.Getattr(attr="items", node=mapping)):
                 return _TEXT if self._level(mapping) else _NOTHING
-        if (level := self._level(iterable)) == _TEXT:  # letter by letter, if it is a string
+        if (level := self._level(iterable)) == _TEXT:  # a string would be iterated by character
             raise _ReadsError
         return level
 
@@ -159,7 +159,7 @@ class _Walk:
         return max([self._level(node) for node in expressions], default=_NOTHING)
 
     def _level(self, node: nodes.Node) -> int:
-        """The part of the messages that the value of an expression holds."""
+        """The part of the messages that the value of an expression contains."""
         match node:
             case nodes.Const() | nodes.TemplateData():
                 return _NOTHING
@@ -170,6 +170,7 @@ class _Walk:
             case nodes.Getitem(arg=nodes.Const(value=str(name))):
                 return self._field(node.node, name)
             case nodes.Getitem():
+                # Messages may be indexed. A slice of a text, or an index computed from the messages, reads contents.
                 level = self._level(node.node)
                 if level != _TEXT and not self._levels(list(node.arg.iter_child_nodes()) or [node.arg]):
                     return level
@@ -188,7 +189,7 @@ class _Walk:
 
     def _combination(self, node: nodes.Node) -> int:
         level = self._levels(list(node.iter_child_nodes()))
-        match node:  # what is not listed may tell texts apart: arithmetic, slices, operators
+        match node:  # anything else may depend on a text: arithmetic, slices, operators
             case nodes.Not():
                 return _NOTHING
             case nodes.Test() if node.name in _TYPE_TESTS:
@@ -221,7 +222,7 @@ class _Walk:
                 raise _ReadsError
             return holder
         if isinstance(called, nodes.Name) and called.name in self._macros:
-            # A macro is walked once, with the most that any of its calls passes.
+            # A macro is analysed once, with the highest level that any of its calls passes.
             for parameter in self._macros[called.name].args:
                 self._bind(parameter, level)
             return _TEXT
@@ -248,7 +249,7 @@ class _Walk:
             return _NOTHING
         match node.ops:
             case [nodes.Operand(op="eq" | "ne", expr=nodes.Const(value=None | ""))]:
-                return _NOTHING  # a comparison with emptiness
+                return _NOTHING  # a comparison with None or ""
             case [nodes.Operand(op="in" | "notin")] if level == _PARTS and not self._level(node.expr):
-                return _NOTHING  # a question for a key
+                return _NOTHING  # a test for a key
         raise _ReadsError

@@ -1,6 +1,6 @@
 """Chat templates: the registered families, the rule that chooses one for a tokenizer, and the text that they write.
 
-A template is jinja text in the dialect of the Transformers library; what the assistant writes stands between
+A template is jinja text in the dialect of the Transformers library; what the assistant writes is enclosed in
 ``{% generation %}`` and ``{% endgeneration %}``. The tokenizer's own template is preferred to a guess, and a template
 that the user registered for the model to both. The built-in texts are the files of ``llmrl.chat_templates``.
 """
@@ -28,23 +28,23 @@ Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
-REFUSALS = (JinjaError, TypeError, KeyError, ValueError)  # of a template, for a conversation it does not support
+REFUSALS = (JinjaError, TypeError, KeyError, ValueError)  # raised for a conversation that a template does not support
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """One model family's chat format: how to write it, how to read it back, whose models use it."""
+    """The chat format of one model family: its template, its parser, and what identifies its models."""
 
     name: str
     jinja: str
     parse: Parser | None = None  # inverse of ``jinja``; a cut-off last message carries "is_complete": False
-    answer: Callable[[str], Message] | None = None  # fields of an answer's message; None: its text is its content
+    answer: Callable[[str], Message] | None = None  # parses an answer into fields; None: its text is its content
     keywords: tuple[str, ...] = ()  # lower-case substrings of the names of models that use it
-    special_tokens: tuple[str, ...] = ()  # control tokens of the family's tokenizers that the format uses, its end last
-    text_markers: tuple[str, ...] = ()  # structure that is ordinary text to those tokenizers: refused inside messages
-    rewrites: str = ""  # what it writes differently once the conversation goes on; "" if a longer one begins with it
-    recognised_by: tuple[str, ...] = ()  # control tokens by which another template is known to write the same format
+    special_tokens: tuple[str, ...] = ()  # control tokens that the format uses, the end of a turn last
+    text_markers: tuple[str, ...] = ()  # structure that tokenizes as ordinary text: refused inside messages
+    rewrites: str = ""  # what changes in the text when the conversation continues; "" if nothing does
+    recognised_by: tuple[str, ...] = ()  # control tokens that identify other templates of this format
 
     @property
     def marks_generation(self) -> bool:
@@ -52,7 +52,7 @@ class ChatTemplate:
         return _GENERATION_BLOCK.search(self.jinja) is not None
 
 
-# One object each: templates are compared, and kept, by what they hold.
+# Created once: templates are compared and cached by value, and two partials are never equal.
 _PARSE_THINKING = partial(gpt_oss.parse_gpt_oss, thought="thinking")
 _ANSWER_THINKING = partial(gpt_oss.read_gpt_oss_answer, thought="thinking")
 _OTHER_CHATML = re.compile(r"<\|im_(?!start|end)")  # dialects with a marker between role and content
@@ -71,10 +71,10 @@ def add_chat_template(
 
     Reads   template               jinja text with a generation block around what the assistant writes
             inverse_parser         text -> messages (a list of dicts, or a `History`), for ``History.from_text``
-            model_family_keywords  the template is taken for a tokenizer whose name holds one of them, whatever the
-                                   case, even if the tokenizer has a template of its own
+            model_family_keywords  the template is used for tokenizers whose name contains one of them (ignoring case),
+                                   even if the tokenizer has a template of its own
     Raises  TemplateError if there is no generation block, if the name is taken by another template of yours (a
-            built-in one gives way), for an empty keyword, or a parser that cannot be called
+            built-in one is replaced), for an empty keyword, or a parser that cannot be called
 
     >>> jinja = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     >>> add_chat_template("contents_only", jinja)
@@ -111,13 +111,13 @@ def add_chat_template(
 def find_template(
     tokenizer: PreTrainedTokenizerBase | None, name: str | None = None, *, template: str | None = None
 ) -> ChatTemplate:
-    """The template to use: ``template`` itself, else ``name``, else one of yours for models of this name, else the
-    tokenizer's own, else a guess, else ChatML.
+    """The template to use: ``template`` itself, else ``name``, else one that you registered for this model, else
+    the tokenizer's own, else a built-in one by the model's name, else ChatML.
 
     Reads   tokenizer.chat_template  text, or a table of texts by name; its "default" entry is *its own* template
             tokenizer.name_or_path   compared with the keywords of the templates that you registered and, only when the
                                      tokenizer has no template, of the built-in ones; longer keywords first
-    Raises  TemplateError for an unknown name, listing the known ones; TypeError for the name of a tokenizer
+    Raises  TemplateError for an unknown name, listing the known ones; TypeError for a tokenizer given by name
     """
     if isinstance(tokenizer, str):
         raise TypeError(
@@ -147,13 +147,13 @@ def find_template(
         for keyword in row.keywords
         if keyword in model_name
     ]
-    # Yours before the built-in ones, then the longest keyword; rows themselves have no order.
+    # Registered templates before built-in ones, then the longest keyword; rows themselves cannot be ordered.
     is_yours, _, row = max(found, key=lambda match: match[:2], default=(False, 0, _TEMPLATES["chatml_format"]))
     return _unregistered("tokenizer", own) if own and not is_yours else row
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:
-    """Raises ConfigError for a variable that a template does not use, and that would have no effect."""
+    """Raises ConfigError for a variable that a template does not use: it would have no effect."""
     for name in variables or ():
         if not re.search(rf"\b{re.escape(name)}\b", template.jinja):
             words = sorted(set(re.findall(r"[a-z]\w+", template.jinja)))
@@ -169,7 +169,7 @@ def template_names() -> list[str]:
 
 
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
-    """A row for a template that comes as text. A format that is recognised by its control tokens can be read back."""
+    """A row for a template given as text. If its control tokens identify the format, the row has that parser."""
     for row in _TEMPLATES.values():
         if row.jinja == jinja:  # a tokenizer that was saved with a registered template: its parser fits
             return row
@@ -189,7 +189,7 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
     With ``tools`` None, each conversation has the tools that its first message declares under ``"tools"``.
     Raises  ValueError for tools or tool calls that the template would silently leave out
     """
-    # jinja ignores a variable that the template does not read: the model would be asked without its tools.
+    # jinja ignores a variable that the template does not read: the model would not see its tools.
     declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
     jinja = options["chat_template"]
     if "tools" not in jinja and (tools or any(declared)):
@@ -198,7 +198,7 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
         raise ValueError("it does not use tool_calls: the calls of a message would be lost; write them as content")
     if not any(declared):
         return render_jinja_template(conversations=chats, tools=tools, **options)
-    texts, blocks = [], []  # one by one: a call of the library renders all with the same tools
+    texts, blocks = [], []  # one by one: the library renders all conversations of a call with the same tools
     for chat, own in zip(chats, declared, strict=True):
         text, found = render_jinja_template(conversations=[chat], tools=own or None, **options)
         texts += text
@@ -216,7 +216,7 @@ def render_text(
     tools: Tools | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The text of each conversation as the template writes it, nothing escaped: to be shown, not to be tokenised.
+    """The text of each conversation as the template writes it, nothing escaped: for display, not for tokenising.
 
     Raises  TemplateError if the template refuses a conversation, ConfigError for ``template_kwargs`` it does not use
     """
@@ -238,7 +238,7 @@ def render_text(
         ) from error
 
 
-# The table of families; tokens are separated by spaces. A keyword that is longer wins: "llama3" before "llama".
+# The table of families; tokens are separated by spaces. The longest keyword wins: "llama3" before "llama".
 
 
 def _family(

@@ -24,18 +24,18 @@ class _Conversation(NamedTuple):
 
 
 class TopKRewardSelector:
-    """Holds the conversations of a prompt back until it has enough turns, then writes the best ones.
+    """Collects the conversations of a prompt until it has enough turns, then writes the best ones.
 
-    Reads   prompt_key   B strings, or int64[B]; of a conversation of several turns, the prompt of the first
-            rewards_key  float[B, ...]; what a conversation got is the sum over its turns
+    Reads   prompt_key   B strings, or int64[B]; in a conversation of several turns, the first one counts
+            rewards_key  float[B, ...]; the reward of a conversation is the sum over its turns
             done_key     bool[B, 1]
     Returns from ``inv``: the turns of the chosen conversations [N], the best one first, or None
-    Raises  ValueError for settings that choose nothing, DataError if no turn is done, MissingKeyError
+    Raises  ValueError for settings that can select nothing, DataError if no turn is done, MissingKeyError
 
     Once a prompt has ``total_dialog_turns`` turns, up to ``topk_size`` conversations are written: the best of those
     strictly above the median reward, so none if all are equal. Conversations whose reward is NaN or infinite are left
     out. A row is one turn: in a flat batch a conversation ends with a turn that is done, in a [B, T] batch each row is
-    one. Beyond ``max_queued_prompts`` the oldest prompt is dropped. In a buffer:
+    a conversation. Beyond ``max_queued_prompts`` the oldest prompt is dropped. In a buffer:
     ``ReplayBuffer(transform=TopKRewardSelector(5, 3))``.
 
     ``counters``: "prompts" decided, conversations "written", "dropped", "failed" and "evicted", prompts "queued" now.
@@ -63,7 +63,7 @@ class TopKRewardSelector:
     ):
         if total_dialog_turns < 2 or not 1 <= topk_size <= total_dialog_turns or max_queued_prompts < 1:
             raise ValueError(
-                "TopKRewardSelector: total_dialog_turns must be at least 2 (of one, nothing is above the median), "
+                "TopKRewardSelector: total_dialog_turns must be at least 2 (a single one is never above the median), "
                 "topk_size between 1 and that, and max_queued_prompts at least 1: got "
                 f"{total_dialog_turns}, {topk_size} and {max_queued_prompts}."
             )
@@ -77,7 +77,7 @@ class TopKRewardSelector:
         names = ("prompts", "written", "dropped", "failed", "evicted", "queued")
         self.counters = dict.fromkeys(names, 0)
         self._queue: OrderedDict[Hashable, list[_Conversation]] = OrderedDict()
-        self._open: tuple[Hashable, list[Row], float] | None = None  # of a flat batch that ended before its last done
+        self._open: tuple[Hashable, list[Row], float] | None = None  # unfinished at the end of a flat batch
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         return td
@@ -116,10 +116,10 @@ class TopKRewardSelector:
         reward_T = [float(row.detach().double().sum()) for row in self._get(td, self.rewards_key, as_list=True)]
         prompts = row_values(self._get(td, self.prompt_key), count, "TopKRewardSelector")
         ended = []
-        # A flat batch may cut a conversation: its beginning waits for the next batch.
+        # A flat batch may end inside a conversation, whose beginning then waits for the next batch.
         prompt, rows, total = self._open or (None, [], 0.0)
         for row, own, reward, done in zip(to_rows(td), prompts, reward_T, done_T, strict=True):
-            prompt = prompt if rows else own  # later turns have longer prompts: the first one names the group
+            prompt = prompt if rows else own  # later turns have longer prompts: the first one identifies the group
             rows.append(row)
             total += reward
             if done:
@@ -133,7 +133,7 @@ class TopKRewardSelector:
         finite = rewards.isfinite()
         best: list[_Conversation] = []
         if bool(finite.any()):
-            # Of equal rewards none is above the median: such a prompt teaches nothing.
+            # If all rewards are equal, none is above the median and none is written: they teach nothing.
             median = torch.quantile(rewards[finite], 0.5)
             order = torch.argsort(rewards.masked_fill(~finite, -torch.inf), descending=True, stable=True)
             above = [index for index in order.tolist() if finite[index] and rewards[index] > median]

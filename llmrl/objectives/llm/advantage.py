@@ -42,16 +42,16 @@ _WAITING = ("queued", "queued_trajectories")
 class MCAdvantage(Transform):
     """Replaces rewards by advantages relative to the other completions of the same prompt, on the way into a buffer.
 
-    Reads   prompt_key        int64[B] or B strings, numpy's too; default "group_id" if present, else "query"
-            "policy_version"  if present: completions by different weights are not one group
-            rewards_key       float[B, 1, 1], or [B, T, 1], ragged too; NaN or infinite: this completion failed
+    Reads   prompt_key        int64[B] or B strings, also numpy; default "group_id" if present, else "query"
+            "policy_version"  if present: completions of different weights do not form one group
+            rewards_key       float[B, 1, 1], or [B, T, 1], also ragged; NaN or infinite: the completion failed
             done_key          bool[B, 1]
             mask_key          bool ragged[T], if ``whiten``
     Writes  advantage_key     float32, in the shape of the reward
-    Returns from ``inv``: a batch [N] of whole groups, or None while there is none
-    Raises  ValueError for settings that make no group, MissingKeyError for an absent entry, DataError if no row is done
+    Returns from ``inv``: a batch [N] of complete groups, or None if there is none yet
+    Raises  ValueError for invalid settings, MissingKeyError for an absent entry, DataError if no row is done
 
-    docs/algorithms.md, "The advantage", explains the settings, the counters and how trajectories are put together.
+    docs/algorithms.md, "The advantage", explains the settings, the counters and how rows form trajectories.
 
     >>> batch = TensorDict(
     ...     group_id=torch.tensor([7, 7]),
@@ -153,7 +153,7 @@ class MCAdvantage(Transform):
         yield selector is None or callable(selector), f"candidate_selector must be callable: got {selector!r}"
 
     def reset_counters(self) -> None:
-        """Sets the counters to zero; the queue stays, and so do the counts of what waits in it."""
+        """Sets the counters to zero, except those of the queue, which stays as it is."""
         self.counters |= {**dict.fromkeys(_COUNTED, 0), "return_sum": 0.0, "return_max": -math.inf}
 
     def clear_queues(self) -> None:
@@ -168,6 +168,7 @@ class MCAdvantage(Transform):
             return None
         if not td.batch_dims:
             td = LazyStackedTensorDict(td)
+        # A batch of complete groups needs no queue and is computed at once; anything else goes row by row.
         whole = self._whole_groups(td) if type(td) is TensorDict and td.batch_dims == 1 else None
         if whole is not None:
             return self._write_batch(td, *whole)
@@ -175,7 +176,7 @@ class MCAdvantage(Transform):
         ended = [trajectory for part in parts for trajectory in self._split(part, flat=td.batch_dims == 1)]
         return self._write_rows(self._queue.complete(ended))
 
-    # --- a batch of whole groups: no loop over rows ---
+    # --- a batch of complete groups: no loop over rows ---
 
     def _whole_groups(self, td: TensorDict) -> tuple[Tensor, Tensor] | None:
         """(rewards_BK, order_NG) if every row is a finished trajectory and the rows are groups of exactly grpo_size."""
@@ -188,7 +189,7 @@ class MCAdvantage(Transform):
         rows, size = td.batch_size[0], self.group_size
         if isinstance(rewards, list) or not rows or rewards.shape[0] != rows:
             return None
-        # If completions of these groups wait already, they come first in their groups: then it goes row by row.
+        # Completions that already wait in the queue come first in their group; only the row-by-row path adds them.
         rows_of: dict[Group, list[int]] = {}
         for row, group in enumerate(self._groups(td)):
             rows_of.setdefault(group, []).append(row)
@@ -199,11 +200,12 @@ class MCAdvantage(Transform):
 
     def _write_batch(self, td: TensorDict, rewards_BK: Tensor, order_NG: Tensor) -> TensorDictBase | None:
         order_B = order_NG.flatten().to(rewards_BK.device)
-        # float64: a group of close rewards would lose its digits in the difference to the mean
+        # float64: in float32, close rewards would lose most digits in the difference to the mean.
         rewards_NGK = rewards_BK.detach().to(torch.float64)[order_B].view(*order_NG.shape, -1)
         self._count_ended(self._returns(rewards_NGK).flatten(), len(rewards_BK))
         advantage_NGK, keep_NG = self._advantages(rewards_NGK)
         advantage_BK = torch.empty_like(rewards_BK, dtype=torch.float32)
+        # Assigning through order_B undoes the sorting by group: row i of the batch gets its own advantage.
         advantage_BK[order_B] = advantage_NGK.flatten(0, 1).to(torch.float32)
         shape = self._get(td, self.rewards_key).shape
         td = _with_entry(td, self.advantage_key, advantage_BK.view(shape))
@@ -221,7 +223,7 @@ class MCAdvantage(Transform):
     # --- anything else: trajectory by trajectory ---
 
     def _split(self, td: TensorDictBase, flat: bool) -> list[tuple[Group, Trajectory]]:
-        """The trajectories that end in ``td[T]``; in a flat batch, what has not ended waits for the next call."""
+        """The trajectories that end in ``td[T]``; in a flat batch, unfinished ones wait for the next call."""
         done_T = self._get(td, self.done_key).reshape(td.batch_size[0], -1).any(-1).tolist()
         if not any(done_T) or not (flat or done_T[-1]):
             where = ", but not in the last one of a [B, T] batch." if any(done_T) else "."
@@ -230,7 +232,7 @@ class MCAdvantage(Transform):
                 f"steps{where}"
             )
         groups = self._groups(td)
-        # Rewards wait on the CPU, and in float64: a group of close ones would lose its digits.
+        # Queued rewards are kept on the CPU, and in float64 as in `_write_batch`.
         rewards = [reward.detach().to("cpu", torch.float64) for reward in self._get(td, self.rewards_key)]
         ended: list[tuple[Group, Trajectory]] = []
         for row, group, reward, done in zip(to_rows(td), groups, rewards, done_T, strict=True):
@@ -255,9 +257,9 @@ class MCAdvantage(Transform):
         self.counters["failed"] += sum(not math.isfinite(self._return(member)) for member in members)
 
     def _choose(self, members: list[Trajectory]) -> list[Trajectory] | None:
-        """``grpo_size`` of the candidates, or those that are left at the end; None if these would be dropped.
+        """``grpo_size`` of the candidates; after the last one fewer, if others failed. None if they would be dropped.
 
-        Without candidates a group is taken as it comes: `_advantages` drops it, and counts why.
+        Without candidates a group is returned as it is: `_advantages` drops it if necessary, and counts the reason.
         """
         if self.candidate_group_size is None:
             return members
@@ -277,6 +279,7 @@ class MCAdvantage(Transform):
         if not self._teaches(chosen, also_equal=self.on_zero_variance == "keep"):
             return None
         self.counters["failed"] += failed
+        # "rescued": without more candidates than grpo_size, this group would have taught nothing.
         self.counters["rescued"] += not self._teaches(scored[: self.group_size], also_equal=False)
         return chosen
 
@@ -289,8 +292,8 @@ class MCAdvantage(Transform):
         return bool(within) and (also_equal or not bool(equal))
 
     def _rules(self, values_NC: Tensor, returns_NG: Tensor) -> tuple[Tensor, Tensor]:
-        """bool[N] twice: groups whose values are all equal, and those whose mean return is within the bounds."""
-        # compared, not subtracted: a std of equal rewards can be a rounding error above 0
+        """Two masks bool[N]: groups whose values are all equal, and those whose mean return is within the bounds."""
+        # compares values, not the std with 0: the std of equal rewards can be a rounding error above 0
         equal_N = values_NC.nan_to_num(torch.inf).amin(1) >= values_NC.nan_to_num(-torch.inf).amax(1)
         if self.keep_return_bounds is None:
             return equal_N, torch.ones_like(equal_N)
@@ -302,7 +305,7 @@ class MCAdvantage(Transform):
         if not groups:
             return None
         size = max(map(len, groups))
-        nothing = torch.empty(0, dtype=torch.float64)  # fills up a group some of whose candidates failed
+        nothing = torch.empty(0, dtype=torch.float64)  # pads a group in which candidates failed
         flat: list[Tensor] = []
         for group in groups:
             flat += [member.flat_rewards for member in group] + [nothing] * (size - len(group))
@@ -325,6 +328,7 @@ class MCAdvantage(Transform):
         td = from_rows(rows)
         if self.whiten:
             advantages = self._whitened(td, advantages)
+        # Rewards per token have ragged advantages that do not fit one tensor: then each row gets its own entry.
         if len({value.shape for value in advantages}) == 1:
             advantage = torch.stack(advantages)
             td.set(self.advantage_key, advantage.to(td.device) if td.device is not None else advantage)
@@ -335,7 +339,7 @@ class MCAdvantage(Transform):
             td = LazyStackedTensorDict.lazy_stack(singles)
         return td
 
-    # --- both ---
+    # --- shared by both paths ---
 
     def _whitened(self, td: TensorDictBase, advantages: list[Tensor]) -> list[Tensor]:
         mask_BT, lengths = trained_tokens(td, self.mask_key, "MCAdvantage")
@@ -347,22 +351,23 @@ class MCAdvantage(Transform):
                     f"MCAdvantage: whiten needs one advantage per conversation or per token: got {advantage.numel()} "
                     f"in row {row}, whose conversation has {num_tokens} tokens."
                 )
+            # An advantage per conversation counts once per trained token: the moments are those over tokens.
             weights.append(mask.sum().view(1) if advantage.numel() == 1 else mask[:num_tokens])
         flat = whitened(torch.cat([value.flatten() for value in advantages]), torch.cat(weights))
         parts = flat.to(torch.float32).split([value.numel() for value in advantages])
         return [part.view(value.shape) for part, value in zip(parts, advantages, strict=True)]
 
     def _advantages(self, rewards_NGK: Tensor, absent_NGK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Advantages float64[N, G, K], and bool[N, G]: the completions to write. K rewards each; absent is padding."""
+        """Advantages float64[N, G, K], K rewards each, and the completions to write, bool[N, G]; absent is padding."""
         num_groups, size, _ = rewards_NGK.shape
         broken_NGK = ~rewards_NGK.isfinite()
         if absent_NGK is not None:
             broken_NGK &= ~absent_NGK
         failed_NG = broken_NGK.any(-1)
         num_failed = int(failed_NG.sum())
-        if num_failed:  # one broken reward makes the whole trajectory absent: its other rewards are not to be trusted
+        if num_failed:  # one broken reward invalidates its trajectory: the other rewards cannot be trusted either
             rewards_NGK = rewards_NGK.masked_fill(failed_NG.unsqueeze(-1), torch.nan)
-        # Kept are groups with enough completions left, a mean within the bounds and, if asked for, unequal rewards.
+        # Keeps groups with enough valid completions, a mean within the bounds and, if required, unequal rewards.
         if absent_NGK is not None:
             failed_NG = failed_NG | absent_NGK.all(-1)
         keep_N = size - failed_NG.sum(1) >= self.min_group_size
@@ -373,7 +378,7 @@ class MCAdvantage(Transform):
         keep_N &= within_N
         if self.on_zero_variance == "drop":
             keep_N &= ~equal_N
-        advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)  # a dropped group counts in no mean
+        advantage_NC = values_NC.masked_fill(~keep_N.unsqueeze(1), torch.nan)  # no part in the std of scale="batch"
         written = int(keep_N.sum())
         if written:
             advantage_NC = group_advantage(advantage_NC, scale=self.scale, eps=self.eps)
@@ -386,13 +391,14 @@ class MCAdvantage(Transform):
                 "MCAdvantage: %d groups written, %d dropped; so far %s.", written, num_groups - written, self.counters
             )
         advantage_NGC = advantage_NC.view(num_groups, size, -1)
+        # With trajectory_return there is one value per trajectory, which all its rewards share.
         return advantage_NGC.expand_as(rewards_NGK), keep_N.unsqueeze(1) & ~failed_NG
 
     def _returns(self, rewards_NGK: Tensor) -> Tensor:
         """The return of each trajectory, float64[N, G]; NaN if it failed."""
         if rewards_NGK.shape[-1] == 1:
             return rewards_NGK.squeeze(-1)
-        gone_NG = rewards_NGK.isnan().all(-1)  # failed ones were made so, entry by entry
+        gone_NG = rewards_NGK.isnan().all(-1)  # `_advantages` has set all rewards of a failed one to NaN
         if self.trajectory_return == "max":
             returns_NG = rewards_NGK.nan_to_num(-torch.inf).amax(-1)
         else:
@@ -413,7 +419,7 @@ class MCAdvantage(Transform):
         return list(zip(columns[0], columns[1] or [None] * rows, strict=True))
 
     def _get(self, td: TensorDictBase, key: NestedKey) -> Any:
-        """A column; as a list of rows if these differ in length."""
+        """A column, or a list of rows if their lengths differ."""
         try:
             value = td.get(key, None)
         except RuntimeError:  # rows of a lazy stack that cannot be stacked
@@ -421,7 +427,7 @@ class MCAdvantage(Transform):
         return required(td, key, "MCAdvantage", as_list=True) if value is None else value
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and everything that waits."""
+        """The counters and the queue."""
         return {"counters": dict(self.counters), **self._queue.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -430,7 +436,7 @@ class MCAdvantage(Transform):
 
 
 def _with_entry(td: TensorDict, key: NestedKey, value: Tensor) -> TensorDict:
-    """The same entries and one more, in new containers along the path to it; ``td`` is not touched."""
+    """A shallow copy of ``td`` with one more entry, in new containers along its path; ``td`` does not change."""
     name, rest = (key, ()) if isinstance(key, str) else (key[0], tuple(key[1:]))
     entries = dict(td.items())
     if rest:

@@ -1,8 +1,8 @@
-"""Reads a batch of conversations for a loss; the one place of the losses that tells ragged batches from padded ones.
+"""Reading of conversations for a loss; only this module of the losses distinguishes ragged from padded batches.
 
 Ragged rows are padded on the right. Dense ones (``pad_output=True``: prompt padded on the left, response on the right)
-keep their layout, and the attention mask says which positions are real. Every other column is aligned with the tokens
-or refused.
+keep their layout, and the attention mask says which positions are real. Every other column must align with the tokens,
+else it raises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The tokens of B conversations as int64[B, T], and the way to pad other columns like them.
+    """The tokens of B conversations as int64[B, T], and the layout to which other columns are padded.
 
     ``lengths`` is None for a dense batch, else the length of each row before padding on the right.
     """
@@ -59,7 +59,7 @@ class PaddedBatch:
         reader: str,
         device: torch.device | None = None,
     ) -> PaddedBatch:
-        """Pads rows on the right; ``attention`` bool[T_i] each if they hold padding of their own."""
+        """Pads rows on the right; ``attention``, bool[T_i] each, is needed for rows that contain padding already."""
         lengths = [len(row) for row in rows]
         ids_BT = pad_rows(rows)
         attention_BT = lengths_mask(torch.tensor(lengths, device=ids_BT.device), ids_BT.shape[1])
@@ -79,7 +79,7 @@ class PaddedBatch:
             )
         tokens_key, attention_key = keys.tokens, keys.attention_mask
         ids = _get(td, tokens_key, reader)
-        if isinstance(ids, list):  # rows of a padded batch, as a buffer gives them back, keep their padding
+        if isinstance(ids, list):  # rows of a dense batch that went through a buffer still contain padding
             return cls.from_rows(ids, td.get(attention_key, None, as_list=True), reader=reader, device=device)
         attention_BT = _get(td, attention_key, reader)
         if not isinstance(attention_BT, Tensor) or attention_BT.shape != ids.shape:
@@ -89,7 +89,7 @@ class PaddedBatch:
     def column(self, td: TensorDictBase, key: NestedKey, missing: str = "") -> Tensor:
         """One value per token, [B, T], 0 (False) in the padding.
 
-        Raises  MissingKeyError, opening with ``missing`` if given; ShapeError if a row is not as long as its tokens
+        Raises  MissingKeyError, starting with ``missing`` if given; ShapeError if a row is not as long as its tokens
         """
         return self.align(_get(td, key, self.reader, missing), key)
 
@@ -107,7 +107,7 @@ class PaddedBatch:
                     f"{list(self.input_ids.shape)}."
                 )
             return column.to(self.device)
-        got, expected = [len(row) for row in column], self._row_lengths()  # equally long rows may come stacked
+        got, expected = [len(row) for row in column], self._row_lengths()  # rows of one length may be stacked
         if got != self.lengths:
             row = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), 0)
             raise ShapeError(
@@ -118,7 +118,7 @@ class PaddedBatch:
         return pad_rows(list(column), length=self.input_ids.shape[1]).to(self.device)
 
     def advantage(self, td: TensorDictBase, key: NestedKey, mask_BT: Tensor) -> Tensor:
-        """float[B, T], 0 outside the mask, from one number per conversation ([1, 1] a row) or per token ([T, 1])."""
+        """float[B, T], 0 outside the mask, from one number per conversation ([1, 1] per row) or per token ([T, 1])."""
         advantage = _get(td, key, self.reader)
         num_tokens = self.input_ids.shape[1]
         if isinstance(advantage, Tensor) and advantage.numel() == len(self.input_ids):  # one per conversation
@@ -135,12 +135,12 @@ class PaddedBatch:
             advantage_BT = pad_rows(aligned, length=num_tokens)
         advantage_BT = advantage_BT.to(self.device)
         self._check_finite(
-            advantage_BT, mask_BT, f"{key!r} must be finite on every trained token", "its reward failed: drop the row"
+            advantage_BT, mask_BT, f"{key!r} must be finite on every trained token", "the reward failed: drop the row"
         )
         return advantage_BT.masked_fill(~mask_BT, 0.0)
 
     def trained_mask(self, td: TensorDictBase, keys: Any, strategy: MaskingStrategy) -> Tensor:
-        """bool[B, T]: the tokens that are trained, of those that have a predecessor in their row.
+        """bool[B, T]: the tokens to train. The first token of a row is never trained: no token predicts it.
 
         Reads    ``keys.assistant_mask``; without it ``keys.response``; for "generic" also ``keys.sample_log_prob``
 
@@ -157,7 +157,7 @@ class PaddedBatch:
         if strategy == "generic":
             key = untruncated(td, keys.sample_log_prob)
             sampled_BT = self.column(td, key, "Couldn't find the log-prob of the sampled tokens") != 0
-            # The mask decides where it is True: a token that was certain has the log-prob 0, and was sampled.
+            # Assistant tokens follow the mask: one sampled with probability 1 has log-prob 0, as unsampled ones do.
             sampled_BT = sampled_BT if mask_BT is None else torch.where(mask_BT, own_BT, sampled_BT)
             return with_predecessor(sampled_BT, self.attention_mask)
         if own_BT is None:  # neither mask nor response: an error that names both
@@ -176,9 +176,10 @@ class PaddedBatch:
 
 
 def untruncated(td: TensorDictBase, key: NestedKey) -> NestedKey:
-    """The entry "plain" beside the log-probs "full" of the sampled tokens, if the batch has one, else ``key``.
+    """The key of the log-probs before truncation ("plain" next to "full") if the batch has them, else ``key``.
 
-    The trainer's distribution is not truncated, so the ratio needs the engine's log-probs from before the cut.
+    The trainer does not truncate its distribution, so the ratio needs the engine's log-probs from before top-p, top-k
+    and min-p.
     """
     plain = (*key[:-1], "plain") if isinstance(key, tuple) and key[-1] == "full" else key
     return key if td.get(plain, None, as_list=True) is None else plain
@@ -197,7 +198,7 @@ def actor_scores(
 
     Calls  actor.token_scores(ids, attention mask, select, entropy=) if it has that (wrappers, TokenScorer, also in
            DDP), with media= if the batch has "media" and routes= if it has ("log_probs", "routes"); else
-           actor(copy of td), reading ``log_probs_key`` from what it returns
+           actor(copy of td), reading ``log_probs_key`` from its output
     """
     if (token_scores := token_scores_of(actor)) is not None:
         routes = None if td.get(ROUTES, None, as_list=True) is None else batch.column(td, ROUTES)
@@ -213,9 +214,9 @@ def actor_scores(
 
 
 def token_scores_of(actor: nn.Module) -> Callable[..., TokenScores] | None:
-    """The actor's ``token_scores``, None if it has none."""
+    """The actor's ``token_scores``, or None if it has no such method."""
     if isinstance(actor, DistributedDataParallel) and isinstance(actor.module, TokenScorer):
-        return actor  # DDP averages the gradients of its own call only
+        return actor  # DDP averages gradients only if DDP itself is called
     return getattr(actor, "token_scores", None)
 
 
@@ -240,7 +241,7 @@ def count_step(
 
 
 def trained_tokens(td: TensorDictBase, mask_key: NestedKey, reader: str) -> tuple[Tensor, list[int] | None]:
-    """bool[B, T], the part of a mask that ``masking_strategy="sft"`` trains, read without tokens; and row lengths.
+    """Mask bool[B, T] of the tokens that ``masking_strategy="sft"`` trains, read without the ids; and row lengths.
 
     Ragged rows are padded on the right; the lengths of a dense batch are None.
     """

@@ -1,7 +1,7 @@
 """Direct preference optimisation: raises the log-prob of a chosen answer over that of a rejected one.
 
-A row of the batch is a pair: the ids of the chosen conversation, then those of the rejected one. So a pair is never cut
-apart by micro-batches or ranks.
+A row of the batch is a pair: the ids of the chosen conversation, then those of the rejected one, so that micro-batches
+and ranks never split a pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 
 class DPOLossOutput(TensorClass["nocast"]):
-    """``loss_dpo``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+    """``loss_dpo``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 
     loss_dpo: Tensor
     pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger implicit reward
@@ -38,21 +38,21 @@ class DPOLoss(LossModule):
     """The preference loss over pairs of answers to one prompt.
 
     Reads   ("tokens", "full")               int64 ragged[T]  chosen conversation, then rejected one
-            "num_chosen"                     int64[B]         tokens of the first
+            "num_chosen"                     int64[B]         number of tokens of the chosen one
             ("masks", "all_assistant_mask")  bool ragged[T]   the answers' tokens, their ends of turn included
-            "reference_log_probs"            float32[B, 2]    of both answers, as `sequence_log_probs` gives them, under
-                                                              the reference; unless ``reference_free``
-            "media"                          of the images    if there are any: the tensors that both conversations
-                                                              share, "positions" in the ids of both
-    Calls   actor_network.token_scores(ids, attention mask, select, entropy=), with media= of both if there is "media"
-    Returns DPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+            "reference_log_probs"            float32[B, 2]    `sequence_log_probs` of both answers under the
+                                                              reference; not if ``reference_free``
+            "media"                          image tensors    if there are any; both conversations share them, with
+                                                              "positions" in the ids of both
+    Calls   actor_network.token_scores(ids, attention mask, select, entropy=), with media= if the batch has "media"
+    Returns DPOLossOutput; pass ``normalizer``, the StepCounts of the optimizer step, and micro-batches add up
     Raises  DataError for a pair with one answer that has no trained token; MissingKeyError; ConfigError for settings
             that contradict each other
 
     kind                     "sigmoid" (DPO), "ipo" or "hinge" (SLiC): `functional.preference`
-    beta                     how far the policy may go from the reference: more keeps it nearer
-    label_smoothing          share of pairs that are labelled wrong; with "sigmoid"
-    normalize_by_seq_length  log-probs are means over an answer's tokens, not sums; None: with "ipo", as its authors do
+    beta                     how strongly the policy is held to the reference: a larger beta keeps it nearer
+    label_smoothing          assumed share of wrongly labelled pairs; only for "sigmoid"
+    normalize_by_seq_length  log-probs are means over an answer's tokens, not sums; None: True for "ipo" (its paper)
     reference_free           the reference is uniform: its log-probs are 0
     """
 
@@ -88,7 +88,7 @@ class DPOLoss(LossModule):
         self.reference_free = reference_free
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
+        """Counts tokens and pairs (as ``sequences``) in the whole batch of an optimizer step, on this rank."""
         return read_pairs(td, self.tensor_keys, "DPOLoss").counts()
 
     @torch.no_grad()
@@ -103,13 +103,13 @@ class DPOLoss(LossModule):
         reference_B2 = torch.zeros_like(log_prob_B2)
         if not self.reference_free:
             reference_B2 = required(td, self.tensor_keys.reference, "DPOLoss", "write sequence_log_probs there")
-            # A row that stands in for a rank without rows may hold anything as its reference.
+            # A row without trained tokens is a placeholder on a rank without pairs; its reference may be anything.
             without_tokens_B2 = torch.stack((~pairs.mask_CT.any(-1)).chunk(2), -1)
             reference_B2 = reference_B2.to(log_prob_B2).masked_fill(without_tokens_B2, 0.0)
             if not reference_B2.isfinite().all():
                 row = int((~reference_B2.isfinite()).any(-1).nonzero()[0])
                 raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
-        # beta times a log-ratio is an answer's implicit reward, up to a term of the prompt that the difference cancels.
+        # An answer's implicit reward is beta times its log-ratio, up to a prompt term that cancels in the margin.
         chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
         margin_B = chosen_B - rejected_B
         loss_B = fn.preference(margin_B, kind=self.kind, beta=self.beta, label_smoothing=self.label_smoothing)

@@ -1,13 +1,13 @@
 """Policy-gradient arithmetic: tensors in, tensors out, no keys, no modules, no state.
 
-A loss is four choices made here: the ratio and its level, the surrogate, the weight of each token in the sum
-(aggregation), and the KL estimate; a fifth corrects for the difference between the engine that sampled and the trainer.
+A loss combines four choices: the ratio and its level, the surrogate, the weight of each token in the sum (aggregation),
+and the KL estimate. A fifth corrects for the difference between the engine that sampled and the trainer.
 The loss modules read the tensors from a batch; advantages come from MCAdvantage.
 
 Shapes: B sequences, T tokens; ``mask_BT`` is True on the tokens that are trained. ``lp`` is the log-prob under the
 current weights (with grad), ``lo`` under the proximal policy, ``lg`` under the engine that sampled, ``lr`` under the
-reference. Outside the mask log-probs may be anything, NaN included: every function here leaves them out; ratios and
-advantages are finite everywhere.
+reference. Outside the mask, log-probs may have any value, also NaN: every function here ignores them. Ratios and
+advantages must be finite everywhere.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ MAX_LOG_RATIO = 20.0  # e**20 = 5e8: a larger ratio carries no information, and 
 
 
 def log_ratio(new_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """log(pi_new / pi_old) per token, 0 outside the mask, held within +-20 (no gradient beyond)."""
+    """log(pi_new / pi_old) per token, 0 outside the mask, clamped to +-20 (no gradient beyond)."""
     return (new_BT - old_BT).masked_fill(~mask_BT, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """GSPO's ratio: the mean log-ratio of the sequence, at each of its tokens.
+    """GSPO's log-ratio: the mean over the tokens of a sequence, repeated at each of them.
 
-    The loss of a token then depends on every token of its sequence, as its gradient does.
+    A mean, unlike a sum, has the same range for all lengths, so one clip range fits all. The loss of a token, and its
+    gradient, then depend on every token of the sequence.
     Source: Zheng et al. 2025 (arXiv:2507.18071).
     """
     length_B = mask_BT.sum(-1, keepdim=True).clamp(min=1)
@@ -96,7 +97,7 @@ def sapo(
 ) -> Tensor:
     """-(4 / tau) sigmoid(tau (r - 1)) A per token: a soft gate in place of the clip.
 
-    ``tau_positive`` holds where A > 0, ``tau_negative`` elsewhere. Source: SAPO (arXiv:2511.20347).
+    ``tau_positive`` applies where A > 0, ``tau_negative`` elsewhere. Source: SAPO (arXiv:2511.20347).
     """
     tau_BT = torch.full_like(advantage_BT, tau_negative).masked_fill(advantage_BT > 0, tau_positive)
     return -(4 / tau_BT) * torch.sigmoid(tau_BT * (log_ratio_BT.exp() - 1)) * advantage_BT
@@ -105,10 +106,10 @@ def sapo(
 def dppo(
     log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """-r A per token with r = pi / mu, without a clip; tokens whose probability has already moved too far the way that
-    A pushes it (see `dppo_outside`) are left out.
+    """-r A per token with r = pi / mu, mu the engine's policy, without a clip; leaves out tokens whose probability has
+    already moved too far in the direction of A (see `dppo_outside`).
 
-    The trust region is on probabilities and not on their ratio, which says little about a rare token.
+    The trust region bounds the change in probability: the ratio of a rare token can be large after a tiny change.
     Source: divergence PPO in its total-variation form (arXiv:2602.04879).
     """
     outside_BT = torch.logical_or(*dppo_outside(log_prob_BT, behaviour_BT, mask_BT, advantage_BT, low=low, high=high))
@@ -120,7 +121,7 @@ def dppo(
 def dppo_outside(
     log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """bool[B, T] twice: pi - mu < -low where A <= 0, and pi - mu > high where A > 0."""
+    """Two masks bool[B, T]: pi - mu < -low where A <= 0, and pi - mu > high where A > 0."""
     moved_BT = (log_prob_BT.exp() - behaviour_BT.exp()).masked_fill(~mask_BT, 0.0)
     return (moved_BT < -low) & (advantage_BT <= 0), (moved_BT > high) & (advantage_BT > 0)
 
@@ -139,7 +140,7 @@ def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) 
 def preference(margin_B: Tensor, *, kind: Preference, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """The loss of pairs whose implicit rewards, log pi - log pi_ref, differ by ``margin_B``: chosen minus rejected.
 
-    sigmoid   -log sigmoid(beta m); with label_smoothing e, a share of pairs whose labels are wrong:
+    sigmoid   -log sigmoid(beta m); with label_smoothing e, the assumed share of wrong labels:
               -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)
     ipo       (m - 1 / (2 beta))^2
     hinge     max(0, 1 - beta m)
@@ -187,8 +188,8 @@ def kl_estimate(
 
     | kind | value | as a loss |
     |---|---|---|
-    | ``k1`` | -d | unbiased value; its gradient has mean zero as a KL: for a metric or a reward |
-    | ``k2`` | d^2 / 2 | the right on-policy gradient |
+    | ``k1`` | -d | unbiased value; its gradient has mean zero: only for a metric or a reward |
+    | ``k2`` | d^2 / 2 | unbiased gradient on-policy |
     | ``k3`` | exp(d) - d - 1 | unbiased value, never negative; biased gradient |
     | ``k3+`` | of k3 | the value of k3 with the gradient of k2 |
     | ``k3-weighted`` | r k3 | unbiased in value and gradient; r = exp(``log_ratio_BT``) is differentiated too |
@@ -204,7 +205,7 @@ def kl_estimate(
         case "k3":
             return d_BT.exp() - d_BT - 1
         case "k3+":
-            # k2 minus itself adds its gradient and no value.
+            # k2 - k2.detach() has the value 0 and the gradient of k2.
             k2_BT, fixed_BT = d_BT.square() / 2, d_BT.detach()
             return (fixed_BT.exp() - fixed_BT - 1) + (k2_BT - k2_BT.detach())
         case "k3-weighted":
@@ -214,7 +215,7 @@ def kl_estimate(
     raise unknown("KL estimator", kind, get_args(KLEstimator))
 
 
-# -------------------------------------------------------------------------------------------- engine against trainer
+# -------------------------------------------------------------------------------------- mismatch of engine and trainer
 
 
 def correction_weight(
@@ -226,7 +227,7 @@ def correction_weight(
     cap: float = 2.0,
     band: tuple[float, float] = (0.5, 2.0),
 ) -> Tensor:
-    """Weight of each token for having been sampled by an engine that is not quite the trainer; detached, 1 for "none".
+    """Importance weight per token, for the mismatch between engine and trainer; detached, 1 for "none".
 
     With rho = exp(lo - lg) per token, and P its product and M its geometric mean over the sequence:
 
@@ -235,11 +236,11 @@ def correction_weight(
     | ``tis`` | min(rho, cap) |
     | ``mask`` | rho inside ``band``, else 0 (IcePop) |
     | ``seq-tis`` | min(P, cap) |
-    | ``seq-mask`` | P up to cap, else 0 |
+    | ``seq-mask`` | P if P <= cap, else 0 |
     | ``geo-mask`` | min(rho, cap) in sequences with M inside ``band``, else 0 |
 
-    A weight of 0 leaves the token in the denominators: the loss shrinks with what is thrown away.
-    `sequence_veto` goes with any of them.
+    A token of weight 0 still counts in the denominators, so the loss shrinks as more tokens are dropped.
+    `sequence_veto` can be combined with every kind.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (tis);
     Ling-Team 2025, arXiv:2510.18855 (mask); Liu et al. 2025, "When speed kills stability" (sequence level).
     """
@@ -254,7 +255,7 @@ def correction_weight(
         case "mask":
             return rho_BT.where((rho_BT >= low) & (rho_BT <= high), 0.0)
         case "seq-tis" | "seq-mask":
-            # Clamped before exp: the product over a long sequence leaves the range of float32 easily.
+            # Clamped before exp: the product over a long sequence easily overflows float32.
             product_B1 = log_rho_BT.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             kept_B1 = product_B1.clamp(max=cap) if kind == "seq-tis" else product_B1.where(product_B1 <= cap, 0.0)
             return kept_B1.expand_as(rho_BT)
@@ -265,9 +266,9 @@ def correction_weight(
 
 
 def sequence_veto(proximal_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, *, low: float, high: float) -> Tensor:
-    """bool[B, T], True in the sequences in which any token has a rho = exp(lo - lg) outside [low, high].
+    """bool[B, T], True for all tokens of a sequence if any has rho = exp(lo - lg) outside [low, high].
 
-    One token that is impossible for the trainer means that the whole sequence was sampled from something else.
+    A token that is nearly impossible for the trainer shows that the sequence was not sampled from its policy.
     Source: Liu et al. 2025, "When speed kills stability".
     """
     rho_BT = log_ratio(proximal_BT.detach(), behaviour_BT.detach(), mask_BT).exp()
@@ -288,7 +289,7 @@ class StepCounts:
     >>> StepCounts(tokens=5, sequences=2, groups=1, group_tokens={7: 5}) + StepCounts(3, 1, 1, {7: 3})
     StepCounts(tokens=8, sequences=3, groups=1, group_tokens={7: 8})
 
-    Every term is a local sum over a count of the step, so the terms of micro-batches add up to the term of the step.
+    Every term is a local sum divided by a count of the step, so the terms of micro-batches add up to that of the step.
     Under DDP or FSDP, which average gradients, multiply the loss by the number of ranks.
     """
 
@@ -301,7 +302,7 @@ class StepCounts:
         merged = dict(self.group_tokens)
         for group, tokens in other.group_tokens.items():
             merged[group] = merged.get(group, 0) + tokens
-        # A group that is in both parts counts once, which only the ids tell.
+        # A group in both parts counts once; only its id shows that it is the same group.
         groups = len(merged) if merged else self.groups + other.groups
         return StepCounts(self.tokens + other.tokens, self.sequences + other.sequences, groups, merged)
 
@@ -372,11 +373,12 @@ def token_weights(
         case "dr_grpo":
             if max_length is None:
                 raise ConfigError("aggregation: 'dr_grpo' divides by a constant length: max_length must be given.")
+            # A constant divisor: 1 / n_i would make each token of a long wrong answer count less.
             return mask_BT / (counts.sequences * max_length)
         case "prompt-mean":
             if group_id_B is None or not counts.group_tokens:
                 raise MissingKeyError("aggregation: 'prompt-mean' needs the 'group_id' of every row, int64[B].")
-            # A group's rows may be spread over micro-batches and ranks, so its size is that of the step.
+            # The rows of a group may be spread over micro-batches and ranks: divide by its tokens in the whole step.
             per_row = [counts.group_tokens.get(group, 1) for group in group_id_B.reshape(-1).tolist()]
             return mask_BT / (torch.tensor(per_row, dtype=dtype, device=mask_BT.device)[:, None] * counts.groups)
         case "sum":
@@ -385,11 +387,11 @@ def token_weights(
 
 
 def expert_balance(chosen_RE: Tensor, probs_RE: Tensor, tokens: Tensor) -> Tensor:
-    """The load-balancing loss E sum_e f_e P_e of E experts: K if each token goes to K, and all are equally busy.
+    """The load-balancing loss E sum_e f_e P_e of E experts: K if each token goes to K experts and all get equal load.
 
     chosen_RE  tokens sent to each expert by each of R routers; f_e is the mean over routers and tokens
-    probs_RE   probabilities given, added up over the tokens, with grad; P_e is their mean in the same way
-    tokens     the number of tokens that the sums are over
+    probs_RE   router probabilities summed over the tokens, with grad; P_e is their mean in the same way
+    tokens     the number of tokens in these sums
     Source     Switch Transformer, equations 4 to 6, over all layers at once as in transformers
 
     >>> float(expert_balance(torch.tensor([[2.0, 2.0]]), torch.tensor([[2.0, 2.0]]), torch.tensor(4.0)))

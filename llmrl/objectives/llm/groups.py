@@ -1,4 +1,4 @@
-"""Groups of completions of one prompt: their advantages, the queue they wait in, choosing and limiting them.
+"""Groups of completions of one prompt: advantages, the queue, the choice among candidates, and a quota.
 
 N groups, G completions of each. `MCAdvantage` puts these parts together.
 """
@@ -31,7 +31,7 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     """The advantage of each completion over its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
-    Returns  exactly 0 for a whole group when its rewards are equal, whatever ``eps`` ("raw" excepted); the arithmetic
+    Returns  exactly 0 for a whole group when its rewards are equal, for any ``eps`` (except "raw"); the arithmetic
              is float64
 
     With R the reward, mean and std over the group, and n completions in it:
@@ -65,7 +65,7 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     mean_N1 = rewards_NG.nansum(1, keepdim=True) / count_N1
     centred_NG = rewards_NG - mean_N1
     advantage_NG = _scaled(rewards_NG, centred_NG, mean_N1, count_N1, scale, eps)
-    # Equal rewards can differ from their mean by a rounding error, which a division by the std would blow up.
+    # Equal rewards can differ from their mean by a rounding error, which dividing by the std would amplify.
     lowest_N1 = rewards_NG.masked_fill(absent_NG, torch.inf).amin(1, keepdim=True)
     highest_N1 = rewards_NG.masked_fill(absent_NG, -torch.inf).amax(1, keepdim=True)
     return advantage_NG.masked_fill((lowest_N1 >= highest_N1) & ~absent_NG, 0.0)
@@ -89,10 +89,10 @@ def _scaled(
     loo_NG = centred_NG * (count_N1 / (count_N1 - 1))  # R - mean of the others
     if scale == "loo":
         return loo_NG
-    # squares around the mean of the others: all squares, less one's own, less the shift of the mean
+    # sum of squares around the mean of the others: all squares, minus one's own, minus the shift of the mean
     others_NG = squares_N1 - centred_NG * loo_NG
     std_NG = (others_NG / (count_N1 - 2)).sqrt()
-    differ_NG = others_NG > 1e-12 * squares_N1  # what is below is rounding: the others are equal
+    differ_NG = others_NG > 1e-12 * squares_N1  # below is rounding error: the others are equal
     return torch.where(differ_NG & (count_N1 > 2), loo_NG / (std_NG + eps), loo_NG)
 
 
@@ -100,8 +100,8 @@ def _scaled(
 def whitened(values_N: Tensor, weights_N: Tensor) -> Tensor:
     """(value - mean) / std, float64[N], where value i counts ``weights_N[i]`` times; 0 for all if they are equal.
 
-    With the number of trained tokens as weight these are the moments over the tokens of a batch, which is what
-    REINFORCE++ divides by (arXiv:2501.03262). A value that counts 0 times moves no moment.
+    With the number of trained tokens as weight, mean and std are those over the tokens of a batch, as in REINFORCE++
+    (arXiv:2501.03262). A value of weight 0 affects neither.
 
     >>> whitened(torch.tensor([1.0, 0.0]), torch.tensor([1, 3])).tolist()
     [1.7320508075688774, -0.57735026918962...]
@@ -132,9 +132,9 @@ class Trajectory(NamedTuple):
 
 
 class GroupQueue:
-    """Trajectories waiting for the others of their group, in the order in which the groups began.
+    """Trajectories that wait for the others of their group, in the order in which the groups began.
 
-    From ``size`` completions of a group on, ``choose`` picks those to take, or returns None to go on waiting; at
+    Once a group has ``size`` completions, ``choose`` selects those to write, or returns None to wait for more; at
     ``max_size`` the group is given up. Completions of a group that was closed earlier are ignored.
 
     Writes  ``counters``: "evicted", "late", "queued", "queued_trajectories"
@@ -157,7 +157,7 @@ class GroupQueue:
         self._choose, self._give_up = choose, give_up
         self._waiting: OrderedDict[Group, list[Trajectory]] = OrderedDict()
         self._open: OrderedDict[Group, Trajectory] = OrderedDict()  # steps whose trajectory has not ended yet
-        self._closed: OrderedDict[Group, int] = OrderedDict()  # how many completions of a closed group are to come
+        self._closed: OrderedDict[Group, int] = OrderedDict()  # number of completions still to come
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._open)
@@ -167,17 +167,17 @@ class GroupQueue:
         return not (self._waiting.keys() | self._open.keys()).isdisjoint(groups)
 
     def add_step(self, group: Group, row: Row, reward: Tensor, *, done: bool) -> Trajectory | None:
-        """The trajectory that this step ends, if it does."""
+        """Adds a step; returns its trajectory if the step ends it, else None."""
         trajectory = self._open.setdefault(group, Trajectory([], []))
         trajectory.rows.append(row)
         trajectory.rewards.append(reward)
         return self._open.pop(group) if done else None
 
     def complete(self, ended: Sequence[tuple[Group, Trajectory]]) -> list[list[Trajectory]]:
-        """Queues trajectories; returns the groups that are whole now."""
+        """Queues trajectories; returns the groups that are now complete."""
         whole = []
         for group, trajectory in ended:
-            if group in self._closed:  # its answers were chosen; once all have come the name is free again
+            if group in self._closed:  # written or given up; after its last completion the key is free again
                 self.counters["late"] += 1
                 self._closed[group] -= 1
                 if not self._closed[group]:
@@ -198,7 +198,7 @@ class GroupQueue:
             self.counters["evicted"] += 1
             _log.warning(
                 f"MCAdvantage: group {group} was given up with {len(members)} of {self.size} completions, because "
-                f"more than max_queued_groups={self.max_queued_groups} groups wait."
+                f"more than max_queued_groups={self.max_queued_groups} groups are waiting."
             )
         while len(self._open) > self.max_queued_groups * self.max_size:
             self._open.popitem(last=False)
@@ -214,7 +214,7 @@ class GroupQueue:
 
     def _close(self, group: Group) -> None:
         left = self.max_size - len(self._waiting.pop(group))
-        if left > 0:  # below 0 if more were loaded, from a state of larger groups
+        if left > 0:  # negative if a loaded state had larger groups
             self._closed[group] = left
             if len(self._closed) > self.max_queued_groups:
                 self._closed.popitem(last=False)
@@ -248,12 +248,12 @@ CandidateSelector = Callable[[TensorDictBase, int], Tensor | Sequence[int] | Non
 
 
 def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
-    """The best half and the worst half of a group, int64[size]; None if all returns are equal: wait for more.
+    """Indices of the best and the worst half, int64[size]; None if all returns are equal, to wait for more.
 
     Reads   "return"  float64[N], finite
 
-    The middle teaches least: of N candidates these are the ``size`` with the largest variance. With an odd
-    ``size`` the better half is the larger one; among equals the first to come are taken.
+    The middle teaches least: of N candidates, these ``size`` have the largest variance. With an odd ``size`` the better
+    half is the larger one; among equal returns the earliest are taken.
 
     >>> from tensordict import TensorDict
     >>> select_spread(TensorDict({"return": torch.tensor([0.0, 0.5, 1.0, 0.4])}, batch_size=[4]), 2).tolist()
@@ -265,7 +265,7 @@ def select_spread(candidates: TensorDictBase, size: int) -> Tensor | None:
     best_first_N = torch.argsort(returns_N, descending=True, stable=True)
     worst_first_N = torch.argsort(returns_N, stable=True)
     num_best = (size + 1) // 2
-    # Two stable sorts, as one sort read backwards would take the last of equals.
+    # Two stable sorts: one sort read backwards would take the latest of equal returns.
     best = best_first_N[:num_best].tolist()
     worst = [index for index in worst_first_N.tolist() if index not in best][: size - num_best]
     return torch.tensor(sorted(best + worst))
@@ -289,15 +289,16 @@ def selected_indices(selected: Tensor | Sequence[int], size: int, num_candidates
 
 
 class GroupQuota(Transform):
-    """Lets at most ``num_groups`` groups into a buffer until `reset`; looping over ``missing`` is dynamic sampling.
+    """Lets at most ``num_groups`` groups into a buffer until `reset`.
 
-    Reads   "group_id"  int64[B]; the rows of a group come in one batch, as `MCAdvantage` writes them
+    Reads   "group_id"  int64[B]; all rows of a group in one batch, as `MCAdvantage` writes them
     Returns from ``inv``: the rows of the first groups, or None if the quota is full
     Raises  MissingKeyError for a batch without groups
 
-    Writes into a buffer meet the last transform first, so put it before the one that makes groups:
+    Rows written to a buffer pass its transforms from last to first, so the quota precedes the one that makes groups:
     ``ReplayBuffer(transform=Compose(quota, MCAdvantage(8, on_zero_variance="drop")))``. Surplus groups are counted and
-    left out; in the next step they would be by older weights. Source: DAPO (arXiv:2503.14476), section 3.2.
+    left out: by the next step the weights have changed. Collecting until ``missing`` is 0 is
+    dynamic sampling. Source: DAPO (arXiv:2503.14476), section 3.2.
 
     >>> import torch
     >>> from tensordict import TensorDict

@@ -1,7 +1,9 @@
 """GRPO and its relatives: one loss over sampled tokens, with the ratio, surrogate, aggregation and KL as settings.
 
-`GRPOLoss.forward` reads top to bottom as the algorithm does. The formulas are in `functional`, the checked settings and
-published algorithms in `settings`, reading and padding in `batch`. Advantages are in the batch already (`MCAdvantage`).
+`GRPOLoss.forward` follows the algorithm from top to bottom. The formulas are in `functional`, the checked settings and
+published algorithms in `settings`, reading and padding in `batch`. `MCAdvantage` has written the advantages beforehand.
+
+Shapes: B sequences, T tokens. lp is the log-prob under the current weights, lg under the engine that sampled.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Su
 
 
 class GRPOLossOutput(TensorClass["nocast"]):
-    """Terms to be summed and differentiated (``loss_*``), and detached metrics; all float32 scalars.
+    """Loss terms to sum and differentiate (``loss_*``), and detached metrics; all float32 scalars.
 
-    Terms are weighted by the loss's aggregation, metrics are means over the trained tokens, both over the counts of the
-    step: those of micro-batches add up (`merge_outputs`; maxima excepted). ``tokens`` and the two ``weight_*`` sums
-    are plain sums. None if not computed.
+    Terms follow the aggregation of the loss, metrics are means over the trained tokens. Both are divided by counts of
+    the whole step, so the outputs of its micro-batches add up (`merge_outputs`; except maxima and ESS). ``tokens`` and
+    the two ``weight_*`` fields are plain sums. A field that was not computed is None.
     """
 
     loss_objective: Tensor
@@ -36,19 +38,19 @@ class GRPOLossOutput(TensorClass["nocast"]):
     loss_kl_to_ref: Tensor | None = None
     loss_kl_to_inference: Tensor | None = None
     tokens: Tensor | None = None  # trained tokens of this batch
-    clip_fraction: Tensor | None = None  # tokens that the surrogate holds back, dual clip included
+    clip_fraction: Tensor | None = None  # fraction of tokens clipped by the surrogate, dual clip included
     clip_fraction_low: Tensor | None = None
     clip_fraction_high: Tensor | None = None
     kl_approx: Tensor | None = None  # KL(engine || current), k3 on the sampled tokens
-    ESS: Tensor | None = None  # effective sample size of exp(lp - lg), as a fraction of the tokens
+    ESS: Tensor | None = None  # effective sample size of the weights exp(lp - lg), as a fraction of the tokens
     entropy: Tensor | None = None
     kl_to_ref: Tensor | None = None
     kl_to_inference: Tensor | None = None
-    ratio_mean: Tensor | None = None  # of the ratio that the surrogate sees
+    ratio_mean: Tensor | None = None  # of the ratio in the surrogate
     ratio_max: Tensor | None = None
     correction_mean: Tensor | None = None  # weight of the engine correction
     correction_max: Tensor | None = None
-    masked_fraction: Tensor | None = None  # tokens with weight 0: by the correction, its veto or kl_mask_threshold
+    masked_fraction: Tensor | None = None  # tokens that correction, veto or kl_mask_threshold give weight 0
     mismatch_mean: Tensor | None = None  # |log-prob of the trainer - log-prob of the engine|
     mismatch_max: Tensor | None = None
     weight_sum: Tensor | None = None  # sum of exp(lp - lg)
@@ -56,7 +58,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
 
     @staticmethod
     def derived(merged: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics that are computed from the sums of a step."""
+        """Metrics that are computed from the sums of a step."""
         return {"ESS": _effective_fraction(merged["weight_sum"], merged["weight_square_sum"], merged["tokens"])}
 
 
@@ -65,26 +67,26 @@ class GRPOLoss(LossModule):
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
             ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see `PaddedBatch.trained_mask`
-            ("masks", "trained_from")         int64[B]           only from here on, if the batch has it
-            ("log_probs", "full")             float32 ragged[T]  behaviour: of the engine that sampled; instead of it
-            ("log_probs", "plain")            float32 ragged[T]  if the batch has it: before top-p, top-k and min-p
-            ("log_probs", "routes")           int16 ragged[T, layers, K]  if the batch has it: experts to replay
+            ("masks", "trained_from")         int64[B]           optional: trains only from this position on
+            ("log_probs", "full")             float32 ragged[T]  behaviour: under the engine that sampled
+            ("log_probs", "plain")            float32 ragged[T]  optional, replaces it: before top-p, top-k, min-p
+            ("log_probs", "routes")           int16 ragged[T, layers, K]  optional: the experts to replay
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
             ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
             "group_id"                        int64[B]           if aggregation="prompt-mean"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
             for ("log_probs", "full")
-    Returns GRPOLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Returns GRPOLossOutput; pass ``normalizer``, the StepCounts of the optimizer step, and micro-batches add up
     Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN on a trained token
-            or a step without any; ConfigError for settings that contradict each other
+            or a step without trained tokens; ConfigError for settings that contradict each other
 
     ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
     normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
 
-    ``on_tokens``, if it is set, is called in each forward pass with the batch, the trained tokens bool[B, T], and
-    what is known of each by name: "trainer_logp" (before the step's first update), "advantage", "ratio", "entropy" and
-    "kl_to_ref" if they are computed.
+    ``on_tokens``, if set, is called in each forward pass with the batch, the mask of the trained tokens bool[B, T], and
+    values per token by name: "trainer_logp" (from before the step's first update if recomputed, else current),
+    "advantage", "ratio", and if computed "entropy", "kl_to_ref" and "kl_to_inference".
     """
 
     on_tokens: Callable[[TensorDictBase, Tensor, dict[str, Tensor]], None] | None = None
@@ -134,7 +136,7 @@ class GRPOLoss(LossModule):
         self.actor_network = actor_network
         self.device = None if device is None else torch.device(device)
         self.settings = GRPOSettings.from_keywords(**settings)
-        if aggregation == "dr_grpo" and max_length is None:  # a preset leaves it to the run, the loss needs it
+        if aggregation == "dr_grpo" and max_length is None:  # presets leave it open, the loss needs it
             raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
 
     @property
@@ -146,53 +148,55 @@ class GRPOLoss(LossModule):
         return self.settings.describe()
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """The tokens, sequences and groups of the whole batch of an optimizer step, on this rank."""
+        """Counts tokens, sequences and groups in the whole batch of an optimizer step, on this rank."""
         return StepCounts.of(self._read(td)[1], reading.group_ids(td, self.tensor_keys.group_id))
 
     @torch.no_grad()
     def proximal_log_probs(self, td: TensorDictBase) -> Tensor:
-        """float[B, T], rows padded as in a ragged batch: the proximal policy of ``proximal="recomputed"``.
+        """Log-probs for ``proximal="recomputed"``: float[B, T], ragged rows padded on the right.
 
-        For the very micro-batches of the step, before its first update: in low precision the log-probs of a row depend
-        on the batch that it is computed in.
+        Compute them before the step's first update, on exactly its micro-batches: in low precision the log-probs of a
+        row depend on the batch in which it is computed.
         """
         return self._score(td, *self._read(td), entropy=False).log_probs
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput:
         settings, keys = self.settings, self.tensor_keys
-        # The batch is read before the actor runs, so that one that lacks a column costs no forward pass.
+        # The columns that every setting needs are read first: if one is missing, no forward pass is wasted.
         batch, mask_BT = self._read(td)
         group_id_B = reading.group_ids(td, keys.group_id)
-        counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # of the whole step: micro-batches add up
+        counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # whole step, so that micro-batches add up
         behaviour_BT = self._behaviour(td, batch, mask_BT)
         advantage_BT = batch.advantage(td, keys.advantage, mask_BT)
         scores = self._score(td, batch, mask_BT, entropy=settings.entropy_bonus)
         log_prob_BT = scores.log_probs
         behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
 
-        # The ratio of the current policy to the proximal one; GSPO gives a whole sequence one ratio.
+        # The ratio of the current policy to the proximal one. GSPO has one ratio for the whole sequence.
         proximal_BT = self._proximal(td, batch, mask_BT, log_prob_BT, behaviour_BT)
         token_log_ratio_BT = fn.log_ratio(log_prob_BT, proximal_BT, mask_BT)
         sequence_level = settings.ratio_level == "sequence"
         log_ratio_BT = fn.sequence_log_ratio(token_log_ratio_BT, mask_BT) if sequence_level else token_log_ratio_BT
 
-        # The surrogate, and for each token a weight: the engine that sampled is not quite the policy that is trained.
+        # The surrogate, times an importance weight per token: the engine that sampled has other kernels and precision
+        # than the trainer, so its probabilities differ slightly even for the same weights.
         surrogate_BT, clipped = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
 
-        # The aggregation: one set of weights for every term, so that their coefficients mean the same for any length.
+        # The aggregation: all terms share one set of token weights, so their balance does not depend on the lengths.
         aggregation = "sum" if settings.aggregation == "none" else settings.aggregation
         token_weight_BT = fn.token_weights(
             mask_BT, aggregation, counts, max_length=settings.max_length, group_id_B=group_id_B, dtype=log_prob_BT.dtype
         )
 
         def aggregate(value_BT: Tensor) -> Tensor:
-            # masked first: NaN outside the mask times a weight of 0 would be NaN
+            # Masked first: NaN outside the mask times a weight of 0 would be NaN.
             value_BT = value_BT.masked_fill(~mask_BT, 0.0) * token_weight_BT
             return value_BT if settings.aggregation == "none" else value_BT.sum()
 
         terms = {"loss_objective": aggregate(surrogate_BT * weight_BT)}
+        # Entropy and KL leave weight_BT out: they also act on tokens that the correction drops.
         measured = {} if scores.entropy is None else {"entropy": scores.entropy.detach()}
         if settings.entropy:
             terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
@@ -201,7 +205,8 @@ class GRPOLoss(LossModule):
             kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
             terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
             measured[f"kl_to_{name}"] = kl_BT.detach()
-        trainer_BT = proximal_BT if settings.proximal == "recomputed" else log_prob_BT.detach()  # before the updates
+        # For the mismatch with the engine: the trainer's log-probs, if recomputed those from before the updates.
+        trainer_BT = proximal_BT if settings.proximal == "recomputed" else log_prob_BT.detach()
         if self.on_tokens is not None:
             known = {"trainer_logp": trainer_BT, "advantage": advantage_BT, "ratio": log_ratio_BT.detach().exp()}
             self.on_tokens(td, mask_BT, known | measured)
@@ -229,7 +234,7 @@ class GRPOLoss(LossModule):
         if entropy and self.settings.entropy and scores.entropy is None:
             raise ConfigError(
                 f"GRPOLoss: entropy_coeff={self.settings.entropy} needs an actor with token_scores: got "
-                f"{type(self.actor_network).__name__}, which gives log-probs only."
+                f"{type(self.actor_network).__name__}, which returns log-probs only."
             )
         return scores
 
@@ -243,7 +248,7 @@ class GRPOLoss(LossModule):
         match self.settings.proximal:
             case "behaviour":
                 return behaviour_BT
-            case "detach":  # the ratio is 1, and its gradient that of log_prob
+            case "detach":  # ratio 1, with the gradient of log_prob
                 return log_prob_BT.detach()
         missing = "Couldn't find the log-prob of the proximal policy"
         key = self.tensor_keys.proximal_log_prob
@@ -259,13 +264,14 @@ class GRPOLoss(LossModule):
             veto_BT = fn.sequence_veto(proximal_BT, behaviour_BT, mask_BT, low=low, high=high)
             weight_BT = weight_BT.masked_fill(veto_BT, 0.0)
         if settings.kl_mask_threshold is not None:
+            # (lp - lg)^2 / 2 is the k2 estimate of the KL between engine and current policy at this token.
             weight_BT = weight_BT.masked_fill(0.5 * drift_BT.detach().square() > settings.kl_mask_threshold, 0.0)
         return weight_BT
 
     def _kl_targets(
         self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, behaviour_BT: Tensor
     ) -> Iterator[tuple[str, float, Tensor]]:
-        """Name, coefficient and log-probs of each policy that the loss holds the current one close to."""
+        """Name, coefficient and log-probs of each policy that a KL term keeps the current one close to."""
         if self.settings.kl is not None:
             key, missing = self.tensor_keys.ref_log_prob, "Couldn't find the ref log-prob"
             reference_BT = batch.finite(td, key, mask_BT, missing=missing, remedy="score it again")
@@ -276,14 +282,14 @@ class GRPOLoss(LossModule):
     def _surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The surrogate, and bool[B, T] twice: the tokens that it holds back from below and from above."""
+        """The surrogate, and two masks bool[B, T]: the tokens clipped at the lower bound and at the upper one."""
         settings = self.settings
         low, high = settings.clip
         ratio_BT = log_ratio_BT.detach().exp()
         below_BT, above_BT = ratio_BT < 1 - low, ratio_BT > 1 + high
         nowhere_BT = torch.zeros_like(mask_BT)
         match settings.surrogate:
-            case "clip":  # it acts only where it takes the smaller of the two
+            case "clip":  # the minimum clips only where A pushes the ratio further out
                 held_BT = above_BT & (advantage_BT > 0)
                 if settings.dual_clip is not None:
                     held_BT |= (ratio_BT > settings.dual_clip) & (advantage_BT < 0)
@@ -318,14 +324,14 @@ def _step_metrics(
 ) -> dict[str, Tensor]:
     """The metrics of one micro-batch of a step with ``num_tokens`` trained tokens.
 
-    ``measured`` is averaged under its names. ``clipped`` is where the surrogate holds back from below and from above,
-    ``drift_BT`` lp - lg, ``mismatch_BT`` what the trainer said before the update less what the engine said.
+    The tensors in ``measured`` are averaged under their own names. ``clipped`` holds the masks of the tokens clipped at
+    the lower and the upper bound, ``drift_BT`` is lp - lg, ``mismatch_BT`` the trainer's log-probs minus lg.
     """
 
     def mean(value_BT: Tensor) -> Tensor:
         return value_BT.masked_fill(~mask_BT, 0).sum() / num_tokens
 
-    def largest(value_BT: Tensor) -> Tensor:  # of what is not negative
+    def largest(value_BT: Tensor) -> Tensor:  # of values that are not negative
         return value_BT.masked_fill(~mask_BT, 0.0).amax()
 
     ratio_BT, importance_BT = log_ratio_BT.exp(), drift_BT.exp().masked_fill(~mask_BT, 0.0)
@@ -353,5 +359,5 @@ def _step_metrics(
 
 
 def _effective_fraction(weight_sum: Tensor, weight_square_sum: Tensor, tokens: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2), in (0, 1]; 0 for no tokens."""
+    """Effective sample size over n tokens, (sum w)^2 / (n sum w^2): in (0, 1], or 0 without tokens."""
     return weight_sum.square() / (tokens * weight_square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)

@@ -29,14 +29,14 @@ class Pairs(NamedTuple):
 
     def mean(self, value_B: Tensor, counts: StepCounts) -> Tensor:
         """The part of this batch in a mean over the pairs of a step."""
-        is_pair_B = self.mask_CT.any(-1).chunk(2)[0]  # rows without tokens stand in for a rank without rows
+        is_pair_B = self.mask_CT.any(-1).chunk(2)[0]  # rows without trained tokens only fill a rank without pairs
         return value_B.masked_fill(~is_pair_B, 0.0).sum() / max(counts.sequences, 1)
 
 
 def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
     """Cuts each row into its two conversations.
 
-    Reads   ``keys.tokens``, ``keys.assistant_mask`` and ``keys.num_chosen``, as `DPOLoss` says
+    Reads   ``keys.tokens``, ``keys.assistant_mask`` and ``keys.num_chosen``, as `DPOLoss` does
     Raises  DataError for a pair with one answer that has tokens and one that has none; MissingKeyError
     """
     ids = list(required(td, keys.tokens, reader, as_list=True))
@@ -48,7 +48,7 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
             raise DataError(
                 f"{reader}: num_chosen must leave tokens to both conversations: got {cut} of {len(whole)} in row {row}."
             )
-    # All chosen ones first: `chunk(2)` then parts values per conversation into chosen and rejected.
+    # All chosen ones first: `chunk(2)` then splits values per conversation into chosen and rejected.
     halves = [whole[:cut] for cut, whole, _ in pairs] + [whole[cut:] for cut, whole, _ in pairs]
     batch = PaddedBatch.from_rows(halves, reader=reader)
     marked = [mask[:cut] for cut, _, mask in pairs] + [mask[cut:] for cut, _, mask in pairs]
@@ -56,10 +56,10 @@ def read_pairs(td: TensorDictBase, keys: Any, reader: str) -> Pairs:
     trained_B2 = torch.stack(mask_CT.any(-1).chunk(2), -1)
     if (lonely := trained_B2.any(-1) & ~trained_B2.all(-1)).any():
         raise DataError(
-            f"{reader}: both answers of a pair must have a token: row {int(lonely.nonzero()[0])} has one without."
+            f"{reader}: both answers of a pair must have a token: one in row {int(lonely.nonzero()[0])} has none."
         )
     media = read_media(td)
-    if media is not None:  # one row's tensors are those of both its conversations
+    if media is not None:  # both conversations share the row's tensors; their positions are split
         rows = list(zip(cuts.flatten().tolist(), media, strict=True))
         media = [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] < cut]} for cut, own in rows]
         media += [{**own, POSITIONS: own[POSITIONS][own[POSITIONS] >= cut] - cut} for cut, own in rows]

@@ -22,7 +22,7 @@ Level = Literal["sequence", "token"]
 
 
 class RewardLossOutput(TensorClass["nocast"]):
-    """``loss_reward``, to be differentiated, and metrics: means over the pairs of the step, ``tokens`` a count."""
+    """``loss_reward``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 
     loss_reward: Tensor
     pairs_right: Tensor | None = None  # share of pairs whose chosen answer has the larger reward
@@ -36,16 +36,16 @@ class RewardLoss(LossModule):
     """-log sigmoid(r_chosen - r_rejected - margin) over pairs of answers to one prompt.
 
     Reads   ("tokens", "full"), "num_chosen", ("masks", "all_assistant_mask")   as `DPOLoss`
-            "margin"  float32[B]  by how much the rewards are to differ, if the batch has it
+            "margin"  float32[B]  optional: by how much the rewards should differ
     Calls   reward_network(ids int64[C, T], attention mask bool[C, T]) -> float[C, T], the reward after each token
-    Returns RewardLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Returns RewardLossOutput; pass ``normalizer``, the StepCounts of the optimizer step, and micro-batches add up
     Raises  DataError for a pair with one answer that has no token, and for images; MissingKeyError
 
     level   "sequence": the reward after the last token. "token": the mean over all positions from the first one where
-            the conversations differ; one that has ended keeps its last reward. Such a model also judges unfinished
-            answers
-    first_share  with "token", the share of the loss at that first position; the mean has the rest. An error shows
-            there first, and counts little in a mean over the whole answer
+            the conversations differ; a conversation that has ended keeps its last reward. Such a model can also
+            judge unfinished answers
+    first_share  with "token", the weight of the loss at that first position; the mean has the rest. A mistake
+            begins there, and counts little in a mean over the whole answer
 
     Source: Touvron et al. 2023, Llama 2 (arXiv:2307.09288), eqs. 1 and 2.
     """
@@ -69,7 +69,7 @@ class RewardLoss(LossModule):
         self.reward_network, self.level, self.first_share = reward_network, level, first_share
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """The tokens and pairs (as ``sequences``) of the whole batch of an optimizer step, on this rank."""
+        """Counts tokens and pairs (as ``sequences``) in the whole batch of an optimizer step, on this rank."""
         return self._read(td).counts()
 
     @torch.no_grad()
@@ -121,13 +121,13 @@ def _last(reward_CT: Tensor, batch: PaddedBatch) -> Tensor:
 
 
 def _token_loss(reward_CT: Tensor, batch: PaddedBatch, margin_B: Tensor, first_share: float) -> Tensor:
-    """[B]: the pair's loss where it parts, and the mean from there to where the longer one ends."""
+    """[B]: a pair's loss at its first difference, mixed with the mean from there to the end of the longer one."""
     length_C = batch.attention_mask.sum(-1, keepdim=True)
     place_T = torch.arange(reward_CT.shape[1], device=reward_CT.device)
-    # The shorter of a pair keeps its last reward, so that the longer one is compared to its end.
+    # The shorter of a pair keeps its last reward, so that the longer one is compared up to its end.
     kept_CT = reward_CT.gather(1, torch.minimum(place_T, length_C - 1))
     chosen_BT, rejected_BT = kept_CT.chunk(2)
-    # -1 in the padding: a conversation that ends where the other goes on has parted from it.
+    # -1 in the padding: where one conversation ends and the other continues, they differ.
     one_BT, other_BT = batch.input_ids.masked_fill(~batch.attention_mask, -1).chunk(2)
     parted_BT = (one_BT != other_BT).cumsum(-1) > 0
     counted_BT = parted_BT & (place_T < torch.maximum(*length_C.chunk(2)))

@@ -1,4 +1,4 @@
-"""Settings of `GRPOLoss`, checked together and described in words, and the published algorithms by name."""
+"""Settings of `GRPOLoss`, checked together and described in words, and published algorithms by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOICES = {
     "proximal": get_args(Proximal),
     "correction": (None, *get_args(Correction)),
 }
-_DOCUMENTED_NAMES = {  # of the settings whose keyword in GRPOLoss has another name
+_DOCUMENTED_NAMES = {  # settings whose keyword in GRPOLoss has another name
     "clip": "clip_epsilon",
     "entropy": "entropy_coeff",
     "kl": "kl_to_ref_coeff",
@@ -32,7 +32,7 @@ _DOCUMENTED_NAMES = {  # of the settings whose keyword in GRPOLoss has another n
 }
 _DOCUMENTED_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "seq-mean"}
 _CAPPED = ("tis", "seq-tis", "seq-mask", "geo-mask")
-_BANDS = {"mask": (0.5, 2.0), "geo-mask": (0.99, 1.01)}  # of rho, and of its geometric mean
+_BANDS = {"mask": (0.5, 2.0), "geo-mask": (0.99, 1.01)}  # defaults for rho and for its geometric mean
 
 _AGGREGATION_WORDS = {
     "token": "sum over tokens / tokens of the step",
@@ -76,7 +76,7 @@ class GRPOSettings:
     dual_clip: float | None = None
     sapo_tau: tuple[float, float] | None = None
     proximal: Proximal = "behaviour"
-    correction: Correction | None = None  # None: "tis", and "none" if the proximal policy is the engine
+    correction: Correction | None = None  # None: "none" with proximal="behaviour", else "tis"
     correction_cap: float | None = None
     correction_band: tuple[float, float] | None = None
     correction_veto: tuple[float, float] | None = None
@@ -178,7 +178,7 @@ class GRPOSettings:
 
     @property
     def taus(self) -> tuple[float, float]:
-        """SAPO's gate where A > 0, and elsewhere."""
+        """SAPO's tau where A > 0, and elsewhere."""
         return self.sapo_tau or (1.0, 1.05)
 
     def describe(self) -> dict[str, str]:
@@ -243,14 +243,14 @@ class Preset:
 
     @property
     def loss(self) -> dict[str, Any]:
-        """Keyword arguments of `GRPOLoss`: those that are not its defaults."""
+        """Keyword arguments of `GRPOLoss` that differ from its defaults."""
         defaults = GRPOSettings().keywords()
         return {name: value for name, value in self.settings.keywords().items() if value != defaults[name]}
 
     def describe(
         self, advantage: Mapping[str, Any] | None = None, loss: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
-        """The four choices in words, with the given keyword arguments in place of the preset's own."""
+        """The four choices in words, with the given keyword arguments in place of the preset's."""
         chosen = {**self.advantage, **(advantage or {})}
         words = _ADVANTAGE_WORDS[chosen.get("scale", "group")]
         if chosen.get("whiten"):
@@ -260,7 +260,7 @@ class Preset:
         return {"advantage": words, **GRPOSettings.from_keywords(**{**self.loss, **(loss or {})}).describe()}
 
 
-# name: source, keyword arguments of `MCAdvantage`, settings of `GRPOLoss` besides those that all have
+# name: source, keyword arguments of `MCAdvantage`, settings of `GRPOLoss` besides the shared ones
 _PRESETS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "grpo": (
         "DeepSeekMath, arXiv:2402.03300, with DAPO's token mean and clip, and without its KL term",
@@ -315,7 +315,7 @@ _PRESETS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"surrogate": "dppo", "proximal": "behaviour", "correction": None, "kl_inference": 2e-3, "kl_estimator": "k2"},
     ),
 }
-# With one update per batch of rollouts the current policy is the proximal one: "detach" computes nothing twice.
+# With one update per batch of rollouts the current policy is the proximal one; "detach" saves a forward pass.
 _SHARED = {"proximal": "detach", "correction": "tis"}
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {

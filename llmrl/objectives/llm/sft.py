@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the negative log-likelihood of the tokens that the assistant wrote.
 
-The assistant mask of the batch marks these tokens, or the `Renderer` for conversations that come as messages. The
-end-of-turn token is among them, so that a model learns to stop.
+The assistant mask of the batch marks these tokens; the `Renderer` makes the mask if a batch holds messages instead. The
+end-of-turn token is among them, so that the model learns to stop.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ _RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn
 
 
 class SFTLossOutput(TensorClass["nocast"]):
-    """Terms to be summed and differentiated (``loss_*``), and detached metrics; float32 scalars.
+    """Loss terms to sum and differentiate (``loss_*``), and detached metrics; float32 scalars.
 
     ``loss_sft`` is float32[B] for reduction="none". Metrics are means over the trained tokens of the step, ``tokens``
-    and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None if not asked for.
+    and ``empty_rows`` are counts: the outputs of micro-batches add up (`merge_outputs`). None if not computed.
     """
 
     loss_sft: Tensor
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
-    nll: Tensor | None = None  # nats per trained token, whatever the reduction
-    accuracy: Tensor | None = None  # trained tokens that are the model's most likely ones
+    nll: Tensor | None = None  # nats per trained token, for every reduction
+    accuracy: Tensor | None = None  # fraction of trained tokens that the model finds most likely
     tokens: Tensor | None = None  # trained tokens of this batch
-    empty_rows: Tensor | None = None  # conversations without a trained token: left out of every mean
+    empty_rows: Tensor | None = None  # conversations without a trained token, excluded from every mean
 
 
 class SFTLoss(LossModule):
     """Negative log-likelihood over the assistant's tokens, with an optional KL to a reference.
 
-    Reads   ("tokens", "full")                 int64 ragged[T]    with
-            ("masks", "all_assistant_mask")    bool ragged[T], from ("masks", "trained_from") on if the batch has
-                                               that; if these are missing,
-            ("history", "full")                History [B, M]     rendered with ``tokenizer`` (or the actor's renderer)
+    Reads   ("tokens", "full")                 int64 ragged[T]
+            ("masks", "all_assistant_mask")    bool ragged[T]     the tokens to train; optional ("masks",
+                                                                  "trained_from") leaves out those before it
+            ("history", "full")                History [B, M]     if one of these two is missing; rendered with
+                                                                  ``tokenizer`` or else by the actor's renderer
             ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
             for ("log_probs", "full")
-    Returns SFTLossOutput; with ``normalizer``, the StepCounts of the optimizer step, micro-batches add up
+    Returns SFTLossOutput; pass ``normalizer``, the StepCounts of the optimizer step, and micro-batches add up
     Raises  DataError if no conversation has a token to train, MissingKeyError, ShapeError; ConfigError for settings
             that contradict each other
 
@@ -127,12 +128,12 @@ class SFTLoss(LossModule):
         self.device = None if device is None else torch.device(device)
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
-        """The tokens and sequences of the whole batch of an optimizer step, on this rank; renders messages."""
+        """Counts tokens and sequences in the whole batch of an optimizer step, on this rank; renders messages."""
         return StepCounts.of(self._read(td)[1])
 
     def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> SFTLossOutput:
         batch, mask_BT = self._read(td)
-        counts = normalizer or StepCounts.of(mask_BT)  # of the whole step: micro-batches add up
+        counts = normalizer or StepCounts.of(mask_BT)  # whole step, so that micro-batches add up
         if counts.tokens < 1:
             raise DataError(
                 f"SFTLoss: a step must have a token to train: got none in {len(mask_BT)} conversations; look at their "
@@ -171,21 +172,21 @@ class SFTLoss(LossModule):
         log_prob_B = fn.sequence_sum(log_prob_BT, mask_BT)
         if self.reduction == "token":  # every token counts the same, so long answers weigh more
             return -log_prob_B.sum() / counts.tokens
-        # Every conversation counts the same: by the mean over its tokens, or by their sum.
+        # Every conversation counts the same, with the mean over its tokens or with their sum.
         divisor_B = length_B.clamp(min=1) if self.normalize_by_seq_length else torch.ones_like(length_B)
         if self.loss_function == "sft":
             loss_B = -log_prob_B / divisor_B
         else:
             reference_B = fn.sequence_sum(reference_BT, mask_BT)
             loss_B = fn.minor_sft(log_prob_B / divisor_B, reference_B / divisor_B, beta=self.beta)
-        loss_B = loss_B.masked_fill(length_B == 0, 0.0)  # minor_sft of no token is log 2, not 0
+        loss_B = loss_B.masked_fill(length_B == 0, 0.0)  # minor_sft of an empty row is log 2, not 0
         if self.reduction == "none":
             return loss_B
         return loss_B.sum() / counts.sequences if self.reduction == "mean" else loss_B.sum()
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
         keys = self.tensor_keys
-        # Ids that a batch has are trained as they are: rendered again, the messages could give others.
+        # Ids in the batch are trained as they are: rendering the messages again could give other ids.
         has_tokens = td.get(keys.tokens, None, as_list=True) is not None
         if has_tokens and td.get(keys.assistant_mask, None, as_list=True) is not None:
             batch = PaddedBatch.read(td, keys, reader="SFTLoss", device=self.device)
@@ -202,5 +203,5 @@ class SFTLoss(LossModule):
         rendered = renderer.render(history.to_chats())
         batch = PaddedBatch.from_rows([row.ids for row in rendered], reader="SFTLoss", device=self.device)
         mask_BT = batch.align([row.assistant_mask for row in rendered], keys.history)
-        # The first token of a row has nothing to be predicted from.
+        # The first token of a row is not trained: no token predicts it.
         return batch, with_predecessor(mask_BT, batch.attention_mask)

@@ -1,5 +1,5 @@
 "use strict";
-// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run becomes text, never markup.
+// The page of a run: headline, warnings, charts with one cursor, tables. Text of a run is text, never markup.
 (() => {
   const HEIGHT = 200, LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 22;
   const COLOURS = 7, DASHES = ["", "6 3", "2 3", "9 3 2 3"];
@@ -9,7 +9,7 @@
 
   // --- elements ------------------------------------------------------------------------------------------------------
 
-  /** Marks that would change the direction of text, and halves of surrogate pairs, as something that can be seen. */
+  /** Makes marks that change the direction of text, and halves of surrogate pairs, visible. */
   function visible(text) {
     const named = (mark) => `[U+${mark.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}]`;
     const marks = /[\u0000-\u0008\u000b-\u001f\u200e\u200f\u202a-\u202e\u2066-\u2069]|\p{Surrogate}/gu;
@@ -48,7 +48,7 @@
     return plain(value, digits);
   }
 
-  /** Round values between two ends, at most about ``count``. */
+  /** Round values between two ends, about ``count`` at most. */
   function ticks(low, high, count) {
     const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
     const size = power * [1, 2, 2.5, 5, 10].find((factor) => power * factor >= raw * 0.999);
@@ -74,7 +74,7 @@
     return low > 0 && x - values[low - 1] <= values[low] - x ? low - 1 : low;
   }
 
-  /** An exponential moving average, corrected for its start. */
+  /** An exponential moving average with bias correction for its start. */
   function smooth(values, weight) {
     let mean = 0, total = 0;
     return values.map((value) => {
@@ -186,7 +186,7 @@
       this.showCursor();
     }
 
-    /** The least and the greatest value in sight, with a little room. */
+    /** The smallest and the largest visible value, with a margin. */
     extent(logarithmic) {
       const shown = (step, value) => step >= this.range[0] && step <= this.range[1] && (!logarithmic || value > 0);
       const inside = (x, values) => values.filter((value, i) => shown(x[i], value));
@@ -208,7 +208,7 @@
     axes(width, values) {
       const nodes = [], span = Math.abs(values[1] - values[0]) || 1;
       const largest = Math.max(...values.map(Math.abs));
-      const digits = Math.max(4, 1 + Math.ceil(Math.log10(largest / span))); // that tell two ticks apart
+      const digits = Math.max(4, 1 + Math.ceil(Math.log10(largest / span))); // enough to distinguish two ticks
       for (const value of values) {
         const y = this.y(value);
         nodes.push(svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
@@ -283,7 +283,7 @@
     }
   }
 
-  /** Lines on top of each other: ``y`` becomes the upper edge, ``base`` the lower one, ``own`` the value. */
+  /** Stacks lines: ``y`` becomes the upper edge, ``base`` the lower one, ``own`` the value. */
   function stacked(lines) {
     let base = lines[0].y.map(() => 0);
     return lines.map((line) => {
@@ -367,7 +367,7 @@
     byId("theme").setAttribute("aria-label", `switch to ${byId("theme").textContent} colours`);
   }
 
-  /** A file that was opened from disk may have no storage. */
+  /** A page opened from disk may have no local storage. */
   function remembered(theme) {
     try {
       if (theme) localStorage.setItem("llmrl-theme", theme);
@@ -400,7 +400,7 @@
     });
   }
 
-  /** Asks the server of `llmrl watch` for newer numbers; the rollouts stay as they are while they have the focus. */
+  /** Asks the server of `llmrl watch` for newer numbers; the rollouts are not redrawn while they have the focus. */
   function follow() {
     let shown = "";
     setInterval(async () => {

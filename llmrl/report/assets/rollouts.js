@@ -1,16 +1,16 @@
 // The rollout viewer of a run's report: renderRollouts(element, data), data as llmrl.report.rollouts makes it.
 //
-// What a model wrote is set as text (textContent, append of strings), never as HTML. The list draws only the rows in
-// sight, and a conversation a bounded number of tokens, so that an interaction costs the same for any number of rows.
+// Model output is inserted as text (textContent, append of strings), never as HTML. The list draws only the visible
+// rows, and a conversation a bounded number of tokens, so that interactions cost the same for any number of rows.
 "use strict";
 
 window.renderRollouts = (() => {
   const ROW = 46; // pixels of a row of the list, as in rollouts.css
   const TOKENS = 3000; // drawn at a time, over all conversations side by side
   const CARDS = 64; // conversations side by side
-  const views = new WeakMap(); // element -> what its viewer keeps when new data come
+  const views = new WeakMap(); // element -> state that its viewer keeps when new data arrive
 
-  // ---- Colours: blue and orange, which people who do not tell red from green can tell apart ----
+  // ---- Colours: blue and orange, distinguishable with red-green colour blindness ----
 
   const BLUE = [0, 114, 178], ORANGE = [230, 120, 0], GREEN = [0, 158, 115];
   const shade = (rgb, strength) => `rgba(${rgb.join(",")},${(0.75 * Math.min(1, strength)).toFixed(3)})`;
@@ -32,7 +32,7 @@ window.renderRollouts = (() => {
     return record[mode]?.[place] ?? null;
   }
 
-  // The largest size of a mode's values but for the last hundredth of them: where its colour is strongest.
+  // The 99th percentile of a mode's absolute values: its colour is strongest there.
   function reach(rollouts, mode) {
     const sizes = [], { log } = MODES[mode];
     for (const { record } of rollouts) {
@@ -334,7 +334,7 @@ window.renderRollouts = (() => {
         make("button", { type: "button", class: "rv-facts", click: open }, visible(facts, true)), ...this.conversation(rollout, limit, false));
     }
 
-    // The messages of a conversation; without its prompt where that is shown elsewhere.
+    // The messages of a conversation, without its prompt if that is shown elsewhere.
     conversation(rollout, limit, withPrompt) {
       const { record } = rollout, calls = [...rollout.tool_calls], parts = [];
       if (!record) {
@@ -442,12 +442,12 @@ window.renderRollouts = (() => {
   const inWords = (steps) => (steps.length > 2 && steps.at(-1) - steps[0] === steps.length - 1
     ? `${steps[0]} to ${steps.at(-1)}` : steps.join(", "));
 
-  // What is said of files that are damaged.
+  // The message about damaged files.
   const unreadable = (data) => (data?.unreadable?.length
     ? [make("p", { class: "rv-note" }, `The rollouts of step ${inWords(data.unreadable)} cannot be read: their files are damaged or gone.`)]
     : []);
 
-  // Shows the data in the element; called again with new ones, it keeps filters and selection.
+  // Shows the data in the element; a later call with new data keeps filters and selection.
   return (element, data) => {
     const before = views.get(element);
     before?.ending.abort();

@@ -153,7 +153,7 @@ def test_messages_that_do_not_fit_are_a_shape_error_and_a_runtime_error(method, 
 def test_stack_makes_a_batch_of_conversations():
     rows = [History.from_messages(chat) for chat in CHATS]
     assert History.stack(rows).to_chats() == CHATS
-    with pytest.raises(ShapeError, match="one number of dimensions"):
+    with pytest.raises(ShapeError, match="same number of dimensions"):
         History.stack([rows[0], rows[0][0]])
 
 

@@ -1,7 +1,7 @@
 """ChatML text, with the tool markup and the thinking that Qwen's models write.
 
-The markers are the only structure that is read: contents come back character for character. A marker that was written
-as ordinary characters looks like a control token here; token streams can.
+Only the markers are parsed: contents come back character for character. Text cannot tell a quoted marker from a control
+token; token streams can.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_chatml(text: str) -> list[Message]:
 
 
 def parse_qwen3(text: str) -> list[Message]:
-    """Reads a Qwen 3 conversation: as ChatML, with the thinking of an answer apart in ``"reasoning_content"``.
+    """Reads a Qwen 3 conversation: as ChatML, with the thinking of an answer separately in ``"reasoning_content"``.
 
     An empty block is left out. A block that does not end, or does not begin the answer, stays in the content.
 
@@ -74,8 +74,8 @@ def parse_qwen3(text: str) -> list[Message]:
 
 
 def _assistant_message(content: str) -> Message:
-    """The assistant's text and, apart from it, the tool calls written at its end."""
-    # From the end: a call that the text before quotes, or that is not JSON, ends the run and stays in the content.
+    """The assistant's text and, separately, the tool calls at its end."""
+    # Backwards from the end, up to the first text that is not a valid call: calls quoted before it stay in the content.
     calls = []
     end = len(content)
     while (match := _last_call(content, end)) and (call := read_call(match.group(1), "arguments")):
@@ -96,7 +96,7 @@ def _last_call(text: str, end: int) -> re.Match[str] | None:
 
 
 def _tool_responses(text: str) -> list[str]:
-    """The results that a text consists of; none if there is anything else in it."""
+    """The results that a text consists of; an empty list if it contains anything else."""
     results = []
     place = int(text.startswith("\n"))
     while text.startswith(_RESPONSE, place) and (end := _RESPONSE_END.search(text, place + len(_RESPONSE))):

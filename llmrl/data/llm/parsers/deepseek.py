@@ -68,7 +68,7 @@ def _answer(body: str) -> Message:
 
 
 def _calls(text: str) -> list[Message] | None:
-    """The calls that a text consists of; None if there is anything else in it."""
+    """The calls that a text consists of; None if it contains anything else."""
     found = []
     place = 0
     while place < len(text):

@@ -1,4 +1,4 @@
-"""Harmony text, the format of gpt-oss -> messages: final channel, its analysis, and calls on the commentary channel."""
+"""Harmony text, the format of gpt-oss -> messages: final channel, its analysis, calls on the commentary channel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _INSTRUCTIONS = "# Instructions\n\n"
 
 
 def thought_key(jinja: str) -> str:
-    """The key under which a template of this format reads an answer's analysis: OpenAI's own in "thinking"."""
+    """The key under which a template of this format reads an answer's analysis: "thinking" in OpenAI's own."""
     return "thinking" if "reasoning_content" not in jinja and "thinking" in jinja else "reasoning_content"
 
 
 def read_gpt_oss_answer(text: str, *, thought: str = "reasoning_content") -> Message:
     """An answer after ``<|start|>assistant``, without its last control token, as fields of its message.
 
-    The final channel is the content, the analysis before it stands apart. An answer with a call, one that uses only the
+    The final channel is the content, the analysis before it is separate. An answer with a call, one that uses only the
     commentary channel, and one that is not in this format stay as they were written.
 
     >>> read_gpt_oss_answer("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
@@ -46,8 +46,8 @@ def parse_gpt_oss(text: str, *, thought: str = "reasoning_content") -> list[Mess
 
     Returns  messages: the developer's instructions as the system message, the analysis that precedes an answer or a
              call under ``thought``; the system turn about model and date is left out. The last carries
-             ``"is_complete": False`` if its end marker is missing, even if its analysis is all there is. A tool's
-             answer has a name if it is not that of the call before it
+             ``"is_complete": False`` if its end marker is missing, even if it has only an analysis. A tool's answer
+             has a "name" only if it differs from that of the call before it
 
     >>> parse_gpt_oss("<|start|>assistant<|channel|>final<|message|>4<|return|>")
     [{'role': 'assistant', 'content': '4'}]

@@ -1,4 +1,4 @@
-"""Formats of turns between markers (Gemma, Llama, Mistral, Phi-3, Falcon, DialoGPT), and what all parsers share."""
+"""Formats of turns between markers (Gemma, Llama, Mistral, Phi-3, Falcon, DialoGPT), and helpers of all parsers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MISTRAL_SYSTEM = re.compile(r"(?:<s>)?\[SYSTEM_PROMPT\] ?(.*?)\[/SYSTEM_PROMPT\
 def read_turns(text: str, header: re.Pattern[str], ends: Sequence[str], roles: dict[str, str]) -> list[Message]:
     """Reads a conversation whose turns begin with a header and end with one of several markers.
 
-    Reads    header  matches what opens a turn; its first group is the role as the format names it
+    Reads    header  matches the opening of a turn; its first group is the format's name of the role
              ends    markers that close a turn; the first one found counts
-             roles   the format's names of roles that are called otherwise here
-    Returns  messages with the contents as they stand, without one for a trailing generation prompt
+             roles   the format's role names -> ours, where they differ
+    Returns  messages with unchanged contents, without one for a trailing generation prompt
 
     >>> read_turns("[user]Hi;[bot]Hel", re.compile(r"\\[(\\w+)\\]"), (";",), {"bot": "assistant"})
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hel', 'is_complete': False}]
@@ -146,7 +146,7 @@ def parse_dialogpt(text: str) -> list[Message]:
 
 
 def parse_llama(text: str) -> list[Message]:
-    """Reads a Llama 2 conversation. White space around contents is the format's, not theirs.
+    """Reads a Llama 2 conversation. White space around contents belongs to the format and is stripped.
 
     >>> [message["role"] for message in parse_llama("<s>[INST] <<SYS>>\\nS\\n<</SYS>>\\n\\nHi [/INST] Hello </s>")]
     ['system', 'user', 'assistant']

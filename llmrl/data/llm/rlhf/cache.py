@@ -1,4 +1,4 @@
-"""Columns in memory-mapped files, built once: opened if their fingerprint fits, else built under a lock.
+"""Columns in memory-mapped files, built once: opened if their fingerprint matches, else built under a lock.
 
 root/name-3f9a52c07d1e/     the digest of the recipe: everything that the content depends on
   checkpoint.1/
@@ -29,23 +29,23 @@ from llmrl.errors import CheckpointError, DataError, DeadlineError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BUILD_TIMEOUT_S = 3600.0  # for another process that builds the same columns
+BUILD_TIMEOUT_S = 3600.0  # wait for another process that builds the same columns
 _CONTENT = "dataset.json"
-Block = tuple[int, Mapping[str, Any]]  # rows that were read, and the columns of those that are kept
+Block = tuple[int, Mapping[str, Any]]  # number of rows read, and the columns of those that are kept
 Recipe = dict[str, Any]
 
 
 def open_or_build(
     root: Path, name: str, recipe: Recipe, build: Callable[[], Iterable[Block]], *, timeout_s: float = BUILD_TIMEOUT_S
 ) -> TensorDict:
-    """The rows that ``build`` gives for ``recipe`` (JSON values), as memory-mapped tensors.
+    """The rows that ``build`` yields for ``recipe`` (JSON values), as memory-mapped tensors.
 
-    Files that do not hold this recipe, or are not whole, are built again. A process that finds another one building
-    waits for it. A build that fails leaves nothing behind.
+    Files of another recipe, or incomplete ones, are built again. While another process builds them, waits for it. A
+    failed build leaves no files behind.
 
-    Raises  DataError if the disk does not take the files, DeadlineError after ``timeout_s``
+    Raises  DataError if the files cannot be written, DeadlineError after ``timeout_s``
     """
-    recipe = json.loads(json.dumps(recipe))  # as it comes back from the file: tuples are lists there
+    recipe = json.loads(json.dumps(recipe))  # as it is read from the file, where tuples are lists
     folder = root / f"{name}-{digest(json.dumps(recipe, sort_keys=True))[:12]}"
     found = _open(folder, recipe)
     if found is None:
@@ -60,22 +60,22 @@ def open_or_build(
                     found = _open(folder, recipe)
         except DeadlineError as error:
             raise DeadlineError(
-                f"{folder} must be built within {timeout_s:g} s: another process builds it, and has not ended: {error}"
+                f"{folder} must be built within {timeout_s:g} s: another process builds it and is not finished: {error}"
             ) from error
         except (CheckpointError, OSError) as error:
             raise DataError(
-                f"tokenised rows cannot be written: {error} Nothing half-made is kept; root_dir chooses another disk."
+                f"tokenised rows cannot be written: {error} No partial files are kept; root_dir chooses another disk."
             ) from error
     columns, content = found
     if left_out := content["read"] - content["rows"]:
         warnings.warn(
-            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not to be compared.", stacklevel=4
+            f"{name}: {left_out} of {content['read']} rows are left out: too long, or not comparable.", stacklevel=4
         )
     return columns
 
 
 def _open(folder: Path, recipe: Recipe) -> tuple[TensorDict, dict[str, Any]] | None:
-    """None if the folder is missing, not whole, or of another recipe."""
+    """None if the folder is missing, incomplete, or of another recipe."""
     try:
         folder = current_directory(folder)
         content = json.loads((folder / _CONTENT).read_bytes())
@@ -84,7 +84,7 @@ def _open(folder: Path, recipe: Recipe) -> tuple[TensorDict, dict[str, Any]] | N
         rows, entries = content["rows"], {}
         for key, (dtype, shape) in content["columns"].items():
             path, kind = folder / f"{key}.memmap", getattr(torch, dtype)
-            # Mapping does not notice a file that was cut.
+            # Mapping does not notice a truncated file.
             if path.stat().st_size != rows * kind.itemsize * torch.Size(shape).numel():
                 return None
             entries[key] = MemoryMappedTensor.from_filename(path, dtype=kind, shape=(rows, *shape))
@@ -110,12 +110,12 @@ def _build(folder: Path, recipe: Recipe, blocks: Iterable[Block]) -> None:
                     f"tokenised rows must have the same columns, dtypes and widths throughout: got {own} for the rows "
                     f"from {read + 1} on, expected {kinds}; pad to max_length."
                 )
-            for key, value in flat.items():  # not through a map: a full disk would end the process with SIGBUS
+            for key, value in flat.items():  # not through a map: a full disk would kill the process with SIGBUS
                 opened[key].write(value.contiguous().view(torch.uint8).numpy().data if len(value) else b"")
             read, rows = read + count, rows + lengths.pop()
         if not rows:
             raise DataError("tokenised rows: at least one must be left: got none.")
-        files.close()  # what is buffered is written, or fails, before the description says that it is there
+        files.close()  # buffers are flushed, or fail, before the description declares the files complete
         (draft / _CONTENT).write_text(json.dumps({"recipe": recipe, "read": read, "rows": rows, "columns": kinds}))
 
 
@@ -129,7 +129,7 @@ def digest(text: str) -> str:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Changes with the vocabulary, the merges, the special tokens, the chat template and the sides."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # The text of a tokenizer begins with the padding and truncation of its last call: left out.
+    # A serialised tokenizer begins with the padding and truncation of its last call, which are left out.
     own = json.dumps(tokenizer.get_vocab()) if backend is None else backend.to_str().partition('"added_tokens"')[2]
     names = ("special_tokens_map", "chat_template", "padding_side", "truncation_side")
     return digest(repr([type(tokenizer).__qualname__, *(getattr(tokenizer, name, None) for name in names), own]))
@@ -143,7 +143,7 @@ def code_fingerprint() -> str:
 
 
 def callable_fingerprint(function: Any) -> str:
-    """Changes with the source of a function or class; of one without a source, with its name."""
+    """Changes with the source of a function or class; without a source, with its name and code."""
     if function is None:
         return ""
     try:

@@ -14,12 +14,12 @@ C = TypeVar("C", bound=type)
 
 
 def _with_lists(cls: C) -> C:
-    """A list becomes a column with one value per row of the batch, so that indexing the batch indexes it too."""
+    """Turns lists given to ``__init__`` into columns of one value per row, so that they are indexed with the batch."""
     init, fields = cls.__init__, cls.__annotations__
 
     @wraps(init)
     def __init__(self: Any, *values: Any, **options: Any) -> None:
-        # Only fields: the list of ``batch_size`` stays one.
+        # Only fields: ``batch_size`` stays a list.
         lists = {name: column(v) for name, v in options.items() if name in fields and isinstance(v, list)}
         init(self, *[column(v) if isinstance(v, list) else v for v in values], **options | lists)
 

@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def create_infinite_iterator(iterator: Iterable[T]) -> Iterator[T]:
-    """Iterates over something again and again.
+    """Repeats an iterable forever.
 
-    Raises  DataError for a pass without items: the iterable is empty, or allows one pass only
+    Raises  DataError for a pass without items: the iterable is empty, or can be iterated only once
 
     >>> from itertools import islice
     >>> list(islice(create_infinite_iterator([1, 2]), 5))
@@ -32,7 +32,7 @@ def create_infinite_iterator(iterator: Iterable[T]) -> Iterator[T]:
         if empty:
             why = "it gives one pass only, as a generator does; pass a list or a loader" if passes else "it is empty"
             raise DataError(
-                f"create_infinite_iterator: every pass must give something: pass {passes + 1} did not: {why}."
+                f"create_infinite_iterator: every pass must give an item: pass {passes + 1} did not: {why}."
             )
         passes += 1
 
@@ -53,11 +53,11 @@ def get_dataloader(
 ) -> Iterable[Any]:
     """Batches of ``tensorclass_type.from_dataset(...)`` on ``device``, drawn without replacement.
 
-    The last batch of an epoch has the rows that are left. Without ``infinite``, a ``ReplayBuffer``: a loop is an epoch.
+    The last batch of an epoch has the remaining rows. Without ``infinite``: a ``ReplayBuffer``; a loop is one epoch.
 
     block_size  ``max_length`` of the rows
     prefetch    batches that threads prepare ahead
-    options     others of ``from_dataset``, such as ``tokenizer``
+    options     further arguments of ``from_dataset``, such as ``tokenizer``
     """
     data = tensorclass_type.from_dataset(
         split=split,

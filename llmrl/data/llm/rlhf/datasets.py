@@ -1,8 +1,8 @@
 """`PairwiseDataset` and `PromptData`: pairs of answers, and prompts with an answer, in memory-mapped rows.
 
-The rows of a file are read as `llmrl reward` and `llmrl sft` read them. With a tokenizer that has a chat template they
-are the ids of its conversations; with any other the texts as they are, and an end-of-sequence id. Where neither text
-has white space at the seam, a line break joins them.
+The rows of a file are read as `llmrl reward` and `llmrl sft` read them. If the tokenizer has a chat template, it
+renders the conversations; otherwise prompt and answer are joined unchanged, followed by an end-of-sequence id. If
+neither has white space at the seam, a line break joins them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from llmrl.data.llm.rlhf.cache import Block
 
-IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # label of positions that losses ignore
 Chat = list[dict[str, Any]]
 Row = Mapping[str, Any]
 Unusable = Literal["error", "drop"]
 
 
 class RewardData(TensorClass["nocast"]):
-    """The input of a reward model and its output: rewards after each token, and after the last one.
+    """The input of a reward model, and its output: the rewards after each token and after the last one.
 
     ``input_ids``, ``attention_mask`` int64[B, T]; ``rewards`` float32[B, T, 1]; ``end_scores`` float32[B, 1].
     """
@@ -64,7 +64,7 @@ class _FromDataset:
         unusable: Unusable = "error",
         **columns: str | None,
     ) -> Self:
-        """The rows of one split, tokenised at the first call and opened at the next ones.
+        """The rows of one split, tokenised by the first call and opened by later ones.
 
         Arguments are those of `TokenizedDatasetLoader`; ``columns`` those of `to_pair` for pairs and of `to_messages`
         for prompts, such as ``prompt_column``.
@@ -117,10 +117,10 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
 
     ``input_ids``, ``attention_mask`` int64[B, T] of both, padded on the right; ``prompt_rindex`` int64[B], the position
     of the prompt's last id; ``labels`` int64[B, T], the ids of the answer, -100 elsewhere. ``logits`` and ``loss`` are
-    for what a model makes of them.
+    outputs of a model.
 
-    Rows of `from_dataset` have as answer the last turn of "messages", or one of the columns "completion", "answer",
-    "label" and their like; of a pair the chosen one.
+    In rows of `from_dataset` the answer is the last turn of "messages", or a column such as "completion", "answer" or
+    "label"; of a pair, the chosen answer.
     """
 
     input_ids: Tensor
@@ -133,7 +133,7 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
     _default_dataset = "CarperAI/openai_summarize_tldr"
 
     def mask_label(self, pad_token_id: int = 50256) -> PromptData:
-        """The prompts alone: ``pad_token_id`` in the place of the answers, without labels.
+        """The prompts alone: ``pad_token_id`` in place of the answers, and no labels.
 
         >>> ids, last = torch.tensor([[5, 6, 7, 8]]), torch.tensor([1])
         >>> PromptData(ids, torch.ones_like(ids), last, batch_size=[1]).mask_label(pad_token_id=0).input_ids
@@ -199,7 +199,7 @@ class _Rows:
     def groups(
         self, source: Source, chats_of: Callable[[Row, int], list[Chat]]
     ) -> Iterator[tuple[int, list[list[_Ids]]]]:
-        """Block by block: the rows that were read, and the ids of the conversations of each row that is kept."""
+        """Block by block: the number of rows read, and the ids of the conversations of each row that is kept."""
         refused: list[DataError] = []
         kept = 0
 
@@ -253,7 +253,7 @@ class _Rows:
                     f"dataset: a conversation must be at most max_length = {self.max_length} tokens long: one of row "
                     f"{number} {what}; raise max_length, or pass unusable='drop'."
                 )
-        # Texts may differ where their ids do not: a tokenizer may normalise, or drop what it does not know.
+        # Different texts can have equal ids: a tokenizer may normalise, or drop unknown characters.
         if len(group) == 2 and group[0].ids == group[1].ids:
             raise DataError(f"dataset: the answers of a pair must differ in their tokens: row {number}'s do not.")
         return group

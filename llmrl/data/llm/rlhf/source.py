@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 _DEFAULT_ROOT = Path("~/.cache/llmrl/data")
-_VALID_ROWS = 2000  # of a hub dataset's "valid" splits
+_VALID_ROWS = 2000  # at most, of a hub dataset's "valid" split
 AT_ONCE = 1024  # rows per block
 
 
 @dataclass(frozen=True)
 class Source:
-    """``name``, ``split`` and the others as of `TokenizedDatasetLoader`."""
+    """One split of a dataset; the fields are arguments of `TokenizedDatasetLoader`."""
 
     name: str
     split: str
@@ -49,12 +49,12 @@ class Source:
         build: Callable[[], Iterable[Block]],
         recipe: Mapping[str, Any],
     ) -> TensorDict:
-        """The rows that ``build`` makes of these, kept as long as everything that they depend on stays the same."""
+        """The rows that ``build`` makes of this split, cached until anything changes that they depend on."""
         path = self._path()
         files = [path] if path is not None and path.is_file() else []
         if self.from_disk:
             files = sorted(path.rglob("*.arrow"))
-        # Size and time stand for the content: hashing a file takes as long as reading it.
+        # Size and time represent the content: hashing a file takes as long as reading it.
         stamp = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         recipe = {
             **recipe,
@@ -68,7 +68,7 @@ class Source:
         return open_or_build(root, f"{words}-{self.split}", recipe, build)
 
     def rows(self) -> tuple[Sequence[Row], int]:
-        """The rows, and the number of those that stand before them in the file.
+        """The rows, and the number of rows before them in the file.
 
         Raises  DataError for data that are missing, broken or empty, or without the split
         """
@@ -103,7 +103,7 @@ class Source:
         )
 
     def _part(self, rows: Sequence[Row]) -> tuple[Sequence[Row], int]:
-        """Of data without splits: the last ``valid_size`` rows are "valid", all before them "train"."""
+        """Divides data without splits: the last ``valid_size`` rows are "valid", all before them "train"."""
         held = self.valid_size or 0
         if self.split not in ("train", "valid") or (self.split == "valid" and not held):
             raise DataError(
@@ -141,7 +141,7 @@ def blocks_of(rows: Sequence[Row], before: int) -> Iterator[tuple[int, list[Row]
     """The rows in blocks, each with the number of its first row, counted from 1."""
     for start in range(0, len(rows), AT_ONCE):
         block = rows[start : start + AT_ONCE]
-        if not isinstance(block, list):  # a Dataset gives columns
+        if not isinstance(block, list):  # a slice of a Dataset is a dict of columns
             names = list(block)
             block = [dict(zip(names, values, strict=True)) for values in zip(*block.values(), strict=True)]
         yield before + start + 1, block

@@ -1,4 +1,4 @@
-"""Columns of text as ids of one width, and a dataset of them that is tokenised once."""
+"""Tokenisation of text columns to one width, and a loader of datasets that are tokenised once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TensorDictTokenizer:
              ``return_tensordict=False`` a dict of lists
     Raises   DataError for a missing column or a value that is not text, ConfigError for ragged rows without padding
 
-    padding  "max_length"; True or "longest": to the longest row of the call; False. On the tokenizer's side, with its
-             padding token, or if it has none its end of sequence: masks come from lengths
+    padding  "max_length"; True or "longest": to the longest row of the call; False. Pads on the tokenizer's side with
+             its padding token, or its end of sequence if it has none (masks come from lengths)
 
     >>> from llmrl.testing import tiny_tokenizer
     >>> process = TensorDictTokenizer(tiny_tokenizer(), max_length=6)
@@ -54,7 +54,7 @@ class TensorDictTokenizer:
         self.tokenizer, self.max_length, self.key = tokenizer, max_length, key
         self.padding, self.truncation = padding, truncation
         self.return_tensordict, self.device = return_tensordict, device
-        self.first_row = 1  # its number in errors
+        self.first_row = 1  # its number, for errors
         if padding not in ("max_length", "longest", True, *_NO_PADDING):
             raise ConfigError(
                 f"TensorDictTokenizer: padding must be 'max_length', 'longest' or False: got {padding!r}."
@@ -101,7 +101,7 @@ class TensorDictTokenizer:
 
 
 class PromptTensorDictTokenizer(TensorDictTokenizer):
-    """Tokenises prompts and their answers, joined as they are.
+    """Tokenises prompts and their answers, concatenated unchanged.
 
     Reads    ``key`` and "label", lists of B texts
     Returns  as `TensorDictTokenizer`, always padded on the right, and "prompt_rindex" int64[B], the position of the
@@ -154,19 +154,19 @@ def encode_answers(
     batch = tokenizer(texts, return_attention_mask=False, verbose=False)
     found = []
     for text, ids, encoding, prompt in zip(texts, batch["input_ids"], batch.encodings, prompts, strict=True):
-        # Characters that belong to no token, as a tokenizer drops some white space, are passed over.
+        # Skips characters without a token: tokenizers drop some white space.
         places = (encoding.char_to_token(place) for place in range(len(prompt), len(text)))
         found.append((ids, next((place for place in places if place is not None), len(ids))))
     return found
 
 
 def same_width(rows: Sequence[Sequence[int]], width: int, pad: int, side: str = "right") -> tuple[Tensor, Tensor]:
-    """int64[N, width] of ids, and of 1 if there is one."""
+    """Padded ids and their mask (1 for an id, else 0), both int64[N, width]."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))[:, None]
     place = np.arange(width)
     mask = place < lengths if side == "right" else place >= width - lengths
     ids = np.full(mask.shape, pad, dtype=np.int64)
-    # A mask is filled row by row, from left to right, which is the order of the ids end to end.
+    # Assigning through a mask fills row by row, left to right: the order of the concatenated ids.
     ids[mask] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
     return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
@@ -193,22 +193,22 @@ def load_tokenizer(
 
 
 class TokenizedDatasetLoader:
-    """Tokenises one split of a dataset once, and opens the memory-mapped result ever after.
+    """Tokenises one split of a dataset once, and opens the memory-mapped result in later calls.
 
     Reads    ``dataset_name``  a .jsonl, .json, .parquet or .csv file; a folder with one for each split; a name on the
              hub; with ``from_disk`` what ``datasets`` saved
-    Calls    tokenizer_fn(tokenizer=, max_length=), such as `TensorDictTokenizer`; the result with dicts of lists, a few
-             thousand rows at a time. pre_tokenization_hook(datasets.Dataset) -> Dataset, before
+    Calls    tokenizer_fn(tokenizer=, max_length=), such as `TensorDictTokenizer`; its result with dicts of lists, 1024
+             rows at a time. pre_tokenization_hook(datasets.Dataset) -> Dataset before that
     Raises   DataError for data that are missing, broken or empty; ConfigError
 
     The result is built again when the data, the split, the tokenizer, ``max_length``, the two functions or the code of
     llmrl change. A dataset that changes on the hub is not noticed: remove its folder of ``root_dir``.
 
     root_dir    ~/.cache/llmrl/data by default
-    valid_size  rows of "valid": of one file the last ones, which "train" then lacks (none by default); of a hub
-                dataset at most so many (2000 by default)
-    num_workers kept for parity: tokenizers use all cores
-    tokenizer   a tokenizer, or its name; in the place of ``tokenizer_model_name`` ("gpt2" by default), which
+    valid_size  rows of "valid": the last ones of a single file, which "train" then excludes (none by default); at
+                most this many of a hub dataset (2000 by default)
+    num_workers accepted for compatibility: tokenizers use all cores
+    tokenizer   a tokenizer, or its name; replaces ``tokenizer_model_name`` ("gpt2" by default), which
                 ``tokenizer_class`` loads
     """
 
