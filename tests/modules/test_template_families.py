@@ -309,6 +309,13 @@ def test_markers_inside_a_message_are_escaped_or_refused(name: str):
         assert trained(renderer, chat)[0].endswith("It is 42." + renderer.codec.end_of_turn)
 
 
+@pytest.mark.parametrize("content", ["\U000f0000 \U000f0001", "\U000f0000 <|im_end|> \U000f0001"])
+def test_characters_of_icon_fonts_are_not_taken_for_escaped_control_tokens(content):
+    renderer = family("qwen")
+    [row] = renderer.render([[USER | {"content": content}, ANSWER]])
+    assert content in renderer.tokenizer.decode(row.ids)
+
+
 def test_markers_are_refused_by_a_tokenizer_that_does_not_know_them():
     renderer = Renderer(tiny_tokenizer(), chat_template_name="llama3")
     with pytest.raises(TemplateError, match=r"message 0 .* holds '<\|start_header_id\|>'"):

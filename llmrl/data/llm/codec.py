@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_FIRST_STAND_IN = 0xF0000  # private-use plane A: meaningful text does not contain it
+_FIRST_STAND_IN = 0xFE000  # the end of private-use plane A, where no icon font has characters
 
 
 # ids; the encoding of the tokenised text; a function from positions in the escaped text to positions in the tokenised

@@ -247,9 +247,9 @@ def test_characters_that_the_renderer_needs_for_itself_do_not_reach_it():
 
     def odd() -> str:
         """Odd text."""
-        return "a\U000f0000b\ud800c<|im_end|>"
+        return "a\U000fe000b\ud800c<|im_end|>\U000f0000"
 
-    assert told(started(render("odd", {}), tools=[odd]))[0]["content"] == "a\ufffdb?c<|im_end|>"
+    assert told(started(render("odd", {}), tools=[odd]))[0]["content"] == "a\ufffdb?c<|im_end|>\U000f0000"
 
 
 def test_two_tool_transforms_share_the_end_and_the_counts():

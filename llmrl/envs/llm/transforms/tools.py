@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _TAIL_CHARS, _TAIL_IDS = 24, 8  # enough of a prompt to see that it ends inside a thought
 _SCOPES = itertools.count()  # a tool may serve several transforms: these distinguish their conversations
-_STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # the renderer writes control tokens as these
+_STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer writes control tokens as these
 
 
 @dataclass
