@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "trust_policy", "local_init_rb
 
 @dataclass(frozen=True)
 class CollectorOptions:
-    """The keyword arguments of every collector. With several workers, the first one and devices may be lists.
+    """Keyword arguments of every collector. With workers, frames_per_batch, devices and create_env_kwargs may be lists.
 
     frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of the number of envs
     total_frames          the collection ends once this many are delivered; -1: never
@@ -91,9 +91,7 @@ class CollectorOptions:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known and name not in _WITHOUT_EFFECT:
-                raise TypeError(
-                    f"{who}: unknown argument {name!r}.{did_you_mean(name, [*known, *more])}"
-                )
+                raise TypeError(f"{who}: unknown argument {name!r}.{did_you_mean(name, [*known, *more])}")
         if "frames_per_batch" not in given:
             raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
         options = cls(**{name: value for name, value in given.items() if name in known})

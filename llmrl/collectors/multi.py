@@ -78,7 +78,7 @@ class _MultiDataCollector(PooledCollector):
             with self._pool.failing():
                 self._check_equal_specs()
         if self.options.track_policy_version == "uuid":
-            self._version = ""
+            self._version = ""  # a string, so that _move_version makes a uuid
             self._move_version(None, None)
 
     # -- processes -----------------------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ class WorkerPool(FailingPool):
 
     def _receive(self, worker: Worker, what: str) -> None:
         try:
-            if not worker.connection.poll():
+            if not worker.connection.poll():  # only the sentinel is ready: the process has ended
                 raise EOFError
             name, *values = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):

@@ -152,7 +152,7 @@ class WorkerProcess:
                 if not (data := os.read(self._replies, 1 << 16)):
                     raise self._ended()
                 self._received += data
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= deadline:  # not otherwise: poll waits at most an hour
                 raise self._late()
         line = bytes(self._received[:end])
         del self._received[: end + 1]

@@ -309,7 +309,7 @@ def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
         if receiver is None:
             receiver = WeightReceiver(NoWeightSyncScheme())
             receiver.register_model(resolve(context, path))
-            receivers[model_id] = receiver
+            receivers[model_id] = receiver  # kept for its version, which must grow
         receiver.update_weights(payload.weights, version=payload.version)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -244,6 +244,7 @@ class Stepper:
         with self._lock:
             self.counters["failed"] += 1
         yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
+        # Truncated and not terminated: the conversation reached no end. Its reward is unknown: NaN.
         ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
         entries = {**next_prompt(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
         td.set("next", new_tensordict(entries, td.batch_size, td.device))
@@ -363,7 +364,7 @@ class ConversationStream:
                 for td in turns:
                     log.add([slot], td)
                 slot += 1
-                self._changed.notify_all()
+                self._changed.notify_all()  # there may be room for another conversation
         if not slot:
             return None
         self._stepper.complete([td for _, td in log.turns])
