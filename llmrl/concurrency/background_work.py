@@ -95,8 +95,8 @@ class BackgroundWork:
             yield
             return
         with self._pausing:
-            # Only the first of several pauses takes the lock. A second one, even in the same thread, would deadlock: it
-            # would queue behind steps that wait for the first to end.
+            # Only the first of several pauses takes the lock. Another would queue behind steps that wait for the first
+            # to end: in the same thread, a deadlock.
             if not self._num_pauses:
                 end = time.monotonic() + self._limit_s
                 self._held.enter_context(self._lock.holding(object(), end, "the pause"))
