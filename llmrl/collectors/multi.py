@@ -34,7 +34,7 @@ class _MultiDataCollector(PooledCollector):
     Raises  WorkerError, with the traceback, if a worker raised, or if its process ended; DeadlineError if it took no
             step for ``timeout_s``. Both name the worker, and end all processes
 
-    num_threads           of torch in this process; num_sub_threads: in each worker
+    num_threads           number of torch's threads in this process; num_sub_threads: in each worker
     update_at_each_batch  the weights of ``policy`` are sent before every batch
     weight_sync_schemes   default: the policy through shared memory, `SharedMemWeightSyncScheme`
     collector_class       the class of the workers' collectors

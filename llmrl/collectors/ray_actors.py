@@ -344,7 +344,7 @@ class ActorPool(FailingPool):
         finally:
             self.close(timeout)
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------------
 
     def _counted(self) -> tuple[int, int]:
         if self.is_open and self.is_started:

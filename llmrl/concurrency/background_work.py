@@ -41,7 +41,7 @@ class BackgroundWork:
         self._thread: threading.Thread | None = None
         self._lock: SharedExclusiveLock | None = None
         self._pausing, self._num_pauses = threading.Lock(), 0
-        self._held = ExitStack()  # the lock, while there are pauses
+        self._held = ExitStack()  # holds the lock while there are pauses
         self._failure: BaseException | None = None
 
     @property

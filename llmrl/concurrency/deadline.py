@@ -26,7 +26,7 @@ GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
 _watched: dict[object, float] = {}  # latest end of each watched call, of `time.monotonic`
 _watched_lock = threading.Lock()
-_fires_at = 0.0  # when the timer ends this process, of `time.monotonic`; 0 if it is not running
+_fires_at = 0.0  # time at which the timer ends this process, of `time.monotonic`; 0: not running
 
 
 @dataclass

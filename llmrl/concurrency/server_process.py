@@ -15,7 +15,7 @@ from llmrl.concurrency.parent_watchdog import OWNER
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SHOWN = 30  # lines of output in a message
-_PR_SET_PDEATHSIG = 1  # of Linux
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class ServerProcess:

@@ -79,7 +79,7 @@ class TransportBackend(ABC):
 
 
 class DirectTransport(TransportBackend):
-    """To a receiver in this process, which has the weights once `send_weights` returns; this base sends nothing."""
+    """Base of transports in this process: the receiver has the weights once `send_weights` returns. Does nothing."""
 
     def _do_nothing(self, *arguments: Any) -> None:
         pass

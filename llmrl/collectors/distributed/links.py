@@ -177,7 +177,7 @@ class RPCLink(Link):
         _tensorpipe_options(options, who)
         super().__init__(host, num_workers)
         self._options, self._devices = dict(options), devices
-        group = secrets.token_hex(4)  # torch remembers the names of former groups
+        group = secrets.token_hex(4)  # new names, because torch remembers those of former groups
         self._names = [f"trainer-{group}", *(f"worker{index}-{group}" for index in range(num_workers))]
         self._is_open = False
 

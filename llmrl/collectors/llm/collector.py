@@ -42,8 +42,8 @@ _TURN_S = 900.0  # for current turns to end; engines and tools have their own de
 class LLMCollector(HasBackground):
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
-    Yields                       (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
-    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation
+    Yields                       default: (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
+    ``yield_completed_trajectories``  the turns of finished conversations, [N], one conversation after another
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
                                  log-probs cover all turns, and the sum of their rewards; or one row per "new_record"
     ``replay_buffer``            receives the rows, one per turn; None is yielded

@@ -340,8 +340,8 @@ class ConversationStream:
         self._same_modes = _modes_of_this_thread()
         self._changed = threading.Condition()
         self._finished: list[list[TensorDictBase]] = []
-        self._waiting = 0  # turns in them
-        self._running = width  # threads
+        self._waiting = 0  # number of their turns
+        self._running = width  # number of running threads
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         for number in range(width):
