@@ -42,7 +42,7 @@ _TURN_S = 900.0  # for current turns to end; engines and tools have their own de
 class LLMCollector(HasBackground):
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
-    Yields                       default: (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
+    Yields                       default: lazy stacks (B, T), T = ``dialog_turns_per_batch`` / B rounded up, or 1 turn
     ``yield_completed_trajectories``  the turns of finished conversations, [N], one conversation after another
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
                                  log-probs cover all turns, and the sum of their rewards; or one row per "new_record"
