@@ -1,4 +1,4 @@
-"""Collectors run a policy in an environment and hand out what happened; those for chats are in `collectors.llm`."""
+"""Collectors run a policy in an environment and yield batches of steps; those for chats are in `collectors.llm`."""
 
 from llmrl.collectors.base import DataCollectorBase
 from llmrl.collectors.collector import SyncDataCollector

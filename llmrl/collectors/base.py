@@ -28,30 +28,30 @@ _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "trust_policy", "local_init_rb
 
 @dataclass(frozen=True)
 class CollectorOptions:
-    """The keyword arguments of every collector; with several processes the first and devices may be lists, one of each.
+    """Keyword arguments of every collector. With workers, frames_per_batch, devices and create_env_kwargs may be lists.
 
-    frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of their number
-    total_frames          the collection ends when as many were delivered; -1: never
-    device                of policy, env and data, unless policy_device, env_device or storing_device say otherwise
+    frames_per_batch      frames of a batch, over all envs; rounded up to a multiple of the number of envs
+    total_frames          the collection ends once this many are delivered; -1: never
+    device                of policy, env and data; policy_device, env_device and storing_device override it
     create_env_kwargs     arguments of the env's constructor
     max_frames_per_traj   truncates a trajectory (a `StepCounter`, which also writes "step_count"); None, <= 0: never
-    init_random_frames    so many frames are random actions; with a replay buffer, as long as it has had fewer rows
+    init_random_frames    number of initial frames with random actions; with a replay buffer: until it has had that many
     reset_at_each_iter    every batch begins with a reset
-    reset_when_done       False: an env that is done is stepped on, until a reset at the next batch
+    reset_when_done       False: an env that is done is stepped further, until a reset at the next batch
     split_trajs           batches [N, T_max], a trajectory per row, with ("collector", "mask")
-    postproc              changes a batch before it is handed out, after ``split_trajs``
+    postproc              function applied to each batch, after ``split_trajs``
     exploration_type      the interaction type (`tensordict.nn.InteractionType`) that the policy samples with
-    return_same_td        one process: the same tensordict is handed out every time, overwritten; else a batch stays
-    interruptor           ends a batch early while its ``collection_stopped()`` is true; missing rows have traj_ids -1
+    return_same_td        one process: True: every batch is the same tensordict, overwritten
+    interruptor           ends a batch early when its ``collection_stopped()`` is true; missing rows have traj_ids -1
     set_truncated         the last step of a batch is marked as truncated, and done
-    replay_buffer         gets the data; iterating then yields None. ``extend_buffer=False``: at every step
-    track_traj_ids        writes ("collector", "traj_ids") int64[*B, T]: a number for each trajectory, from 0 on
-    compact_obs           leaves out ("next", observation), to be rebuilt by `NextStateReconstructor`
+    replay_buffer         receives the data; iterating then yields None. ``extend_buffer=False``: it does at every step
+    track_traj_ids        writes ("collector", "traj_ids") int64[*B, T]: a number for each trajectory, starting at 0
+    compact_obs           omits ("next", observation), which `NextStateReconstructor` rebuilds
     compile_policy        ``torch.compile`` of the policy, True or its arguments; cudagraph_policy: CUDA graphs likewise
-    weight_updater        takes the weights of ``update_policy_weights_``, in place of the schemes
+    weight_updater        receives the weights of ``update_policy_weights_``, instead of the schemes
     weight_sync_schemes   attribute path, such as "policy" or "env.transform[0].actor" -> scheme of `weight_update`
     track_policy_version  True, "int", "uuid" or a `PolicyVersion`: writes "policy_version", that of the weights used
-    timeout_s             several processes: a worker that takes no step for as long has failed
+    timeout_s             several processes: a worker that takes no step for this long has failed
     """
 
     frames_per_batch: int | Sequence[int]
@@ -84,16 +84,14 @@ class CollectorOptions:
 
     @classmethod
     def of(cls, who: str, given: Mapping[str, Any], more: Iterable[str]) -> CollectorOptions:
-        """The options in the keywords of a constructor. ``more`` are keywords that the constructor reads itself.
+        """The options among a constructor's keywords. ``more`` are the keywords that the constructor reads itself.
 
-        Raises  TypeError for an unknown keyword, with the nearest one; ConfigError for values that cannot be used
+        Raises  TypeError for an unknown keyword, suggesting a similar one; ConfigError for invalid values
         """
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known and name not in _WITHOUT_EFFECT:
-                raise TypeError(
-                    f"{who}: an argument must be one that it has: got {name!r}.{did_you_mean(name, [*known, *more])}"
-                )
+                raise TypeError(f"{who}: unknown argument {name!r}.{did_you_mean(name, [*known, *more])}")
         if "frames_per_batch" not in given:
             raise TypeError(f"{who}: frames_per_batch must be given: the number of frames of a batch.")
         options = cls(**{name: value for name, value in given.items() if name in known})
@@ -107,14 +105,14 @@ class CollectorOptions:
             if not isinstance(count, int) or count < 1:
                 yield f"frames_per_batch must be a whole number, at least 1: got {frames!r}."
         if self.postproc is not None and not callable(self.postproc):
-            yield f"postproc must be a function of a batch: got {self.postproc!r}."
+            yield f"postproc must be a function that takes a batch: got {self.postproc!r}."
         if schemes is not None and not (
             isinstance(schemes, Mapping) and all(hasattr(scheme, "create_sender") for scheme in schemes.values())
         ):
             example = "{'policy': SharedMemWeightSyncScheme()}"
-            yield f"weight_sync_schemes must give schemes by model id, such as {example}: got {schemes!r}."
+            yield f"weight_sync_schemes must map model ids to schemes, such as {example}: got {schemes!r}."
         if self.total_frames == 0 or self.total_frames < -1:
-            yield f"total_frames must be positive, or -1 for no end: got {self.total_frames}."
+            yield f"total_frames must be positive, or -1 for no limit: got {self.total_frames}."
         if not self.timeout_s > 0:
             yield f"timeout_s must be positive: got {self.timeout_s}."
         if not isinstance(self.exploration_type, InteractionType | None):
@@ -124,18 +122,18 @@ class CollectorOptions:
         if not self.extend_buffer and (self.replay_buffer is None or self.split_trajs or self.postproc is not None):
             yield "extend_buffer=False writes each step to a replay_buffer: give one, without split_trajs and postproc."
         if self.split_trajs and not self.track_traj_ids:
-            yield "split_trajs cuts where the trajectory id changes: it needs track_traj_ids=True."
+            yield "split_trajs splits batches by trajectory id: it needs track_traj_ids=True."
         if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
             yield f"interruptor must have a method collection_stopped(): got {self.interruptor!r}."
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
-        """A batch as it is handed out: split into trajectories, then through ``postproc``."""
+        """The batch to deliver: split into trajectories, then passed through ``postproc``."""
         if self.split_trajs:
             batch = split_trajectories(batch, prefix="collector")
         return batch if self.postproc is None else self.postproc(batch)
 
     def extend(self, batch: TensorDictBase, *, one_step: bool = False) -> None:
-        """Rows go into a buffer of rows one by one, also those of several envs; a grid gets them as they are."""
+        """Adds a batch to the replay buffer: flattened to rows, or unchanged if its storage is a grid."""
         is_grid = getattr(getattr(self.replay_buffer, "storage", None), "ndim", 1) > 1
         if one_step and is_grid:
             self.replay_buffer.add(batch[..., 0])
@@ -146,7 +144,7 @@ class CollectorOptions:
 
 
 class HasBackground:
-    """The methods of a collector that can work in a thread of its own, ``background``, into its replay buffer."""
+    """Methods of a collector that can fill its replay buffer in a background thread, ``background``."""
 
     background: BackgroundWork
     replay_buffer: Any
@@ -156,35 +154,35 @@ class HasBackground:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
 
     def start(self) -> None:
-        """Fills the replay buffer in a thread, until the budget or the data end, or `async_shutdown`. What the thread
-        raises is raised by the next call.
+        """Fills the replay buffer in a thread, until ``total_frames``, the end of the data or `async_shutdown`. The
+        next call raises an error of the thread.
         """
         if self.replay_buffer is None:
             raise ConfigError(f"{type(self).__name__}.start: collects into a replay_buffer: give one.")
         self.background.start(iter(self))
 
     def pause(self) -> AbstractContextManager[None]:
-        """A block during which no step is taken and no row is written; one that is under way ends first."""
+        """A block during which no step is taken and no row is written; waits for the current step to end."""
         return self.background.pause()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends a collection that was started, after the step under way. Raises what it failed with."""
+        """Ends a collection that was started, after the current step. Raises WorkerError if it failed."""
         self.shutdown(timeout=timeout, close_env=close_env)
         self.background.check()
 
 
 class DataCollectorBase(abc.ABC):
-    """Runs a policy in environments, and hands out what happened batch by batch.
+    """Runs a policy in environments, and yields batches of steps.
 
-    A subclass writes ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and ``_send``;
+    A subclass implements ``iterator``, ``shutdown``, ``set_seed``, ``state_dict``, ``load_state_dict`` and ``_send``;
     one that can collect in the background also ``start`` and ``pause``.
 
-    counters  frames that were "produced" = "delivered" + "dropped" (those under way when the collection was ended)
+    counters  frames: "produced" = "delivered" + "dropped" (those of unfinished batches at the end of the collection)
     """
 
     counters: Mapping[str, int]
     frames_per_batch: int
-    _more_keywords: tuple[str, ...] = ()  # beside those in the signatures and in `CollectorOptions`
+    _more_keywords: tuple[str, ...] = ()  # accepted besides those in the signatures and in `CollectorOptions`
     _senders: Mapping[str, Any]  # of weights, by model id
 
     def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]) -> None:
@@ -201,7 +199,7 @@ class DataCollectorBase(abc.ABC):
         self._weight_updater: WeightUpdaterBase | None = None
 
     def _register_updater(self) -> None:
-        """Takes the weight updater of the options, which may be a function that makes one."""
+        """Sets the weight updater of the options, which may be a function that creates one."""
         if (updater := self.options.weight_updater) is not None:
             self._weight_updater = updater if isinstance(updater, WeightUpdaterBase) else updater()
             self._weight_updater.register_collector(self)
@@ -213,7 +211,7 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until ``total_frames``; None for each if a replay buffer gets them."""
+        """Batches until ``total_frames``; None for each batch that goes into a replay buffer."""
 
     def next(self) -> TensorDictBase | None:
         """The next batch. Raises StopIteration at the end."""
@@ -222,7 +220,7 @@ class DataCollectorBase(abc.ABC):
         try:
             return next(self._iterator)
         except BaseException:
-            self._iterator = None  # it has ended, or failed: only a new one can say what is wrong now
+            self._iterator = None  # it has ended or failed; a new one reports the current state
             raise
 
     def __len__(self) -> int:
@@ -258,11 +256,11 @@ class DataCollectorBase(abc.ABC):
         raise UnsupportedError(f"{type(self).__name__}: does not collect in the background.")
 
     def pause(self) -> AbstractContextManager[None]:
-        """A block during which a collector that was started takes no step."""
+        """A block during which a started collector takes no step."""
         raise UnsupportedError(f"{type(self).__name__}: does not collect in the background.")
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends a collection that was started. Raises what it failed with."""
+        """Ends a collection that was started. Raises an error if it failed."""
         self.shutdown(timeout=timeout, close_env=close_env)
 
     @abc.abstractmethod
@@ -284,23 +282,23 @@ class DataCollectorBase(abc.ABC):
         weights_dict: Mapping[str, Weights] | None = None,
         policy_weights: Weights | None = None,
     ) -> None:
-        """Hands weights to the policies that collect, which use them from their next step on.
+        """Updates the weights of the policies that collect, all or nothing; they use them from their next step on.
 
-        Reads   a module, a state dict or a TensorDict, all or nothing; None: those of the policy that the collector was
-                given. ``model_id`` names another model of ``weight_sync_schemes``, ``weights_dict`` several
+        Reads   a module, a state dict or a TensorDict; None: the weights of the policy given to the collector.
+                ``model_id`` names another model of ``weight_sync_schemes``, ``weights_dict`` several
         Raises  WeightSyncError if they do not fit; ConfigError for a model that has no scheme
         """
         if policy_weights is not None:
             warnings.warn("update_policy_weights_: policy_weights is now policy_or_weights.", stacklevel=2)
             policy_or_weights = policy_weights if policy_or_weights is None else policy_or_weights
         if weights_dict is not None and (policy_or_weights is not None or model_id is not None):
-            raise ConfigError(f"{type(self).__name__}: weights_dict names its models: give it alone.")
+            raise ConfigError(f"{type(self).__name__}: weights_dict excludes policy_or_weights and model_id.")
         updates = {model_id or "policy": policy_or_weights} if weights_dict is None else weights_dict
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         self._update_weights(updates, ids)
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
-        """Hands over weights by model id, and moves the version."""
+        """Sends weights by model id, and increments the version."""
         for model_id, weights in updates.items():
             if model_id == "policy" and self._weight_updater is not None:
                 self._weight_updater.push_weights(weights, worker_ids)
@@ -316,10 +314,10 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        """Hands weights over, and moves the version if they are the policy's."""
+        """Sends weights, and increments the version if they are the policy's."""
 
     def increment_version(self) -> None:
-        """Called by a weight updater when its receivers have the weights."""
+        """Counts an update; a weight updater calls it when its receivers have the weights."""
         self._version += 1
 
     def receive_weights(
@@ -329,18 +327,18 @@ class DataCollectorBase(abc.ABC):
         model_id: str | None = None,
         version: int | str | None = None,
     ) -> None:
-        """Takes weights in this process; see ``update_policy_weights_``. ``version`` is theirs; None: the next one."""
+        """Applies weights in this process, as ``update_policy_weights_``. ``version`` is theirs; None: the next one."""
         self.update_policy_weights_(policy_or_weights, model_id=model_id)
         if version is not None and model_id in (None, "policy"):
             self.set_version(version)
 
     def set_version(self, version: int | str) -> None:
-        """Moves to a version that was given with the weights."""
+        """Sets the version that was sent with the weights."""
         self._version = version
 
     @property
     def policy_version(self) -> int | str:
-        """The version of the weights that were handed over last: counts the updates, or a uuid."""
+        """The version of the last weights sent: the number of updates, or a uuid."""
         return self._version
 
     # -- seeds and state -----------------------------------------------------------------------------------------------
@@ -351,8 +349,8 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The state that a collection continues from, without the trajectories under way: new ones take their place."""
+        """The state from which a collection continues; unfinished trajectories are not part of it and start anew."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``."""
+        """Restores ``state``, from which the collection continues."""

@@ -1,4 +1,4 @@
-"""`SyncDataCollector`: collects in this process, between the training steps or in a thread."""
+"""`SyncDataCollector`: collects in this process, between training steps or in a background thread."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
 
     Reads   ``create_env_fn``, an env or a function that makes one; ``policy`` (None: random actions) or
             ``policy_factory``, a function that makes one; `CollectorOptions` for the other arguments
-    Yields  batches [*B, T] of steps, time last, in TED form; entries whose name begins with "_" are left out. An env
-            restarts where it is done; a trajectory that a batch cuts off goes on in the next one
-    Raises  TypeError and ConfigError for arguments that are unknown, or cannot be used together
+    Yields  batches [*B, T] of steps, time last, in TED form; entries whose name begins with "_" are omitted. An env
+            resets when it is done; a trajectory cut off at the end of a batch continues in the next one
+    Raises  TypeError and ConfigError for arguments that are unknown, or exclude each other
 
-    The policy is used as it is; only if its tensors are not on ``policy_device`` is it copied there.
+    The policy is copied only if its tensors are not on ``policy_device``.
 
     >>> from llmrl.envs import EnvBase
     >>> class Count(EnvBase):
@@ -59,7 +59,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         super().__init__(policy, policy_factory, options)
         who = type(self).__name__
         if not isinstance(self.options.frames_per_batch, int):
-            raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
+            raise ConfigError(f"{who}: frames_per_batch must be one number: got {self.options.frames_per_batch}.")
         self.env = _make_env(create_env_fn, self.options, who)
         self.frames_per_batch = self.options.frames_per_batch
         self.counters = {"produced": 0, "delivered": 0, "dropped": 0}
@@ -77,22 +77,22 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         transforms = self.env.transform.leaves() if isinstance(self.env, TransformedEnv) else ()
         self._step_counter = next((t for t in transforms if isinstance(t, StepCounter)), None)
         self.number_trajectories(0, 1)
-        self.before_step: Callable[[], None] | None = None  # called where weights may change: between two steps
-        self._root: TensorDictBase | None = None  # where the next step begins
-        self._steps: list[TensorDictBase] = []  # of the batch under way
+        self.before_step: Callable[[], None] | None = None  # called between two steps, where weights may change
+        self._root: TensorDictBase | None = None  # the state that the next step starts from
+        self._steps: list[TensorDictBase] = []  # of the current batch
         self._ids = torch.zeros(0, dtype=torch.int64)
         self._without: frozenset[tuple[str, ...]] | None = None
         self._same: TensorDictBase | None = None
-        self.frames_taken = 0  # of the batch that was collected last
+        self.frames_taken = 0  # of the last batch collected
         self.background = BackgroundWork(who, self.options.timeout_s)
 
     def number_trajectories(self, first: int, stride: int) -> None:
-        """Has the ids of trajectories be ``first``, ``first + stride``, ...: worker i of n counts i, i + n, ..."""
+        """Numbers trajectories ``first``, ``first + stride``, ...: worker i of n uses i, i + n, ..."""
         self._next_id, self._id_stride = first, stride
 
     @property
     def spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every declared entry, with the batch size under ""; to be compared between workers."""
+        """Shape and dtype of every declared entry, and the batch size under "", for comparison between workers."""
         found: dict[str, tuple[tuple[int, ...], str]] = {"": (tuple(self.env.batch_size), "")}
         for part in ("observation", "action", "reward", "done"):
             spec = getattr(self.env, f"full_{part}_spec")
@@ -110,12 +110,12 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             yield self.deliver(batch)
 
     def deliver(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """Hands a batch out: to the replay buffer, if there is one, else to the caller."""
+        """Delivers a batch: adds it to the replay buffer if there is one, else returns it."""
         options = self.options
         out = options.finished(batch)
         if options.return_same_td and not options.split_trajs and options.postproc is None:
             self._same = out = out if self._same is None else self._same.update_(out)
-        with self.background.step():  # a pause is one for the buffer and the counters too
+        with self.background.step():  # a pause also protects the buffer and the counters
             if self.replay_buffer is not None and options.extend_buffer:
                 options.extend(out)
             self.counters["delivered"] += self.frames_taken
@@ -124,7 +124,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
 
     @torch.no_grad()
     def collect(self) -> TensorDictBase | None:
-        """One batch of steps, as it is before ``split_trajs`` and ``postproc``; None if `shutdown` came first."""
+        """One batch of steps, before ``split_trajs`` and ``postproc``; None if `shutdown` was called meanwhile."""
         options = self.options
         steps = self._steps = []
         ids: list[Tensor] = []
@@ -133,7 +133,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         try:
             if options.reset_at_each_iter:
                 self._root = None
-            # Asked once for a batch: the buffer, whose rows count, may be extended by others meanwhile.
+            # Computed once per batch: other writers may extend the buffer, whose rows are counted, meanwhile.
             num_random = self._random_steps()
             with set_interaction_type(options.exploration_type):
                 for step in range(wanted):
@@ -155,10 +155,10 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
                     if row is not None:
                         with self.background.step():
                             options.extend(row, one_step=True)
-            with self.background.step():  # weights wait for the copy: a policy may have written views of them
+            with self.background.step():  # no weight update before the copy: steps may hold views of the weights
                 batch = self._assembled(steps, ids, versions)
         except BaseException:
-            self._root = None  # of no use after a step that failed half way: the next batch begins with a reset
+            self._root = None  # a failed step may leave it inconsistent: the next batch begins with a reset
             self.counters["dropped"] += len(steps) * self._num_envs
             raise
         self.frames_taken, self._steps = len(steps) * self._num_envs, []
@@ -190,7 +190,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         count = int(rows.sum())
         new = self._next_id + self._id_stride * torch.arange(count)
         self._next_id += self._id_stride * count
-        # The new numbers go to the rows that are done, in their order.
+        # The new ids go to the rows that are done, in row order.
         self._ids = self._ids.masked_scatter(rows.to(self._ids.device), new)
 
     def _random_steps(self) -> int:
@@ -201,7 +201,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         return math.ceil(max(0, limit - before) / self._num_envs)
 
     def _assembled(self, steps: list[TensorDictBase], ids: list[Tensor], versions: list[int | str]) -> TensorDictBase:
-        """The steps as a batch [*B, T], with what the collector itself knows of them."""
+        """The steps as a batch [*B, T], with trajectory ids, step counts and policy versions."""
         if self._without is None:
             self._without = _left_out(steps[0], self.env, compact=self.options.compact_obs)
         batch = stack_steps(steps, self._without)
@@ -223,11 +223,11 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
         return batch
 
     def _completed(self, batch: TensorDictBase, wanted: int) -> TensorDictBase:
-        """With the rows that an interruption left out, marked as truncated if asked for, and where it is stored."""
+        """The batch, padded if it was interrupted, marked as truncated if requested, on the storing device."""
         if self.options.set_truncated:
             for key in ("truncated", "done"):
                 batch.get("next").get(key)[..., -1, :] = True
-        # An interrupted batch keeps its shape, for buffers and for stacks of several workers; the id -1 tells its rows.
+        # An interrupted batch is padded (with id -1), because buffers and stacks of workers' batches need one shape.
         missing = wanted - batch.batch_size[-1]
         if missing:
             rest = torch.zeros_like(batch[..., :1]).expand(*batch.batch_size[:-1], missing).clone()
@@ -251,7 +251,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _make_senders(self) -> dict[str, WeightSender]:
-        """By model id; the models are in this process, so most only check and name the weights."""
+        """A sender for each model id. The models are in this process, so most senders only check and name weights."""
         schemes = self.options.weight_sync_schemes
         if schemes is None:
             schemes = {"policy": MultiProcessWeightSyncScheme()} if isinstance(self.policy, nn.Module) else {}
@@ -260,7 +260,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             sender = senders[model_id] = scheme.create_sender()
             sender.set_context(self, model_id)
             if scheme.per_worker:
-                resolve(self, model_id)  # a path that leads nowhere is an error now
+                resolve(self, model_id)  # raises now if the path is invalid
         return senders
 
     def _update_weights(self, updates: Mapping[str, Weights | None], worker_ids: Sequence[int] | None) -> None:
@@ -269,7 +269,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             super()._update_weights(updates, worker_ids)
 
     def _send(self, sender: WeightSender, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        # Without weights the trainer's own policy is meant; if this collector acts with that very module, it has them.
+        # Without weights, those of the trainer's policy are meant; if the collector uses that very module, it has them.
         is_policy = sender.model_id == "policy"
         has_them = is_policy and weights is None and self.policy is self._source
         if is_policy and weights is None:
@@ -282,11 +282,11 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             self.increment_version()
 
     def receive_weights(self, policy_or_weights: Weights | None = None, **options: Any) -> None:
-        with self.pause():  # weights and version change between the same two steps
+        with self.pause():  # no step may run between the change of the weights and that of the version
             super().receive_weights(policy_or_weights, **options)
 
     def detach_steps(self) -> None:
-        """Copies the steps of a batch under way, before weights change: a policy may have written views of them."""
+        """Copies the steps of the current batch before weights change: steps may hold views of the weights."""
         self._steps[:] = [step.clone() for step in self._steps]
 
     def increment_version(self) -> None:
@@ -327,7 +327,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
             if isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state["policy_state_dict"])
             self.env.load_state_dict(state["env_state_dict"])
-            # The frames of the batch under way are counted as delivered or dropped when it ends.
+            # The frames of the current batch are counted as delivered or dropped when it ends.
             under_way = self.counters["produced"] - self.counters["delivered"] - self.counters["dropped"]
             self.counters.update(produced=state["frames"] + under_way, delivered=state["frames"], dropped=0)
             self._batches_out = state["iter"]
@@ -337,9 +337,9 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
 
 
 def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
-    """The policy itself if all its tensors are on ``device`` already, or it has none; else a copy on the device.
+    """The policy itself if it has no tensors, or all are on ``device``; else a copy on the device.
 
-    The tensors are copied once, straight to the device; ones that are shared stay shared.
+    Each tensor is copied once, directly to the device; tied tensors stay tied.
     Raises  ConfigError for a policy that cannot be copied
     """
     if device is None or not isinstance(policy, nn.Module):
@@ -347,7 +347,7 @@ def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
     tensors = [*policy.parameters(), *policy.buffers()]
     if all(same_device(tensor.device, device) for tensor in tensors):
         return policy
-    # The moved tensors are the memo of the copy: ties between modules stay ties, and no tensor is copied twice.
+    # The moved tensors are the memo of deepcopy: tied tensors stay tied, and no tensor is copied twice.
     moved: dict[int, Any] = {}
     for tensor in tensors:
         value = tensor.detach().to(device, copy=True)
@@ -355,18 +355,18 @@ def placed(policy: Any, device: torch.device | str | None, who: str) -> Any:
         moved[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     try:
         return copy.deepcopy(policy, moved)
-    except Exception as error:  # whatever the policy's own parts raise
+    except Exception as error:  # __deepcopy__ of the policy's parts may raise anything
         raise ConfigError(
-            f"{who}: a policy whose tensors are not on policy_device={device} is copied there, and this "
-            f"{type(policy).__name__} cannot be copied ({type(error).__name__}: {error}); put it there yourself, or "
+            f"{who}: a policy whose tensors are not on policy_device={device} is copied there, but this "
+            f"{type(policy).__name__} cannot be copied ({type(error).__name__}: {error}); move it there yourself, or "
             "give policy_factory, a function that builds it."
         ) from error
 
 
 def acting(policy: Any, env: EnvBase, options: CollectorOptions) -> Callable[[TensorDictBase], TensorDictBase]:
-    """The policy as a function of a step: compiled if asked for, and with steps moved to its device and back.
+    """The policy as a function of a step: compiled if requested, with steps moved to its device and back.
 
-    A module without keys whose ``forward`` names observations reads those and writes the env's actions.
+    A module without ``in_keys`` whose ``forward`` parameters are all observations reads those and writes the actions.
     """
     act: Any = policy
     if isinstance(policy, nn.Module) and not hasattr(policy, "in_keys"):
@@ -385,7 +385,7 @@ def acting(policy: Any, env: EnvBase, options: CollectorOptions) -> Callable[[Te
 
 
 def same_device(one: torch.device | str, other: torch.device | str) -> bool:
-    """True if both name one device; "cuda" is the current one."""
+    """True if both name the same device; "cuda" is the current CUDA device."""
     one, other = torch.device(one), torch.device(other)
     if one.type == other.type == "cuda" and None in (one.index, other.index):
         current = torch.cuda.current_device()
@@ -397,7 +397,7 @@ def _tracker(given: Any) -> Any:
     """The `PolicyVersion` that counts updates, or None."""
     if given is False or given is None:
         return None
-    from llmrl.envs.llm.transforms.policy_version import PolicyVersion  # loads Transformers, which workers can spare
+    from llmrl.envs.llm.transforms.policy_version import PolicyVersion  # imports Transformers, which few workers need
 
     return given if isinstance(given, PolicyVersion) else PolicyVersion("uuid" if given == "uuid" else "int")
 
@@ -414,15 +414,15 @@ def _make_env(create_env_fn: Any, options: CollectorOptions, who: str) -> EnvBas
     if (limit := options.max_frames_per_traj or 0) > 0:
         if "step_count" in env.observation_spec.keys():
             raise ConfigError(
-                f"{who}: max_frames_per_traj adds a StepCounter that writes 'step_count', and the env has that entry "
-                "already: give the env's own StepCounter the limit."
+                f"{who}: max_frames_per_traj adds a StepCounter that writes 'step_count', but the env has that entry "
+                "already: set the limit in the env's own StepCounter."
             )
         env = env.append_transform(StepCounter(max_steps=limit))
     return env
 
 
 def _left_out(step: TensorDictBase, env: EnvBase, *, compact: bool) -> frozenset[tuple[str, ...]]:
-    """Private entries, at any depth, and for a compact batch what the next row has at its root."""
+    """Keys to omit: private entries at any depth, and in a compact batch what is also at the root of the next row."""
     found = {key for key in map(as_key, step.keys(True)) if key[-1].startswith("_")}
     if compact:
         observed = [*env.full_observation_spec.leaf_keys, *env.full_state_spec.leaf_keys]

@@ -1,4 +1,4 @@
-"""`MultiSyncDataCollector`, `MultiaSyncDataCollector`, `aSyncDataCollector`: collectors in processes of their own."""
+"""`MultiSyncDataCollector`, `MultiaSyncDataCollector`, `aSyncDataCollector`: collectors in worker processes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from llmrl.weight_update import SharedMemWeightSyncScheme
 
 
 class _MultiDataCollector(PooledCollector):
-    """Collectors in processes of their own, one for each env function.
+    """Collectors in worker processes, one for each env function.
 
     Reads   ``create_env_fn``, functions that make the envs (or one function, and ``num_workers``); ``policy``, copied
             to each process, or ``policy_factory``, called in each; `CollectorOptions` for the other arguments
-    Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
-            step for ``timeout_s``. Both name the worker, and all processes have ended by then
+    Raises  WorkerError, with the traceback, if a worker raised, or if its process ended; DeadlineError if it took no
+            step for ``timeout_s``. Both name the worker, and end all processes
 
-    num_threads           of torch in this process; num_sub_threads: in each worker
+    num_threads           number of torch's threads in this process; num_sub_threads: in each worker
     update_at_each_batch  the weights of ``policy`` are sent before every batch
-    weight_sync_schemes   default: the policy by shared memory, `SharedMemWeightSyncScheme`
+    weight_sync_schemes   default: the policy through shared memory, `SharedMemWeightSyncScheme`
     collector_class       the class of the workers' collectors
 
     Functions are pickled with cloudpickle, and may be lambdas; the main module is not run again. Workers write into a
-    shared ``replay_buffer`` themselves. `start` has them do so without end; then the policy may be some steps behind.
+    shared ``replay_buffer`` themselves; after `start` they do so continuously, and their policy may be some steps old.
     """
 
     cat_results: Literal["stack"] | int = "stack"
@@ -63,7 +63,7 @@ class _MultiDataCollector(PooledCollector):
         who = type(self).__name__
         self.num_workers = common_count(who, create_env_fn=create_env_fn, num_workers=num_workers)
         if self.options.interruptor is not None:
-            raise UnsupportedError(f"{who}: an interruptor is not shared with workers; use preemptive_threshold.")
+            raise UnsupportedError(f"{who}: interruptor is not supported with workers; use preemptive_threshold.")
         self._frames_of = self._divide_frames(self.num_workers)
         self.update_at_each_batch = update_at_each_batch
         if num_threads is not None:
@@ -78,7 +78,7 @@ class _MultiDataCollector(PooledCollector):
             with self._pool.failing():
                 self._check_equal_specs()
         if self.options.track_policy_version == "uuid":
-            self._version = ""
+            self._version = ""  # a string, so that _move_version makes a uuid
             self._move_version(None, None)
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class _MultiDataCollector(PooledCollector):
         self, env_fn: Any, factory: Any, cls: type, threads: int, ends: Sequence[dict[str, Any]]
     ) -> list[Recipe]:
         who = type(self).__name__
-        # In parts, each pickled by itself: an error can name the one that cannot be.
+        # Parts are pickled one by one, so that an error can name the part that cannot be pickled.
         policy = _packed(self.policy, f"{who}: the policy", "; or give policy_factory, a function that makes one")
         recipes, seed = [], torch.initial_seed() % 2**63
         for index in range(self.num_workers):
@@ -141,14 +141,14 @@ class _MultiDataCollector(PooledCollector):
         arrived = sum(bool(worker.batches) for worker in self._pool.workers)
         share = self.preemptive_threshold
         if share is not None and arrived >= max(1, math.ceil(share * self.num_workers)):
-            # Enough have finished: the others end their batch after the step that they are in.
+            # Enough have finished: the others end their batches after their current step.
             self._shared_counters[:, STOP] = 1
         return arrived == self.num_workers
 
     def _take_first(self) -> TensorDictBase | None:
         self._pool.wait(lambda: bool(self._pool.arrivals), "collect a batch")
         batch = self._take(self._pool.arrivals[0])
-        return batch if batch is None else batch.clone()  # its memory is written again
+        return batch if batch is None else batch.clone()  # the worker reuses its memory
 
     def _push_due_weights(self) -> None:
         if self.update_at_each_batch:
@@ -161,7 +161,7 @@ class _MultiDataCollector(PooledCollector):
             if keys:
                 what = f"{keys[0]}" if keys[0] else "the batch size"
                 raise ConfigError(
-                    f"{self._pool.name(worker)}: all envs must declare the same, since their batches are joined: "
+                    f"{self._pool.name(worker)}: all envs must have the same specs, since their batches are joined: "
                     f"{what} is {worker.spec.get(keys[0])}, worker 0 has {first.get(keys[0])}; use "
                     "MultiaSyncDataCollector for envs that differ."
                 )
@@ -178,7 +178,7 @@ class _MultiDataCollector(PooledCollector):
         self._begin()
 
     def _begin(self) -> None:
-        """Has the workers write into the buffer, until each has its part of ``total_frames``."""
+        """Makes the workers write into the buffer, until each has collected its part of ``total_frames``."""
         self._pool.is_started = True
         limit = -1 if self.total_frames < 0 else math.ceil(self.total_frames / sum(self._frames_of))
         for worker in self._pool.workers:
@@ -198,15 +198,15 @@ class _MultiDataCollector(PooledCollector):
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         try:
             if self._pool.is_open or self._pool.failure is not None:
-                self._pool.ask("pause")  # raises what a worker failed with
+                self._pool.ask("pause")  # raises if a worker has failed
         finally:
             self.shutdown(timeout=timeout, close_env=close_env)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _send(self, sender: Any, weights: Weights | None, worker_ids: Sequence[int] | None) -> None:
-        # Checked before the version moves. The version is told before the weights are sent: a worker that takes them
-        # must know it.
+        # Weights are checked before the version changes. The version is sent before the weights, because a worker needs
+        # it when it applies them.
         named = sender.prepare(weights)
         if sender.model_id == "policy":
             self._move_version(sender.version + 1 if moves_version(sender) else None, worker_ids)
@@ -216,7 +216,7 @@ class _MultiDataCollector(PooledCollector):
         sender.update_weights(named, worker_ids=worker_ids)
 
     def _wait_for(self, sender: Any) -> None:
-        """Takes batches meanwhile, which a worker may have to be rid of first, and notices that a worker has ended."""
+        """Waits for the sender; meanwhile receives batches, on which workers may block, and detects failed workers."""
         self._pool.check_open("take weights")
         # Refusals are raised after the wait: an exception inside it would end all workers.
         deadline, refusals = time.monotonic() + sender.scheme.timeout, []
@@ -245,9 +245,7 @@ class _MultiDataCollector(PooledCollector):
             worker.send("version", None, version)
 
     def _move_version(self, number: int | None, worker_ids: Sequence[int] | None) -> None:
-        """Moves to the next version, which is that of the weights ``number`` of the sender; None: of those that the
-        workers have.
-        """
+        """Increments the version: that of the sender's weights ``number``, or (None) of those that the workers have."""
         self._version = str(uuid.uuid4()) if isinstance(self._version, str) else self._version + 1
         self._tell_version(number, worker_ids)
 
@@ -258,8 +256,8 @@ class _MultiDataCollector(PooledCollector):
 
 class MultiSyncDataCollector(_MultiDataCollector):
     __doc__ = f"""{_MultiDataCollector.__doc__}
-    Yields  a batch to which each worker has given its share: ``frames_per_batch`` / workers, rounded up. An env without
-            batch dimensions gives [T]; one of P envs [P, T]:
+    Yields  batches with a share from each worker: ``frames_per_batch`` / workers, rounded up. The share of a worker has
+            shape [T] if its env has no batch dimensions, [P, T] if it is a batch of P envs. Shapes for B workers:
 
     cat_results           "stack" (default): [B, T], [B, P, T]; 0: [B * T], [B * P, T]; -1: [B * T], [P, B * T]
     preemptive_threshold  once this share of the workers has finished, the others stop; their missing rows are zeros
@@ -290,8 +288,8 @@ class MultiSyncDataCollector(_MultiDataCollector):
 
 class MultiaSyncDataCollector(_MultiDataCollector):
     __doc__ = f"""{_MultiDataCollector.__doc__}
-    Yields  batches of ``frames_per_batch`` frames by one worker each, [T] or [P, T], first come, first served. Workers
-            collect on while a batch is trained on, at most two batches ahead; so the policy may be some steps behind.
+    Yields  batches of ``frames_per_batch`` frames from one worker each, [T] or [P, T], in order of arrival. Workers
+            collect during training, at most two batches ahead, so their policy may be some steps old.
     """
 
 
@@ -302,20 +300,20 @@ class aSyncDataCollector(MultiaSyncDataCollector):
         super().__init__([create_env_fn], policy, **options)
 
 
-# --- parts of the owner's side ---
+# --- parts of a recipe ---
 
 
 def _packed(value: Any, what: str, remedy: str = "") -> bytes:
     try:
         return cloudpickle.dumps(value)
-    except Exception as error:  # whatever the parts of the value raise
+    except Exception as error:  # parts of the value may raise anything
         raise ConfigError(
-            f"{what} must be picklable, to reach the workers' processes: {type(error).__name__}: {error}{remedy}."
+            f"{what} must be picklable, to be sent to the workers: {type(error).__name__}: {error}{remedy}."
         ) from error
 
 
 def _build(parts: Mapping[str, bytes], buffer: Packed, stop: Any) -> SyncDataCollector | NestedCollector:
-    """In the worker: its collector."""
+    """Builds a worker's collector, in the worker."""
     cls, env, policy, factory, options = map(cloudpickle.loads, parts.values())
     if buffer.value is not None:
         options["replay_buffer"] = buffer.value

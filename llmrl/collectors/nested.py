@@ -1,4 +1,4 @@
-"""`NestedCollector`: the collector of a worker that has processes of its own."""
+"""`NestedCollector`: the collector of a worker that has worker processes itself."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tensordict import TensorDictBase
 
 
 class NestedCollector:
-    """A collector of several processes with the methods that `llmrl.collectors.worker.WorkerLoop` calls.
+    """Adapts a collector with several processes to the methods that `llmrl.collectors.worker.WorkerLoop` calls.
 
-    New weights go into ``policy``, the copy of this process, and from there to the processes, which take them between
+    New weights go into ``policy``, the copy in this process, and from there to the processes, which apply them between
     two of their steps.
     """
 
     def __init__(self, collector: Any):
         self._collector = collector
         self.options, self.policy = collector.options, collector.policy
-        self.frames_taken = 0  # of the batch that was collected last
+        self.frames_taken = 0  # of the last batch collected
         self._pool, self._senders = collector._pool, collector._senders
         self.set_seed, self.shutdown = collector.set_seed, collector.shutdown
         self.state_dict, self.load_state_dict = collector.state_dict, collector.load_state_dict
@@ -34,7 +34,7 @@ class NestedCollector:
 
     @property
     def before_step(self) -> Callable[[], None]:
-        """Called again and again while the processes collect."""
+        """Called repeatedly while the processes collect."""
         return self._pool.tick
 
     @before_step.setter
@@ -42,7 +42,7 @@ class NestedCollector:
         self._pool.tick = call
 
     def number_trajectories(self, first: int, stride: int) -> None:
-        """Has the ids of trajectories be ``first`` plus a multiple of ``stride``."""
+        """Numbers trajectories ``first`` plus multiples of ``stride``, in disjoint sets for the processes."""
         count = len(self._pool.workers)
         self._pool.ask("number_trajectories", [(first + stride * index, stride * count) for index in range(count)])
 
@@ -59,13 +59,13 @@ class NestedCollector:
         """Does nothing: the processes copy their steps."""
 
     def set_version(self, version: int | str) -> None:
-        """Hands on the weights that ``policy`` has now, under a version that was given with them."""
+        """Sends the current weights of ``policy`` to the processes, under the version received with them."""
         collector = self._collector
         collector._version = version
         if (sender := self._senders.get("policy")) is None:
             collector._tell_version(None, None)
         else:
-            # Told after the weights of the earlier update have arrived, and before those of this version are sent.
+            # Sent after the weights of the earlier update have arrived, and before those of this version are sent.
             collector._settle([sender])
             collector._tell_version(sender.version + 1, None)
             sender.update_weights()

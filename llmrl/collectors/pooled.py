@@ -1,4 +1,4 @@
-"""`PooledCollector`: the common part of collectors whose workers are elsewhere, in processes or in Ray actors."""
+"""`PooledCollector`: the common base of collectors whose workers are processes or Ray actors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
 
-_OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # these may be lists with one for each worker
+_OF_EACH = ("device", "policy_device", "env_device", "create_env_kwargs")  # may be lists with an entry for each worker
 _SAME = ("max_frames_per_traj", "reset_at_each_iter", "reset_when_done", "exploration_type", "set_truncated")
 _SAME += ("track_traj_ids", "compact_obs", "compile_policy", "cudagraph_policy", "track_policy_version")
 _SAME += ("extend_buffer", "timeout_s")
 
 
 class PooledCollector(DataCollectorBase):
-    """Arguments, weights, counters and states of a collector that has workers.
+    """Arguments, weights, counters and state of a collector that has workers.
 
-    A subclass makes ``_pool``, ``_senders`` by model id, and ``_frames_of``, the frames of a batch of each worker.
+    A subclass sets ``_pool``, ``_senders`` by model id, and ``_frames_of``, the frames in a batch of each worker.
     """
 
     _pool: Any
     _frames_of: list[int]
-    sync: bool = False  # True: a batch has a part of each worker; False: it is that of the first that is ready
+    sync: bool = False  # True: a batch has a part from each worker; False: it is the next batch of any worker
     cat_results: Literal["stack"] | int
 
     def __init__(self, policy: Any, policy_factory: Any, options: Mapping[str, Any]):
@@ -40,11 +40,11 @@ class PooledCollector(DataCollectorBase):
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _buffer_of_workers(self) -> Any:
-        """The replay buffer that workers write into."""
+        """The replay buffer into which the workers write."""
         return self.replay_buffer
 
     def _options_of(self, index: int) -> dict[str, Any]:
-        """The arguments of a worker's collector; without a buffer its batches are finished here."""
+        """The arguments of a worker's collector; without a buffer the owner applies split_trajs and postproc."""
         given, count = self.options, len(self._frames_of)
         mine = {name: at(getattr(given, name), index) for name in _OF_EACH}
         mine |= {name: getattr(given, name) for name in _SAME}
@@ -56,17 +56,17 @@ class PooledCollector(DataCollectorBase):
         return mine
 
     def _divide_frames(self, count: int) -> list[int]:
-        """The frames of a batch of each worker; sets ``frames_per_batch``."""
+        """The frames in a batch of each worker; sets ``frames_per_batch``."""
         who, frames = type(self).__name__, self.options.frames_per_batch
         if not isinstance(frames, int):
             if not self.sync:
-                raise ConfigError(f"{who}: frames_per_batch is that of every batch: got {frames}.")
+                raise ConfigError(f"{who}: frames_per_batch must be one number: got {frames}.")
             if len(frames) != count:
                 raise ConfigError(
                     f"{who}: frames_per_batch must have one number per worker: got {len(frames)} for {count}."
                 )
             if self.cat_results == "stack" and len(set(frames)) > 1:
-                raise ConfigError(f"{who}: batches of {frames} frames do not stack: cat_results=-1.")
+                raise ConfigError(f"{who}: batches of {frames} frames do not stack: use cat_results=-1.")
             self.frames_per_batch = sum(frames)
             return list(frames)
         parts = count if self.sync else 1
@@ -82,7 +82,7 @@ class PooledCollector(DataCollectorBase):
 
     @abstractmethod
     def _default_scheme(self) -> Any:
-        """That of the policy, unless others are given."""
+        """The policy's scheme if ``weight_sync_schemes`` is not given."""
 
     def _sender(self, model_id: str, scheme: Any) -> Any:
         sender = scheme.create_sender()
@@ -106,7 +106,7 @@ class PooledCollector(DataCollectorBase):
             self._check_iterates()
             self._push_due_weights()
             if self.sync:
-                self._settle()  # all of the batch is by the new weights
+                self._settle()  # the whole batch must be collected with the new weights
                 for worker in self._pool.workers:
                     self._pool.grant(worker)
                 yield self._handed_out(self._take_all())
@@ -117,19 +117,19 @@ class PooledCollector(DataCollectorBase):
 
     @abstractmethod
     def _push_due_weights(self) -> None:
-        """Called before batches are collected."""
+        """Sends new weights if an update is due; called before batches are collected."""
 
     @abstractmethod
     def _take_all(self) -> list[TensorDictBase | None]:
-        """A batch of each worker, in their order."""
+        """One batch from each worker, in worker order."""
 
     @abstractmethod
     def _take_first(self) -> TensorDictBase | None:
-        """The batch that comes first."""
+        """The first batch to arrive."""
 
     def _handed_out(self, parts: list[TensorDictBase | None]) -> TensorDictBase | None:
         self._batches_out += 1
-        if parts[0] is None:  # the workers have written it into the buffer
+        if parts[0] is None:  # the workers wrote it into the buffer
             return None
         batch = joined(parts, self.cat_results) if self.sync else parts[0]
         device = self._storing_device()
@@ -137,13 +137,13 @@ class PooledCollector(DataCollectorBase):
 
     def _storing_device(self) -> Any:
         device = self.options.storing_device or self.options.device
-        return None if isinstance(device, (list, tuple)) else device  # then each worker has moved its batch
+        return None if isinstance(device, (list, tuple)) else device  # for a list, each worker has moved its batch
 
     # -- counters and state --------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, int]:
-        """Frames: as in `DataCollectorBase`. Those under way count as dropped once the collection has ended."""
+        """Frames, as in `DataCollectorBase`; those of unfinished batches count as dropped once the collection ends."""
         return self._pool.counters
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,11 +170,11 @@ class PooledCollector(DataCollectorBase):
         super()._update_weights(updates, worker_ids)
 
     def _settle(self, senders: Iterable[Any] | None = None) -> None:
-        """Waits until the workers have the weights that were handed over."""
+        """Waits until the workers have the weights that were sent."""
         for sender in self._senders.values() if senders is None else senders:
             try:
                 self._wait_for(sender)
-            except (DeadlineError, WorkerError):  # a worker that refused weights goes on with those it has
+            except (DeadlineError, WorkerError):  # not WeightSyncError: after a refusal workers keep their weights
                 with self._pool.failing():
                     raise
 
@@ -182,19 +182,18 @@ class PooledCollector(DataCollectorBase):
         sender.wait()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seeds the workers' envs and generators, each from the one before."""
+        """Seeds the workers' envs and generators. Each worker's seed is what the previous worker returned."""
         for worker in self._pool.workers:
-            # One after the other: each worker's seed is what the one before returned.
             [seed] = self._pool.ask("set_seed", [(seed, static_seed)], [worker])
         return seed
 
     def _grant_ahead(self) -> bool:
-        """Asks the workers for batches, each for `AHEAD` at most. Returns False if none is on its way: the end."""
+        """Requests batches from the workers, at most `AHEAD` each. Returns False at the end, when none are pending."""
         workers = self._pool.workers
         under_way = sum(worker.ahead for worker in workers)
         for _ in range(AHEAD):
             for worker in workers:
-                # Round by round, so that near the end each worker has its share of the budget.
+                # One batch per worker and round, so that the last frames are shared equally.
                 asked = self._pool.delivered + under_way * self.frames_per_batch
                 if worker.ahead < AHEAD and not 0 <= self.total_frames <= asked:
                     self._pool.grant(worker)
@@ -207,9 +206,9 @@ def moves_version(sender: Any) -> bool:
 
 
 def common_count(who: str, **arguments: Any) -> int:
-    """The number of workers that the arguments agree on: lists have an entry for each; 1 if none is a list or a number.
+    """The number of workers implied by the arguments: a number, or the length of a list; 1 if there is neither.
 
-    Raises  ConfigError if they differ
+    Raises  ConfigError if the arguments disagree
     """
     counts = {name: len(value) for name, value in arguments.items() if isinstance(value, (list, tuple))}
     counts |= {name: value for name, value in arguments.items() if isinstance(value, int)}
@@ -219,12 +218,12 @@ def common_count(who: str, **arguments: Any) -> int:
 
 
 def at(value: Any, index: int) -> Any:
-    """A worker's part of an argument that may be a list with one for each."""
+    """A worker's value of an argument that may be a list with an entry for each worker."""
     return value[index] if isinstance(value, (list, tuple)) else value
 
 
 def joined(batches: Sequence[TensorDictBase], how: Literal["stack"] | int) -> TensorDictBase:
-    """The batches of several workers, stacked or along a dimension, with their time named."""
+    """The batches of several workers, stacked or concatenated; the last dimension is named "time"."""
     out = TensorDict.maybe_dense_stack(list(batches), 0) if how == "stack" else torch.cat(list(batches), how)
     if type(out) is TensorDict:
         out.names = [*[None] * (out.batch_dims - 1), "time"]

@@ -26,9 +26,9 @@ from llmrl.optional import require
 from llmrl.weight_update import RayWeightSyncScheme, WeightReceiver
 
 _START_S = 120.0  # for an actor to import its modules and to make its env
-_CLOSE_S = 10.0  # for the step under way to end; then actors are killed
-_PERIOD_S = 1.0  # after which actors that have not answered are looked at
-_THREADS = AHEAD + 3  # of an actor: batches that were asked for, weights, pauses, and questions about its progress
+_CLOSE_S = 10.0  # for the current step to end; then actors are killed
+_PERIOD_S = 1.0  # interval between checks of actors that have not answered
+_THREADS = AHEAD + 3  # of an actor: for requested batches, weights, pauses, and progress queries
 
 
 # --- the actor's side -------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def _answered(method: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 class CollectorActor:
-    """Any collector in an actor of several threads: one collects, another takes new weights between two steps."""
+    """Any collector in an actor with several threads: one collects, another applies new weights between two steps."""
 
     def __init__(self) -> None:
         self.collector: Any = None
@@ -52,7 +52,7 @@ class CollectorActor:
         self._pauses: list[contextlib.ExitStack] = []
 
     def where(self) -> str:
-        """The process and its machine, in words."""
+        """The process id and host name, for messages."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     @_answered
@@ -68,7 +68,7 @@ class CollectorActor:
 
     @_answered
     def collect(self) -> tuple[int | None, int, Any]:
-        """Frames, all frames so far, and the batch on the CPU; None in place of the frames at the end."""
+        """Frames of the batch (None at the end), frames produced so far, and the batch on the CPU."""
         with self._collecting:
             before = self.collector.counters["delivered"]
             try:
@@ -82,7 +82,7 @@ class CollectorActor:
 
     @_answered
     def _call(self, name: str, *arguments: Any) -> Any:
-        """A method of the collector, between two batches."""
+        """Calls a method of the collector between two batches."""
         with self._collecting:
             return getattr(self.collector, name)(*arguments)
 
@@ -98,7 +98,7 @@ class CollectorActor:
 
     @_answered
     def start(self, limits: Mapping[str, int]) -> None:
-        """Starts the collector in the background, with limits by the names of its attributes."""
+        """Starts the collector in the background; ``limits`` maps attributes of the collector to new values."""
         vars(self.collector).update(limits)
         self.collector.start()
 
@@ -113,7 +113,7 @@ class CollectorActor:
 
     @_answered
     def counters(self) -> dict[str, int]:
-        """Raises what the collector failed with in the background."""
+        """The collector's counters. Raises WorkerError if it failed in the background."""
         if self.background is not None:
             self.background.check()
         return {"produced": 0, "delivered": 0} if self.collector is None else dict(self.collector.counters)
@@ -126,7 +126,7 @@ class CollectorActor:
 
 
 class _Receiver(WeightReceiver):
-    """Takes weights for the actor's collector; one that cannot be paused takes them between two batches."""
+    """Applies weights to the actor's collector; to one that cannot be paused, between two batches."""
 
     def __init__(self, actor: CollectorActor, model_id: str) -> None:
         super().__init__(RayWeightSyncScheme())
@@ -147,28 +147,28 @@ class Member:
     def __init__(self, index: int, handle: Any) -> None:
         self.index, self.handle = index, handle
         self.place = "which Ray has not placed yet"
-        self.due: deque[Any] = deque()  # references of batches that it was asked for
+        self.due: deque[Any] = deque()  # references of requested batches
         self.counters = {"produced": 0, "delivered": 0}
-        self.batches = 0  # since it last got weights
-        self.has_ended = False  # its data, or its budget
-        self.since = 0.0  # when it last did something
+        self.batches = 0  # requested since it last received weights
+        self.has_ended = False  # end of its data, or of its frames
+        self.since = 0.0  # when it last made progress
 
     @property
     def ahead(self) -> int:
-        """Batches that its owner has asked for and not taken."""
+        """Number of batches that the owner has requested and not taken yet."""
         return len(self.due)
 
 
 class ActorPool(FailingPool):
-    """An actor for each of ``makers``, functions that build its collector there.
+    """An actor for each of ``makers``, functions that build the collector in the actor.
 
     who        names the owner in messages
     configs    options of each actor (``num_cpus``, ``num_gpus``, ``resources``, ...)
-    model_ids  models that get weights
-    init       arguments of ``ray.init``, if Ray does not run yet
+    model_ids  models that receive weights
+    init       arguments of ``ray.init``, used if Ray is not running yet
 
-    If an actor raises, dies or does nothing for ``timeout_s``, all are ended; the error names it, and every later call
-    raises it again.
+    If an actor raises, dies or makes no progress for ``timeout_s``, all actors are ended. The error names the actor,
+    and every later call raises it again.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ActorPool(FailingPool):
             )
         self._who, self.timeout_s, self._replay_buffer = who, timeout_s, replay_buffer
         self._ray = ray = _ray(who=who)
-        # Pickled before Ray is started, so that what cannot be pickled is an error at once.
+        # Pickled before Ray is started, so that a pickling error is raised at once.
         recipes = [_packed((make, model_ids, torch.initial_seed() + n), who) for n, make in enumerate(makers)]
         if not ray.is_initialized():
             ray.init(**(init or {}))
@@ -204,7 +204,7 @@ class ActorPool(FailingPool):
                 self.workers.append(Member(index, actor_class.options(**options).remote()))
             for member in self.workers:
                 member.place = self._first({member.handle.where.remote(): member}, "be placed", _START_S)[1]
-            # Built once all are placed: by then every message can say where its actor is.
+            # Built after all are placed, so that every message can say where its actor is.
             building = {m.handle.build.remote(recipe): m for m, recipe in zip(self.workers, recipes, strict=True)}
             for member, (is_built, error) in self._each(building, "make its env and policy", _START_S):
                 if not is_built:
@@ -218,12 +218,12 @@ class ActorPool(FailingPool):
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def grant(self, member: Member) -> None:
-        """Asks for a batch."""
+        """Requests a batch."""
         member.due.append(member.handle.collect.remote())
         member.batches += 1
 
     def take(self) -> tuple[Member, int | None, Any]:
-        """The first batch that comes, of any member, and its frames; None for a member that has ended."""
+        """The next batch of any member: the member, the frames (None if the member has ended) and the batch."""
         with self.failing():
             pending = {m.due[0]: m for m in self.workers if m.due}
             member, found = self._first(pending, "collect a batch", self.timeout_s)
@@ -233,12 +233,12 @@ class ActorPool(FailingPool):
             self.delivered += frames or 0
             return member, frames, batch
 
-    # --- questions ----------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
         self, method: str, arguments: Sequence[Sequence[Any]] | None = None, workers: Sequence[Member] | None = None
     ) -> list[Any]:
-        """The answers of the actors, in their order, each to its own arguments."""
+        """Calls a method of each actor with its own arguments, and returns the results in order of ``workers``."""
         self.check_open(method)
         members = self.workers if workers is None else workers
         arguments = [()] * len(members) if arguments is None else arguments
@@ -259,7 +259,7 @@ class ActorPool(FailingPool):
         for member in pending.values():
             member.since = time.monotonic()
         while True:
-            # Ray does not report an actor that hangs: those that are waited for are checked every second.
+            # Ray does not report an actor that hangs, so pending actors are checked every second.
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PERIOD_S)
             if ready:
                 return pending[ready[0]], self._get(pending[ready[0]], ready[0], what)
@@ -267,12 +267,12 @@ class ActorPool(FailingPool):
             for member in pending.values():
                 if time.monotonic() - member.since > limit_s:
                     raise DeadlineError(
-                        f"{self.name(member)} must {what}: it has done nothing for {limit_s:g} s. Others may have the "
-                        "cluster's resources (ray status); timeout_s is longer for envs whose steps take longer."
+                        f"{self.name(member)} must {what}: it has done nothing for {limit_s:g} s. Other jobs may use "
+                        "the cluster's resources (see `ray status`); raise timeout_s if a step of the env takes longer."
                     )
 
     def _look_at(self, members: Sequence[Member], what: str) -> None:
-        """Raises WorkerError for an actor that has died, or whose collector failed; notes which ones take steps."""
+        """Raises WorkerError if an actor has died or its collector failed; records which actors made progress."""
         placed = {m.handle.counters.remote(): m for m in members if m.place.startswith("process")}
         ready, _ = self._ray.wait(list(placed), num_returns=len(placed), timeout=_PERIOD_S) if placed else ((), ())
         for reference in ready:
@@ -289,7 +289,7 @@ class ActorPool(FailingPool):
             raise WorkerError(f"{self.name(member)} must {what}: {error}") from error
         except self._ray.exceptions.RayError as error:
             raise WorkerError(
-                f"{self.name(member)} must {what}: it has ended: {error}. Make the collector again; the logs of actors "
+                f"{self.name(member)} must {what}: it has ended: {error}. Create the collector again; the actors' logs "
                 "are in Ray's session folder."
             ) from error
 
@@ -305,7 +305,7 @@ class ActorPool(FailingPool):
     # --- in the background --------------------------------------------------------------------------------------------
 
     def start(self, limits: Mapping[str, int]) -> None:
-        """Starts every collector, and a thread that warns of an actor that dies."""
+        """Starts every collector, and a thread that warns if an actor dies."""
         if self._replay_buffer is None:
             raise ConfigError(f"{self._who}.start: actors write into a replay_buffer: give a RayReplayBuffer.")
         if self.is_started or any(member.batches for member in self.workers):
@@ -337,14 +337,14 @@ class ActorPool(FailingPool):
                 self.ask("resume")
 
     def finish(self, timeout: float | None = None) -> None:
-        """`close`. Raises what an actor failed with in the background."""
+        """Closes the pool. Raises WorkerError if an actor failed in the background."""
         try:
             if self.is_open or self.failure is not None:
                 self.ask("counters")
         finally:
             self.close(timeout)
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------------
 
     def _counted(self) -> tuple[int, int]:
         if self.is_open and self.is_started:
@@ -353,17 +353,17 @@ class ActorPool(FailingPool):
         return tuple(sum(member.counters[name] for member in self.workers) for name in ("produced", "delivered"))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the collectors, with their last counters, and the actors; 0: the actors at once."""
+        """Ends the collectors, whose final counters are kept, then the actors; with 0, kills the actors at once."""
         if not self.is_open:
             return
         self.is_open = False
-        # No longer open from here on: what actors fail with while they end is not a failure of the collection.
+        # No longer open from now on: an error of an actor while it ends is not a failure of the collection.
         limit_s = _CLOSE_S if timeout_s is None else timeout_s
         ended = {member.handle.finish.remote(limit_s): member for member in self.workers if limit_s}
         if ended:
             ready, _ = self._ray.wait(list(ended), num_returns=len(ended), timeout=limit_s + _PERIOD_S)
             for reference in ready:
-                with contextlib.suppress(LLMRLError):  # it died, or did not end in time: it is killed either way
+                with contextlib.suppress(LLMRLError):  # it has died or did not end in time; it is killed below
                     member = ended[reference]
                     member.counters = self._value(member, self._get(member, reference, "end"), "end")
         self._kill()
@@ -376,7 +376,7 @@ class ActorPool(FailingPool):
 
 
 class ActorOwner:
-    """The methods that a collector with an `ActorPool` hands on to it."""
+    """The methods that a collector delegates to its `ActorPool`."""
 
     _pool: ActorPool
 
@@ -387,7 +387,7 @@ class ActorOwner:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Frames, or turns: "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        """Frames or turns: "produced" = "delivered" + "dropped" (those of unfinished batches at the end)."""
         return self._pool.counters
 
     def pause(self) -> AbstractContextManager[None]:
@@ -395,22 +395,22 @@ class ActorOwner:
         return self._pool.pause()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends a collection that was started. Raises what an actor failed with."""
+        """Ends a collection that was started. Raises WorkerError if an actor failed."""
         self._pool.finish(timeout)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends the collection and its actors, with their envs and engines; Ray goes on."""
+        """Ends the collection and its actors, with their envs and engines; Ray keeps running."""
         self._pool.close(timeout)
 
 
 def wanted_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """The resources that options of an actor ask for, by Ray's names."""
+    """The resources that an actor's options request, by Ray's names."""
     known = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
     return {ours: config[name] for name, ours in known.items() if config.get(name)} | config.get("resources", {})
 
 
 def check_room(wanted: Mapping[str, float], who: str) -> None:
-    """Raises ConfigError if no node of the cluster has such resources, busy or not."""
+    """Raises ConfigError if no node of the cluster has these resources, whether or not they are in use."""
     nodes = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= count for name, count in wanted.items()) for node in nodes):
         shown = [{name: node.get(name, 0) for name in wanted} for node in nodes]
@@ -424,8 +424,8 @@ def _ray(module: str = "ray", who: str = "collectors in Ray actors") -> Any:
 def _packed(recipe: tuple[Any, ...], who: str) -> bytes:
     try:
         return _ray("ray.cloudpickle").dumps(recipe)
-    except Exception as error:  # whatever the parts of the recipe raise
+    except Exception as error:  # parts of the recipe may raise anything
         raise ConfigError(
-            f"{who}: env, policy and arguments must be picklable, to reach an actor: {type(error).__name__}: {error}; "
-            "give functions that make them there (create_env_fn, policy_factory)."
+            f"{who}: env, policy and arguments must be picklable, to be sent to an actor: {type(error).__name__}: "
+            f"{error}; give functions that make them there (create_env_fn, policy_factory)."
         ) from error

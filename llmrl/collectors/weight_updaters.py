@@ -26,12 +26,12 @@ Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
 
 class WeightUpdaterBase(ABC):
-    """Extension point: a subclass writes ``_sync_weights_with_worker`` and, if they differ, the other three.
+    """Extension point: a subclass implements ``_sync_weights_with_worker`` and, if necessary, the other three.
 
     ``_get_server_weights()``       weights to push if the caller gives none; None: the receiver shares the trainer's
                                     module
-    ``_maybe_map_weights(weights)`` renames or converts them for the receiver
-    ``all_worker_ids()``            the workers; None: one, without an id
+    ``_maybe_map_weights(weights)`` renames or converts weights for the receiver
+    ``all_worker_ids()``            the workers; None: there is one, without an id
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WeightUpdaterBase(ABC):
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        """Makes the worker hold ``server_weights``, all or nothing."""
+        """Updates the worker to ``server_weights``, all or nothing."""
 
     def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
         for worker_id in worker_ids:
@@ -55,13 +55,13 @@ class WeightUpdaterBase(ABC):
         return None
 
     def register_collector(self, collector: Any) -> None:
-        """Called by the collector that the updater belongs to, whose ``increment_version`` it calls."""
+        """Sets the collector that the updater belongs to, whose ``increment_version`` it calls."""
         self.collector = collector
 
     def push_weights(
         self, policy_or_weights: Weights | None = None, worker_ids: Any | Sequence[Any] | None = None
     ) -> None:
-        """Sends weights to ``worker_ids`` (None: all), then tells the collector.
+        """Sends weights to ``worker_ids`` (None: all), then increments the collector's version.
 
         Reads   a module, a TensorDict, a mapping of named tensors, or groups; None: ``_get_server_weights()``
         """
@@ -91,7 +91,7 @@ class EngineUpdater(WeightUpdaterBase):
             self._engine = getattr(getattr(collector, "policy", None), "engine", None)
 
     def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
-        if self._engine is not None:  # a policy without an engine has nothing to update
+        if self._engine is not None:  # without an engine there is nothing to update
             publish(server_weights, self._engine, metadata=self._metadata)
 
 
@@ -125,11 +125,11 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):
-    """Copies weights into tensors that workers share, one set for each device. A worker may read while they change:
-    `SharedMemWeightSyncScheme` has each version whole.
+    """Copies weights into tensors that workers share, one set for each device. A worker may read a mixture of two
+    versions; `SharedMemWeightSyncScheme` prevents that.
 
     get_server_weights  returns the weights if none are given
-    policy_weights      {device: TensorDict in shared memory}; the devices are the worker ids
+    policy_weights      {device: TensorDict in shared memory}; worker ids are the devices
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
 
 class SenderWeightUpdater(WeightUpdaterBase):
-    """Sends by a `WeightSyncScheme`, and returns when the workers have the weights.
+    """Sends weights by a `WeightSyncScheme`, and waits until the workers have them.
 
-    policy_weights  what is sent if no weights are given
-    workers         what the scheme's sender needs of each, in order of the worker ids
+    policy_weights  sent if no weights are given
+    workers         each worker's ``pipe_or_context`` for the scheme, in order of the worker ids
     """
 
     def __init__(self, scheme: WeightSyncScheme, policy_weights: Weights | None, workers: Iterable[Any]):
@@ -187,7 +187,7 @@ class SenderWeightUpdater(WeightUpdaterBase):
 class RayWeightUpdater(SenderWeightUpdater):
     """Sends weights to Ray actors that have a ``policy``.
 
-    max_interval  pushes that a worker may miss: it gets the next one
+    max_interval  number of pushes that each worker skips between two that it receives
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class RayWeightUpdater(SenderWeightUpdater):
 
     def _sync_weights(self, *, worker_ids: Sequence[Any], server_weights: Any) -> None:
         due = [worker for worker in worker_ids if self._missed[worker] >= self.max_interval]
-        # Workers that get these weights start to count again; the others have missed one more push.
+        # Workers that receive these weights restart their count; the others have missed one more push.
         self._missed |= {worker: 0 if worker in due else self._missed[worker] + 1 for worker in worker_ids}
         super()._sync_weights(worker_ids=due, server_weights=server_weights)
 

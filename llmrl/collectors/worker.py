@@ -1,8 +1,8 @@
-"""A collector's worker: a collector that another process directs.
+"""A collector's worker: a collector controlled by another process, its owner.
 
-The owner sends requests through a `Connection`, pickled ``(name, *arguments)``, and gets ``(name, *values)``: "ready",
-"batch", "reply" or "error". A batch is collected for each credit that the owner has granted, so a worker never
-collects more than its owner has room for. Between two steps the worker takes new weights, and notices a pause or its
+The owner sends pickled requests ``(name, *arguments)`` through a `Connection`, and receives ``(name, *values)``:
+"ready", "batch", "reply" or "error". The worker collects one batch for each credit granted by the owner, so that it
+never collects more than the owner has room for. Between two steps it applies new weights, and handles pauses and its
 end.
 """
 
@@ -33,19 +33,19 @@ from llmrl.envs.batched import Declared
 from llmrl.envs.parallel_worker import SharedRows
 from llmrl.envs.step import next_seed
 
-AHEAD = 2  # batches of a worker that its owner can have at a time
-_WORK = ("grant", "run", "share")  # requests that are for after a pause; the owner waits for the answer to others
+AHEAD = 2  # the most batches of one worker that the owner has requested and not taken
+_WORK = ("grant", "run", "share")  # requests to handle after a pause; the owner waits for answers to all others
 PRODUCED, DELIVERED, STOP = 0, 1, 2  # columns of the counters that owner and worker share, int64[workers, 3]
 
 
 @dataclass
 class Recipe:
-    """The arguments that a worker is built from.
+    """The arguments from which a worker is built.
 
-    collector  makes its collector, given the interruptor
-    index      of ``count`` workers
+    collector  builds the collector, given the interruptor
+    index      number of this worker, of ``count`` workers
     schemes    weight synchronisation by model id, with the worker's end of the connection
-    threads    of torch in this process
+    threads    number of torch's threads in the worker
     """
 
     collector: Callable[[Any], DataCollectorBase]
@@ -57,7 +57,7 @@ class Recipe:
 
 
 class Closed(Exception):
-    """The owner has closed the connection, or asked the worker to end."""
+    """The owner has closed the connection, or told the worker to end."""
 
 
 class WorkerLoop:
@@ -68,22 +68,22 @@ class WorkerLoop:
         self.collector: Any = recipe.collector(SimpleNamespace(collection_stopped=lambda: bool(self._counters[STOP])))
         self.collector.number_trajectories(recipe.index, recipe.count)
         self.collector.before_step = self._before_step
-        self._later: deque[tuple[Any, ...]] = deque()  # requests that came while a batch was under way
-        self._pauses = 0  # that have begun and not ended
-        self._credits = 0  # batches that it may collect; -1: without end
-        self._tells = True  # of every batch; False where the owner looks at the counters alone
+        self._later: deque[tuple[Any, ...]] = deque()  # requests that arrived during a batch
+        self._pauses = 0  # begun and not ended
+        self._credits = 0  # batches that it may collect; -1: no limit
+        self._tells = True  # sends every batch; False: the owner only reads the counters
         self._slots: SharedRows | None = None
-        self._slot = 0  # that was written last
-        self._versions: dict[int, int | str] = {}  # of weights that are on their way
+        self._slot = 0  # last slot written
+        self._versions: dict[int, int | str] = {}  # sender's version -> policy version, of weights not yet received
         self._poller = select.poll()
         self._poller.register(connection.fileno(), select.POLLIN)
         self._receivers: dict[str, Any] = {}
-        self._models: dict[int, str] = {}  # by the descriptor that their weights come through
+        self._models: dict[int, str] = {}  # model ids by the file descriptor on which their weights arrive
         for model_id, (scheme, end) in recipe.schemes.items():
             self._receive_weights(model_id, scheme, end)
 
     def _receive_weights(self, model_id: str, scheme: Any, end: Any) -> None:
-        """Takes weights for this model from now on; the owner announces those without a descriptor of their own."""
+        """Receives weights of this model from now on; the owner announces weights that arrive on no `Connection`."""
         receiver = self._receivers[model_id] = scheme.create_receiver()
         receiver.set_context(self.collector, model_id)
         receiver.register_model(self.collector.policy if model_id == "policy" else model_id)
@@ -93,7 +93,7 @@ class WorkerLoop:
             self._models[end.fileno()] = model_id
 
     def run(self) -> None:
-        """Until the owner closes."""
+        """Handles requests and collects batches, until the owner closes."""
         self._send("ready", self.collector.spec)
         try:
             while True:
@@ -111,18 +111,17 @@ class WorkerLoop:
         frames = self.collector.frames_taken
         self._counters[PRODUCED] = self.collector.counters["produced"]
         out = self.collector.deliver(batch)
-        # After the rows are in the buffer: a worker that is killed in between has counted too few, never too many.
+        # After the rows are in the buffer: if the worker is killed in between, it counted too few, never too many.
         self._counters[DELIVERED] += frames
-        # Credits of -1 are without end.
-        self._credits -= self._credits > 0
+        self._credits -= self._credits > 0  # -1 stays: no limit
         if self._tells:
             on_device = out is not None and out.device is not None and out.device.type != "cpu"
             self._tell(frames, out.cpu() if on_device else out)
 
     def _tell(self, frames: int, batch: TensorDictBase | None) -> None:
-        """Through the shared memory, if the batch fits what the owner made from the first one."""
+        """Sends a batch: in shared memory, if it has the shapes of the first batch, else in the message."""
         if self._slots is not None and batch is not None and shape_of(batch) == self._slots.declared:
-            # The owner has asked for AHEAD batches at most, and copies one before it asks again: this slot is free.
+            # The owner requests at most AHEAD batches, and copies one before it requests another: this slot is free.
             self._slot = (self._slot + 1) % AHEAD
             for key, column in self._slots.columns.items():
                 column[self._slot].copy_(batch.get(key))
@@ -134,12 +133,12 @@ class WorkerLoop:
 
     def _before_step(self) -> None:
         self._counters[PRODUCED] = self.collector.counters["produced"]
-        # All that has come, so that a request which was sent before this step is heard before it.
+        # Reads all pending messages, so that requests sent before this step are handled before it.
         while events := self._poller.poll(0):
             self._attend({descriptor for descriptor, _ in events})
 
     def _attend(self, descriptors: set[int]) -> None:
-        """Requests before weights: the version of weights comes as a request that was sent before them."""
+        """Handles requests before weights, because a request announces the version of the weights that follow it."""
         if self._connection.fileno() in descriptors:
             self._note(self._read())
             return
@@ -147,21 +146,21 @@ class WorkerLoop:
             self._take_weights(self._models[descriptor])
 
     def _take_weights(self, model_id: str, timeout: float = 0.0) -> None:
-        # Steps of the batch under way may hold views of the weights that are about to be written over.
+        # Steps of the current batch may hold views of the weights that are about to be overwritten.
         self.collector.detach_steps()
         version = self._receivers[model_id].receive(timeout)
         if version is not None and model_id == "policy":
             self.collector.set_version(self._versions.pop(version))
 
     def _pause(self) -> None:
-        """Takes no step until it is resumed; weights are taken and questions answered meanwhile."""
+        """Takes no step until the owner resumes it; meanwhile applies weights and answers requests."""
         self._pauses += 1
-        # Pauses may be nested: this one has ended when fewer have begun than at its start.
+        # Pauses may be nested: this one has ended when fewer are active than at its start.
         depth = self._pauses
         self._send("reply", None)
         while self._pauses >= depth:
             self._attend({descriptor for descriptor, _ in self._poller.poll()})
-            # The owner waits for answers inside its pause, so questions are answered now; work stays for afterwards.
+            # The owner may wait for answers during its pause, so only requests for work are left for later.
             while self._later and self._later[-1][0] not in _WORK:
                 self._handle(self._later.pop())
 
@@ -189,7 +188,7 @@ class WorkerLoop:
     # -- between two batches -------------------------------------------------------------------------------------------
 
     def _next_request(self) -> tuple[Any, ...]:
-        """Waits for a request, and takes weights meanwhile."""
+        """Waits for a request; applies weights meanwhile."""
         while not self._later:
             self._attend({descriptor for descriptor, _ in self._poller.poll()})
         return self._later.popleft()
@@ -219,7 +218,7 @@ class WorkerLoop:
 
 
 def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
-    """Shape and dtype of every entry by key; None if one is not a tensor of fixed shape."""
+    """Shape and dtype of every entry by key; None if an entry is not a tensor of fixed shape."""
     if type(batch) is not TensorDict:
         return None
     found = {}
@@ -232,14 +231,14 @@ def shape_of(batch: TensorDictBase) -> dict[Any, Declared] | None:
 
 
 def serve(connection: Connection, owner: int, recipe: Recipe, counters: Tensor) -> None:
-    """The process of a worker on the owner's machine, until the owner closes or ends."""
+    """Main function of a worker process on the owner's machine; returns when the owner closes or ends."""
     parent_watchdog.follow(owner)
     direct(connection, recipe, lambda: WorkerLoop(connection, recipe, counters))
 
 
 def direct(connection: Connection, recipe: Recipe, make_loop: Callable[[], WorkerLoop]) -> None:
-    """Runs a worker's loop until the owner closes. What is raised goes to the owner with its traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
+    """Runs a worker's loop until the owner closes. Errors are sent to the owner with their tracebacks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C and then closes
     torch.set_num_threads(recipe.threads)
     torch.manual_seed(recipe.seed)
     random.seed(recipe.seed)
@@ -256,8 +255,8 @@ def direct(connection: Connection, recipe: Recipe, make_loop: Callable[[], Worke
 
 
 def report(connection: Connection, error: BaseException) -> None:
-    """Tells the owner what failed."""
-    # As text: the exception may hold what cannot be pickled, or be of a class that the owner cannot import.
+    """Sends an error to the owner."""
+    # As text: the exception may not be picklable, or its class may not be importable by the owner.
     text = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the owner ended
         connection.send_bytes(pickle.dumps(("error", text, traceback.format_exc())))

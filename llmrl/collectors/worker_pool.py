@@ -1,6 +1,6 @@
 """The owner's side of worker processes: starts them, sends them requests and receives their batches.
 
-If a worker raises, ends or does nothing, all are ended; the error names it, and every later call raises it again.
+If a worker raises, ends or hangs, all are ended. The error names the worker, and every later call raises it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
 START_S = 120.0  # for processes to start and to make their envs, on a busy machine
 CLOSE_S = 5.0  # for envs to close; then their processes are killed
-_SMALL = 16_384  # bytes that a pipe takes at once
+_SMALL = 16_384  # bytes that fit into an empty pipe
 
 
 class Worker:
@@ -47,54 +47,54 @@ class Worker:
         self.replies: deque[Any] = deque()
         self.spec: dict[str, Any] | None = None
         self.slots: SharedRows | None = None
-        self._writing: threading.Thread | None = None  # the latest large request
-        self.due = 0  # batches that were granted and have not arrived
-        self.seen, self.since = 0, time.monotonic()  # its counter of steps, and when it changed
+        self._writing: threading.Thread | None = None  # writes the latest large request
+        self.due = 0  # batches granted but not arrived
+        self.seen, self.since = 0, time.monotonic()  # its frame counter, and when that last changed
 
     def begin(self) -> None:
-        """Called before a request is sent: the time without a step counts from now, unless the worker was busy."""
+        """Restarts the worker's progress timeout before a request, unless the worker is busy."""
         if not self.due:
             self.since = time.monotonic()
 
     @property
     def ahead(self) -> int:
-        """Batches that its owner has asked for and not taken."""
+        """Number of batches that the owner has requested and not taken yet."""
         return self.due + len(self.batches)
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors that become readable when it has sent something, or has ended."""
+        """File descriptors that become readable when the worker has sent a message or has ended."""
         return [self.connection.fileno(), self.process.sentinel]
 
     def state(self) -> str:
-        """The state of its process in words, for messages."""
+        """The state of its process, for messages."""
         wait_for_exit(self.process, 1.0)
         return f"its process {process_state(self.process)}"
 
     def finish(self, deadline: float) -> None:
-        """Waits for its end, once it has been asked to close, and kills it at the deadline."""
+        """Waits for the end of a worker that was told to close, and kills it at the deadline."""
         end_process(self.process, max(0.0, deadline - time.monotonic()))
         self.connection.close()
 
     def take_in(self, frames: int, batch: TensorDictBase | int | None) -> None:
-        """A batch, or the slot of the shared memory that it is in; the first one says what that memory is made for."""
+        """Stores a batch, given itself or its slot in shared memory. The first batch determines the memory's layout."""
         if isinstance(batch, int):
             values = {key: column[batch] for key, column in self.slots.columns.items()}
             batch = keyed(values, self._size)
             batch.names = [*[None] * (len(self._size) - 1), "time"]
-        # The first batch is a message; those of the same shapes that follow are copied into shared memory.
+        # The first batch arrives in a message; later ones of the same shapes arrive in shared memory.
         elif batch is not None and self.slots is None and (declared := shape_of(batch)):
             self.slots, self._size = SharedRows(declared, AHEAD), batch.batch_size
             with contextlib.suppress(OSError):
-                self._post(bytes(ForkingPickler.dumps(("share", self.slots))))  # not by pickle, which would copy them
+                self._post(bytes(ForkingPickler.dumps(("share", self.slots))))  # pickle would copy the shared memory
         self.batches.append((frames, batch))
 
     def send(self, *request: Any) -> None:
         self._post(pickle.dumps(request))
 
     def _post(self, data: bytes) -> None:
-        """Large data go by a thread: the worker reads them between two steps, and may send a batch before. What comes
-        after them waits for that thread in one of its own.
+        """Sends large data in a thread: the worker reads between two steps, and may first block on sending a batch.
+        Requests that follow are sent in threads that wait for this one, in order.
         """
         before = self._writing
         if len(data) > _SMALL or (before is not None and before.is_alive()):
@@ -106,17 +106,17 @@ class Worker:
     def _write(self, data: bytes, before: threading.Thread | None = None) -> None:
         if before is not None:
             before.join()
-        with contextlib.suppress(OSError):  # it ended: the next wait says so
+        with contextlib.suppress(OSError):  # the worker has ended: the next `wait` reports it
             self.connection.send_bytes(data)
 
 
 class FailingPool(abc.ABC):
-    """Workers that all end if one fails."""
+    """Base of pools whose workers all end if one fails."""
 
     _who: str
     is_open: bool
     is_started = False  # in the background
-    delivered = 0  # frames that the owner has taken; workers that were started count theirs
+    delivered = 0  # frames that the owner has taken; in the background the workers count instead
     failure: BaseException | None = None
 
     def check_open(self, what: str) -> None:
@@ -127,24 +127,24 @@ class FailingPool(abc.ABC):
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Ends all workers if the block raises; what failed is raised by later calls too."""
+        """Ends all workers if the block raises; later calls raise the error again."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C too: replies to come would be taken for those to the next request
+        except BaseException as error:  # Ctrl-C too: late replies would be mistaken for those to the next request
             self.failure = error if isinstance(error, LLMRLError) else None
             self.close(0.0)
             raise
 
     @property
     def counters(self) -> dict[str, int]:
-        """Frames "produced" = "delivered" + "dropped" (those under way when the collection was ended)."""
+        """Frames: "produced" = "delivered" + "dropped" (those of unfinished batches at the end of the collection)."""
         produced, delivered = self._counted()
         delivered = delivered if self.is_started else self.delivered
         return {"produced": produced, "delivered": delivered, "dropped": 0 if self.is_open else produced - delivered}
 
     @abc.abstractmethod
     def _counted(self) -> tuple[int, int]:
-        """Frames that the workers have produced, and delivered."""
+        """Frames that the workers have produced, and frames that they have delivered."""
 
     @abc.abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
@@ -154,17 +154,17 @@ class FailingPool(abc.ABC):
 class WorkerPool(FailingPool):
     """A process for each recipe.
 
-    ``who`` names the collector in messages; ``counters`` int64[workers, 3] are shared with the workers. One that has
-    something to do and does not move its counter of steps for ``timeout_s`` has failed.
+    ``who`` names the collector in messages; ``counters`` int64[workers, 3] are shared with the workers. A busy worker
+    whose frame counter does not change for ``timeout_s`` has failed.
     """
 
     def __init__(self, who: str, recipes: Sequence[Recipe], counters: Tensor, timeout_s: float):
         self._who, self._counters, self._timeout_s = who, counters, timeout_s
         self.workers: list[Worker] = []
-        self.arrivals: list[Worker] = []  # whose batches arrived, the first one first
-        self._asked = False  # a request that all workers answer, also those without a batch under way
+        self.arrivals: list[Worker] = []  # the worker of each batch that arrived, in order of arrival
+        self._asked = False  # True while workers, even those without a batch, must answer a request
         self._is_closing = False
-        self.tick: Callable[[], None] = lambda: None  # called again and again while the pool waits
+        self.tick: Callable[[], None] = lambda: None  # called repeatedly while the pool waits
         self._end = Finalize(self, _end, [self.workers], exitpriority=10)
         with self.failing():
             self._start(recipes)
@@ -174,15 +174,15 @@ class WorkerPool(FailingPool):
             ours, theirs = multiprocessing.Pipe()
             process = start_worker(serve, [theirs, os.getpid(), recipe, self._counters[recipe.index]], recipe.index)
             for end in (theirs, *(end for _, end in recipe.schemes.values())):
-                end.close()  # the worker's end is in the worker alone: its death ends the connection
+                end.close()  # only the worker keeps its end open, so its death closes the connection
             self.workers.append(Worker(recipe.index, process, ours))
         self.wait(lambda: all(worker.spec is not None for worker in self.workers), "make its env", START_S)
 
     def wait(
         self, is_done: Callable[[], bool], what: str, limit_s: float | None = None, also: Sequence[Connection] = ()
     ) -> None:
-        """Takes what workers send until ``is_done``, which is asked again when something has come, from a worker or
-        through ``also``. A worker that has something to do must go on doing it.
+        """Receives workers' messages until ``is_done()``, which is checked after each, and when there is data on
+        ``also``. Busy workers must make progress.
         """
         limit_s = self._timeout_s if limit_s is None else limit_s
         poller = select.poll()
@@ -195,7 +195,7 @@ class WorkerPool(FailingPool):
             poller.register(connection.fileno(), select.POLLIN)
         with self.failing():
             while not is_done():
-                # Wakes up ten times a second without news, to check that the workers still take steps.
+                # Wakes up at least ten times a second, to check that the workers still take steps.
                 ready = {at[descriptor].index for descriptor, _ in poller.poll(100) if descriptor in at}
                 for index in sorted(ready):
                     self._receive(self.workers[index], what)
@@ -204,7 +204,7 @@ class WorkerPool(FailingPool):
 
     def _receive(self, worker: Worker, what: str) -> None:
         try:
-            if not worker.connection.poll():
+            if not worker.connection.poll():  # only the sentinel is ready: the process has ended
                 raise EOFError
             name, *values = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -226,7 +226,7 @@ class WorkerPool(FailingPool):
     def _check_progress(self, what: str, limit_s: float) -> None:
         now = time.monotonic()
         for worker in self.workers:
-            # A step counts as a sign of life: a batch may take as long as it likes.
+            # Every step counts as progress, so that a batch may take any time.
             produced = int(self._counters[worker.index, PRODUCED])
             is_idle = worker.spec is not None and not worker.due and not self._asked
             if produced != worker.seen or is_idle:
@@ -234,7 +234,7 @@ class WorkerPool(FailingPool):
             if now - worker.since > limit_s:
                 raise DeadlineError(
                     f"{self.name(worker)} must {what}: it has done nothing for {limit_s:g} s, and its process "
-                    f"{process_state(worker.process)}; timeout_s is longer for envs whose steps take longer."
+                    f"{process_state(worker.process)}; raise timeout_s if a step of the env takes longer."
                 )
 
     def name(self, worker: Worker) -> str:
@@ -243,7 +243,7 @@ class WorkerPool(FailingPool):
     def ask(
         self, name: str, arguments: Sequence[Sequence[Any]] | None = None, workers: Sequence[Worker] | None = None
     ) -> list[Any]:
-        """The answers of the workers, which may be in the middle of a batch, each to its own arguments."""
+        """Sends a request to each worker with its own arguments, and returns the answers. Workers may be in a batch."""
         workers = self.workers if workers is None else workers
         arguments = [()] * len(workers) if arguments is None else arguments
         self.check_open(name)
@@ -258,7 +258,7 @@ class WorkerPool(FailingPool):
         return [worker.replies.popleft() for worker in workers]
 
     def grant(self, worker: Worker) -> None:
-        """Asks for a batch."""
+        """Requests a batch."""
         worker.begin()
         worker.due += 1
         worker.send("grant", 1)
@@ -277,18 +277,18 @@ class WorkerPool(FailingPool):
             self._end.cancel()
 
     def watch(self) -> None:
-        """Starts a thread that warns of a worker that ends by itself."""
+        """Starts a thread that warns if a worker ends unexpectedly."""
         threading.Thread(target=self._watch, name="llmrl-collector-watch", daemon=True).start()
 
     def _watch(self) -> None:
         wait([worker.process.sentinel for worker in self.workers])
         if not self._is_closing:
             ended = next(worker for worker in self.workers if not worker.process.is_alive())
-            warnings.warn(f"{self.name(ended)} has ended; the next call of the collector says why.", stacklevel=1)
+            warnings.warn(f"{self.name(ended)} has ended; the next call of the collector reports why.", stacklevel=1)
 
 
 class Packed:
-    """Pickled with cloudpickle, and only when a process is started: a shared buffer goes to processes alone."""
+    """A value that cloudpickle pickles when a process is started: a shared buffer cannot be pickled at other times."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -302,11 +302,11 @@ def _unpacked(data: bytes) -> Packed:
 
 
 def start_worker(serve: Callable[..., None], arguments: Sequence[Any], index: int) -> Any:
-    """A process of ``serve``, which does not run the main module again: cloudpickle sends what is needed of it."""
+    """Starts a process of ``serve`` without running the main module again: cloudpickle sends its objects by value."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([serve.__module__])  # then a worker starts in milliseconds
+    context.set_forkserver_preload([serve.__module__])  # so that a worker starts in milliseconds
     process = context.Process(target=serve, args=arguments, name=f"llmrl-collector-{index}")
-    # Without these names the child does not find the main module, and so does not run the user's script again.
+    # Without these names the child cannot find the main module, and so does not run the user's script again.
     main = sys.modules["__main__"]
     saved = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
     main.__spec__ = None
@@ -318,10 +318,10 @@ def start_worker(serve: Callable[..., None], arguments: Sequence[Any], index: in
 
 
 def _end(workers: Sequence[Worker], close_s: float = CLOSE_S) -> None:
-    """Has the workers close their envs, and kills those that have not within ``close_s`` seconds."""
+    """Makes the workers close their envs, and kills those that have not ended within ``close_s`` seconds."""
     for worker in workers:
         worker.send("close")
-    # All have been asked by now, so that they close their envs at the same time.
+    # Waits only after the loop above, so that all workers close their envs at the same time.
     deadline = time.monotonic() + close_s
     for worker in workers:
         worker.finish(deadline)

@@ -1,4 +1,4 @@
-"""An event loop in its own thread: blocking code calls asynchronous code with a deadline."""
+"""An event loop in its own thread, in which blocking code runs coroutines with a deadline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class BackgroundLoop(contextlib.AbstractContextManager):
-    """Runs coroutines for any number of threads in one loop, which clients of connections are bound to.
+    """Runs coroutines for any number of threads in one loop, so that they can share clients that are bound to a loop.
 
-    The thread starts with the first coroutine, is a daemon, and ends with ``close``.
+    The loop's thread is a daemon. It starts with the first coroutine and ends with ``close``.
 
     >>> with BackgroundLoop("example") as loop:
     ...     loop.run(asyncio.sleep(0, "done"), deadline=time.monotonic() + 5)
@@ -47,20 +47,20 @@ class BackgroundLoop(contextlib.AbstractContextManager):
             return future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except CancelledError:
             raise LLMRLError(f"{self._name}: the event loop was closed while a call was running.") from None
-        except BaseException:  # the deadline, Ctrl-C; after an error of the coroutine this changes nothing
+        except BaseException:  # the deadline or Ctrl-C; if the coroutine itself raised, cancelling has no effect
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Cancels what still runs and ends the thread; waits for it at most two seconds."""
+        """Cancels running coroutines and ends the thread; waits for it at most two seconds."""
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        with contextlib.suppress(RuntimeError):  # it has been closed before
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():  # a coroutine of the loop may close it
+        if thread is not threading.current_thread():  # a coroutine of the loop may call this
             thread.join(timeout=2.0)
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -78,7 +78,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        # Cancelled tasks get a second to end: a caller of `run` then gets an error, and does not wait for its deadline.
+        # Cancelled tasks get a second to end, so that callers of `run` get an error now and not at their deadlines.
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
         if tasks:

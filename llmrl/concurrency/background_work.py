@@ -1,4 +1,4 @@
-"""Work in its own thread, in steps: other threads can pause it between two steps."""
+"""Work in a background thread, in steps: other threads can pause it between two steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmrl.errors import ConfigError, DeadlineError, WorkerError
 
 
 class BackgroundWork:
-    """The thread of a collector, and the lock that its steps hold. Several threads may take steps at the same time.
+    """A collector's background thread, and the lock held during each step. Several threads may take steps at once.
 
     who      the owner, for messages
-    limit_s  longest that a step may take while others wait for its end
-    stopped  set when the work is to end: a thread that takes steps checks it before each
+    limit_s  the longest that `pause` and `stop` wait for the current step to end
+    stopped  set when the work must end: every thread that takes steps checks it before each step
 
     >>> work, count = BackgroundWork("Example", limit_s=10), []
     >>> def steps():
@@ -41,7 +41,7 @@ class BackgroundWork:
         self._thread: threading.Thread | None = None
         self._lock: SharedExclusiveLock | None = None
         self._pausing, self._num_pauses = threading.Lock(), 0
-        self._held = ExitStack()  # the lock, while there are pauses
+        self._held = ExitStack()  # holds the lock while there are pauses
         self._failure: BaseException | None = None
 
     @property
@@ -50,20 +50,20 @@ class BackgroundWork:
 
     @property
     def is_running(self) -> bool:
-        """True while the thread works."""
+        """True while the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the work was started, and this is another thread."""
+        """True if the work was started and the caller is not its thread."""
         return self._thread is not None and threading.current_thread() is not self._thread
 
     def allow_pauses(self) -> None:
-        """Makes steps hold the lock from here on, also without `start`: for an owner that several threads use."""
+        """Makes steps hold the lock from now on, also without `start`: for an owner that several threads use."""
         self._lock = self._lock or SharedExclusiveLock(self._who)
 
     def start(self, work: Iterable[object]) -> None:
-        """Iterates over ``work`` in a thread. Its error is a warning there, and is raised by `check` and `pause`."""
+        """Iterates over ``work`` in a thread. If it fails, the thread warns; `check` and `pause` raise WorkerError."""
         if self.is_started:
             raise ConfigError(f"{self._who}.start: was started already.")
         self.allow_pauses()
@@ -81,22 +81,22 @@ class BackgroundWork:
         self._thread.start()
 
     def step(self) -> AbstractContextManager[None]:
-        """A block that no pause interrupts."""
+        """A block that waits for pauses to end, and that pauses wait for."""
         return nullcontext() if self._lock is None else self._lock.holding("step", math.inf, "a step")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block during which no step is taken. Pauses may overlap: steps go on when all have ended.
+        """A block during which no step runs. Pauses may overlap: steps continue when all have ended.
 
-        Raises  DeadlineError if the step under way does not end in time; WorkerError if the work failed
+        Raises  DeadlineError if the current step does not end in time; WorkerError if the work failed
         """
         self.check()
         if self._lock is None:
             yield
             return
         with self._pausing:
-            # Only the first of several pauses takes the lock: another one, also of the same thread, would wait behind
-            # steps that wait for the first.
+            # Only the first of several pauses takes the lock. Another would queue behind steps that wait for the first
+            # to end: in the same thread, a deadlock.
             if not self._num_pauses:
                 end = time.monotonic() + self._limit_s
                 self._held.enter_context(self._lock.holding(object(), end, "the pause"))
@@ -110,7 +110,7 @@ class BackgroundWork:
                     self._held.close()
 
     def stop(self, timeout: float | None = None) -> None:
-        """Ends the work after the step under way. Raises DeadlineError if that takes longer than ``timeout``."""
+        """Ends the work after the current step. Raises DeadlineError if that takes longer than ``timeout``."""
         self.stopped.set()  # before the wait, or the thread would begin another step
         thread, self._thread = self._thread, None
         limit_s = self._limit_s if timeout is None else timeout
@@ -118,8 +118,8 @@ class BackgroundWork:
             thread.join(limit_s)
             if thread.is_alive():
                 raise DeadlineError(
-                    f"{self._who}: the step under way must end within {limit_s:g} s: it did not, and its thread goes "
-                    "on."
+                    f"{self._who}: the current step must end within {limit_s:g} s: it did not, and its thread is still "
+                    "running."
                 )
 
     def check(self) -> None:

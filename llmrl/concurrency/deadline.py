@@ -1,7 +1,7 @@
 """Runs users' functions, in threads or as coroutines, with one deadline for all and an outcome for each.
 
-Python cannot stop a thread: a call that never returns stays in a daemon thread and its result is dropped. A call that
-holds the interpreter's lock stops every thread; `watch_lock` then ends the process with the stack of each.
+Python cannot stop a thread: a call that never returns keeps its daemon thread, and its result is dropped. A call that
+never releases the GIL stops every thread; `watch_lock` then ends the process and prints the stack of each thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llmrl.concurrency.daemon_threads import DaemonThreads
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
-_watched: dict[object, float] = {}  # each watched call's end, of `time.monotonic`
+_watched: dict[object, float] = {}  # latest end of each watched call, of `time.monotonic`
 _watched_lock = threading.Lock()
-_fires_at = 0.0  # when the timer ends this process, of `time.monotonic`; 0 if it is not running
+_fires_at = 0.0  # time at which the timer ends this process, of `time.monotonic`; 0: not running
 
 
 @dataclass
 class Outcome:
-    """The result of one call: ``done`` with a value or an error's traceback, or not done in time."""
+    """The result of one call: ``done`` with a value or with an error's traceback, or not done in time."""
 
     value: Any = None
     error: str | None = None
@@ -39,10 +39,10 @@ class Outcome:
 
 
 class Calls:
-    """Calls without arguments, taken in order; one that raises is tried ``retries`` times more.
+    """Calls without arguments, taken in order; a call that raises is retried up to ``retries`` times.
 
-    ``convert`` turns what a call returned into the outcome's value. ``on_outcome`` is called with the number and the
-    outcome of each call, in the thread that made it. After ``close`` no call is started and no outcome changes.
+    ``convert`` maps a call's return value to the outcome's value. ``on_outcome`` receives the index and the outcome of
+    each call, in the thread that made it. After ``close`` no call is started and no outcome changes.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Calls:
             return self._outcomes
 
     def finish(self, number: int, outcome: Outcome) -> None:
-        """Records the outcome of a call, also of one that was made elsewhere."""
+        """Records the outcome of a call, whether or not `run` made it."""
         if self._on_outcome is not None:
             self._on_outcome(number, outcome)
         with self._lock:
-            if self._closed:  # late: the caller has the outcomes already
+            if self._closed:  # too late: the caller has the outcomes already
                 return
             self._outcomes[number] = outcome
             self._left -= 1
@@ -95,7 +95,7 @@ class Calls:
                 self.finished.set()
 
     def _attempts(self) -> Iterator[tuple[Callable[[], Any], _Attempt]]:
-        # Shared by `run` and `run_async`, which differ in one await: the caller fills each attempt that is yielded.
+        # Shared by `run` and `run_async`, which differ in one await; they fill in each attempt that this yields.
         while (number := self._take()) is not None:
             for left in reversed(range(self.retries + 1)):
                 attempt = _Attempt(done=True)
@@ -118,7 +118,7 @@ class Calls:
 
 
 class _Attempt(Outcome):
-    """The outcome of one try of a call, as a context manager that keeps the error of the user's code."""
+    """The outcome of one attempt at a call, as a context manager that records an error of the user's code."""
 
     def __enter__(self) -> None:
         pass
@@ -131,7 +131,7 @@ class _Attempt(Outcome):
 
 
 class ThreadRunner:
-    """Makes calls in ``concurrency`` threads, or in the calling one if neither deadline nor concurrency is asked.
+    """Makes calls in ``concurrency`` threads; in the caller's thread if concurrency is 1 and there is no deadline.
 
     >>> runner = ThreadRunner("example", concurrency=2)
     >>> [outcome.value for outcome in runner.run(Calls([lambda: 1, lambda: 2]), timeout_s=10)]
@@ -145,7 +145,7 @@ class ThreadRunner:
         self._threads = DaemonThreads(name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
-        """The outcomes, after all calls were made or ``timeout_s`` seconds."""
+        """The outcomes, once all calls are done or ``timeout_s`` seconds have passed."""
         if not calls.calls:
             return []
         if timeout_s is None and self.concurrency == 1:
@@ -163,7 +163,7 @@ class ThreadRunner:
 
 
 class AsyncRunner:
-    """Makes calls that return awaitables, at most ``concurrency`` at a time, in one event loop that it keeps.
+    """Makes calls that return awaitables, at most ``concurrency`` at a time, in one event loop for all batches.
 
     >>> async def one():
     ...     return 1
@@ -179,19 +179,19 @@ class AsyncRunner:
         self._loop = BackgroundLoop(name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
-        """The outcomes, after all calls were made or ``timeout_s`` seconds; those that are late are cancelled."""
+        """The outcomes, once all calls are done or ``timeout_s`` seconds have passed; late calls are cancelled."""
         if not calls.calls:
             return []
         limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s + 2 * GRACE_S
         try:
             with _lock_watched(timeout_s):
                 self._loop.run(self._all(calls, timeout_s), deadline=limit)
-        except TimeoutError:  # a coroutine blocks the loop: another loop for the next batch
+        except TimeoutError:  # a coroutine blocks the loop: the next batch gets a new loop
             self._loop = BackgroundLoop(self.name)
         return calls.close()
 
     def close(self) -> None:
-        """Ends the loop; the next calls start another one."""
+        """Ends the loop; the next `run` starts another one."""
         self._loop.close()
         self._loop = BackgroundLoop(self.name)
 
@@ -206,12 +206,12 @@ class AsyncRunner:
 
 
 def runner_of(fn: Callable[..., Any], name: str, concurrency: int) -> AsyncRunner | ThreadRunner:
-    """The runner for calls of a coroutine function, or of an object whose call is one; else that for plain ones."""
+    """An `AsyncRunner` if ``fn`` is a coroutine function, else a `ThreadRunner`."""
     return (AsyncRunner if is_coroutine_function(fn) else ThreadRunner)(name, concurrency)
 
 
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    """True for a coroutine function, or an object whose call is one."""
+    """True for a coroutine function, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
@@ -226,19 +226,19 @@ def _lock_watched(timeout_s: float | None) -> Iterator[None]:
 
 
 def watch_lock(key: object, deadline: float | None) -> None:
-    """Ends this process if none of its threads runs for `STUCK_S` seconds and more after the deadline; None ends the
-    watch.
+    """Ends this process if none of its Python threads runs for at least `STUCK_S` seconds after the deadline. A
+    deadline of None ends the watch of ``key``.
 
-    Only C code that holds the interpreter's lock stops all threads, and only C code can notice: the timer of
-    `faulthandler`, one per process. It writes the stack of each thread.
+    C code that holds the GIL stops all Python threads, so the timer must be in C too: that of `faulthandler`, one per
+    process, which also prints the stack of each thread.
     """
     with _watched_lock:
         if deadline is None:
             _watched.pop(key, None)
             return
         _watched[key] = deadline + STUCK_S
-        end = max(_watched.values())  # one timer for all calls: the last of them decides
-        if not end <= _fires_at <= end + STUCK_S:  # it serves many calls: starting it costs more than most of them
+        end = max(_watched.values())  # one timer for all calls: it follows the latest
+        if not end <= _fires_at <= end + STUCK_S:  # reused for many calls: starting it takes longer than most of them
             if not _fires_at:
                 threading.Thread(target=_keep_timer, name="llmrl-lock-watch", daemon=True).start()
             _start_timer(end + STUCK_S / 2)
@@ -252,7 +252,7 @@ def _start_timer(fires_at: float) -> None:
 
 
 def _keep_timer() -> None:
-    """Postpones the timer: that this thread runs shows that nothing holds the lock. Stops it after the last call."""
+    """Postpones the timer: if this thread runs, no call holds the GIL forever. Stops the timer after the last call."""
     global _fires_at
     while True:
         time.sleep(STUCK_S / 60)
@@ -266,8 +266,8 @@ def _keep_timer() -> None:
 
 
 def _before_fork() -> None:
-    """Stops the timer: a child that is forked while it runs would wait forever for its thread, also at its exit."""
-    _watched_lock.acquire()  # until after the fork: the child must not inherit it locked by another thread
+    """Stops the timer: a child forked while it runs would wait forever for the timer's thread, even at exit."""
+    _watched_lock.acquire()  # held across the fork: the child must not inherit a lock that another thread holds
     if _fires_at:
         faulthandler.cancel_dump_traceback_later()
 
@@ -279,7 +279,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Forgets the calls, which are the parent's."""
+    """Clears the watched calls, which are the parent's."""
     global _fires_at
     _fires_at = 0.0
     _watched.clear()

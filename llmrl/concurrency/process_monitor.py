@@ -1,4 +1,4 @@
-"""Reports on a child process that failed: how it ended, its last lines of output, the shared memory it left."""
+"""Diagnosis of a failed child process: how it ended, its last lines of output, the shared memory that it left."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from typing import Any
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KEPT_LINES = 30
-_KILLED_S = 5.0  # for a killed process to be gone, on a busy machine
+_KILLED_S = 5.0  # for a killed process to end, on a busy machine
 _MAX_LINE = 500  # characters
 
 
 class LogTail:
-    """Keeps the last lines that child processes write, and passes everything on to where it would have gone.
+    """Keeps the last lines that child processes write, and forwards everything to the original stdout and stderr.
 
-    noise  a pattern that is neither kept nor passed on
+    noise  a pattern; text that matches it is neither kept nor forwarded
 
-    Made and closed in the thread of ``loop``, which reads the pipes. `inherited` and `lines` are for any thread.
+    Must be created and closed in the thread of ``loop``, which reads the pipes. Any thread may call `inherited` and
+    `lines`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, noise: re.Pattern[bytes] | None = None) -> None:
@@ -42,21 +43,21 @@ class LogTail:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """Inside the block this process, and those that it starts, write their output and errors into the pipes."""
-        _flush()  # what was printed before goes where it would have gone
+        """Inside the block, stdout and stderr of this process and of those that it starts go into the pipes."""
+        _flush()  # what was printed before goes to the original streams
         for stream, pipe in self._writing.items():
-            os.dup2(pipe, stream)  # programs inherit the result of dup2, and not that of os.pipe
+            os.dup2(pipe, stream)  # child programs inherit descriptors of dup2, but not those of os.pipe
         try:
             yield
         finally:
             _flush()
             for stream, pipe in self._writing.items():
                 os.dup2(self._original[stream], stream)
-                os.close(pipe)  # so that the pipe ends when the last child has closed its copy
+                os.close(pipe)  # so that the reader sees the end once the last child has closed its copy
             self._writing = {}
 
     def drain(self) -> None:
-        """Reads what is there now."""
+        """Reads all output that the pipes hold now."""
         for stream in list(self._reading):
             self._read(stream)
 
@@ -67,7 +68,7 @@ class LogTail:
         self._reading, self._writing, self._original = {}, {}, {}
 
     def lines(self) -> str:
-        """For the end of a message."""
+        """The kept lines, as text to append to a message."""
         kept = [line for line in (*self._kept, *self._unfinished.values()) if line.strip()]
         return "It wrote nothing." if not kept else "Its last lines:\n" + "\n".join(f"  {line}" for line in kept)
 
@@ -77,9 +78,9 @@ class LogTail:
             while data := os.read(pipe, 1 << 16):
                 if self._noise is not None:
                     data = self._noise.sub(b"", data)
-                with contextlib.suppress(OSError):  # the original stream may have lost its reader
+                with contextlib.suppress(OSError):  # the reader of the original stream may have ended
                     os.write(self._original[stream], data)
-                # A read may end in the middle of a line, and a line may never end: both are kept, cut short.
+                # A read may end inside a line, and a line may never end: the rest is kept, cut to _MAX_LINE.
                 *finished, rest = (self._unfinished[stream] + data.decode(errors="replace")).split("\n")
                 self._kept.extend(line[:_MAX_LINE] for line in finished)
                 self._unfinished[stream] = rest[:_MAX_LINE]
@@ -98,11 +99,11 @@ def wait_for_exit(process: Any, seconds: float) -> None:
     end = time.monotonic() + seconds
     process.join(seconds)
     while process.exitcode is None and time.monotonic() < end:
-        time.sleep(0.005)  # another thread has collected the code and not stored it yet
+        time.sleep(0.005)  # another thread has reaped the process and not yet stored its exit code
 
 
 def end_process(process: Any, seconds: float) -> None:
-    """Waits at most ``seconds`` for a process that was asked to end; then kills it."""
+    """Waits at most ``seconds`` for a process that was told to end; then kills it."""
     wait_for_exit(process, seconds)
     if process.exitcode is None:
         process.kill()
@@ -123,21 +124,20 @@ def process_state(process: Any) -> str:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """The files of Python's shared memory and locks that a process of this machine, or one that it started, has mapped
-    and this process has not.
+    """The files of Python's shared memory and locks that a local process or one of its descendants has mapped, without
+    those that this process has mapped too, such as its own locks.
     """
-    # Without what this process has mapped too, such as its own locks.
     mapped = _mapped_inodes(pid) - _mapped_inodes(os.getpid(), children=False)
     found = set()
     for path in _SHARED_MEMORY.glob("*"):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
             if path.name.startswith(("psm_", "sem.mp-")) and path.stat().st_ino in mapped:
-                found.add(path)  # nothing else: a model's folder may be in such memory too
+                found.add(path)  # no other files: a model's folder may be in /dev/shm too
     return found
 
 
 def _mapped_inodes(pid: int, *, children: bool = True) -> set[int]:
-    """Inodes, because a lock is mapped under a name that it no longer has."""
+    """Inodes of mapped files, and not their names, because a lock is mapped under a name that it no longer has."""
     found = set()
     with contextlib.suppress(OSError):  # the process ended, or the system has no /proc
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -151,7 +151,7 @@ def _mapped_inodes(pid: int, *, children: bool = True) -> set[int]:
 
 
 def remove_shared_memory(paths: Iterable[Path]) -> None:
-    """Removes what a killed process could not, and takes it off the list of Python's resource tracker."""
+    """Removes shared memory that a killed process left, and unregisters it from Python's resource tracker."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

@@ -10,13 +10,13 @@ import time
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:
-    """Sends a signal to the process group of a process started with ``start_new_session`` and not waited for yet."""
+    """Sends a signal to the group of a process that was started with ``start_new_session`` and is not yet reaped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
 def write_all(descriptor: int, data: bytes, deadline: float) -> None:
-    """Writes to a non-blocking pipe.
+    """Writes all of ``data`` to a non-blocking pipe.
 
     Raises  TimeoutError at the deadline (of `time.monotonic`), OSError if the reading end is closed
     """

@@ -1,4 +1,4 @@
-"""The process of an HTTP server: started with its output in a file, asked for its health, ended with all it started."""
+"""The process of an HTTP server: start with output to a file, health check, stop together with its child processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import IO
 from llmrl.concurrency.parent_watchdog import OWNER
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_SHOWN = 30  # lines of the output
-_PR_SET_PDEATHSIG = 1  # of Linux
+_SHOWN = 30  # lines of output in a message
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class ServerProcess:
-    """A process group whose engine ends with this process; ``pid`` and ``exitcode`` as of a multiprocessing.Process.
+    """A process group whose engine ends with this process; ``pid`` and ``exitcode`` as in multiprocessing.Process.
 
-    url      where it listens
-    words    its command; ``variables``: added to this process's environment, without what torchrun put there
+    url      address at which the server listens
+    words    its command; ``variables``: added to this process's environment, from which torchrun's are removed
     output   a file open for appending and reading
-    strictly  Linux kills it when the thread that started it ends, also by a signal: a front end outlives its engine
+    strictly  Linux kills it as soon as the thread that started it ends: a front end would outlive its engine
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ServerProcess:
         self._words, self._variables, self._strictly = words, variables, strictly
 
     def start(self) -> None:
-        """Starts it, also again after its end."""
+        """Starts the server, or starts it again after it ended."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
         self._process = subprocess.Popen(
             self._words,
@@ -42,7 +42,7 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the run, which finishes a step with it
+            start_new_session=True,  # Ctrl-C must only reach the run, which still needs the server to finish its step
             preexec_fn=_end_with_parent if self._strictly else None,
         )
         self.starts += 1
@@ -56,29 +56,29 @@ class ServerProcess:
         return self._process.poll()
 
     def answers(self) -> bool:
-        """True if it is healthy."""
+        """True if the server answers its health check."""
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
             return True
         return False
 
     def last_lines(self, heading: str) -> str:
-        """The end of its output, below ``heading``."""
+        """The last lines of its output, below ``heading``."""
         written = os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size, 0)
         return "\n".join([heading, *(f"  {line}" for line in written.decode(errors="replace").splitlines()[-_SHOWN:])])
 
     def signal(self, number: int) -> bool:
-        """Signals what is left of the group; False if nothing is."""
+        """Signals the remaining processes of the group; False if there are none."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
             return True
         return False
 
     def stop(self, timeout_s: float) -> None:
-        """Asks it to end, and after ``timeout_s`` kills it, with what it started."""
+        """Terminates the server; after ``timeout_s`` seconds kills it. Also kills the processes that it started."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        self.signal(signal.SIGKILL)  # also if it ended by itself: its children may live on
+        self.signal(signal.SIGKILL)  # even if it ended by itself: its children may still run
 
 
 def _end_with_parent() -> None:

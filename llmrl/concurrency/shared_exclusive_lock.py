@@ -11,7 +11,7 @@ from llmrl.errors import DeadlineError
 
 
 class SharedExclusiveLock:
-    """Holders with equal keys share the lock; a key that equals no other (``object()``) makes an exclusive holder.
+    """Holders with equal keys share the lock; a unique key (``object()``) makes an exclusive holder.
 
     Access is granted in the order of arrival, so a stream of shared holders never starves an exclusive one. A thread
     must not acquire it twice.
@@ -25,21 +25,21 @@ class SharedExclusiveLock:
     def __init__(self, who: str) -> None:
         self._who = who
         self._changed = threading.Condition()
-        self._waiting: list[list[Hashable]] = []  # one-element lists with the keys, compared by identity, by arrival
+        self._waiting: list[list[Hashable]] = []  # in order of arrival: [key], compared by identity
         self._key: Hashable = None
         self.num_holders = 0
 
     @property
     def num_waiting(self) -> int:
-        """Threads that have asked for the lock and do not hold it yet."""
+        """Number of threads that wait for the lock."""
         return len(self._waiting)
 
     @contextmanager
     def holding(
         self, key: Hashable, end: float, phase: str, when_waiting: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Holds the lock inside the block. ``when_waiting`` is called if there are holders to wait for, after later
-        arrivals have begun to queue.
+        """Holds the lock inside the block. If the lock is not free, calls ``when_waiting`` once this thread is in the
+        queue, so that later arrivals already queue behind it.
 
         Raises  DeadlineError, naming ``phase``, if the lock is not granted by ``end`` (of `time.monotonic`)
         """
@@ -56,13 +56,13 @@ class SharedExclusiveLock:
                     if left <= 0:
                         raise DeadlineError(
                             f"{self._who}: {phase} must begin before its deadline: {self.num_holders} other calls were "
-                            "still under way."
+                            "still in flight."
                         )
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 self._key = key
                 self.num_holders += 1
         finally:
-            with self._changed:  # also after the deadline: no ticket waits behind one that has left
+            with self._changed:  # also after the deadline, or later tickets would wait behind this one forever
                 self._waiting = [other for other in self._waiting if other is not ticket]
                 self._changed.notify_all()
         try:
@@ -75,7 +75,7 @@ class SharedExclusiveLock:
     def _is_granted(self, ticket: list[Hashable]) -> bool:
         if self.num_holders and self._key != ticket[0]:
             return False
-        # First in, first out: it is granted if everything before it in the queue has an equal key.
+        # First in, first out: a ticket is granted if all tickets before it have an equal key.
         for other in self._waiting:
             if other is ticket:
                 return True

@@ -1,8 +1,8 @@
-"""Functions in a warm process that is killed at its deadline: `WorkerPool` for the owner, `serve` for the process.
+"""Functions in a reusable process that is killed at a deadline: `WorkerPool` for the owner, `serve` for the process.
 
 For code that may hang inside C, swallow interrupts or take unbounded memory: users' rewards, algebra on answers. The
-process runs a script, so that nothing is forked after threads or CUDA and the main module is not run again. Requests
-are pickled, replies are JSON lines: nothing that the function made is executed in the owner.
+process runs a script, so that no process is forked after threads or CUDA started, and the main module is not run again.
+Requests are pickled; replies are JSON lines, so that the owner never unpickles data of the function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmrl.concurrency.processes import poll_timeout, signal_group, write_all
 from llmrl.errors import DeadlineError, LLMRLError, WorkerError
 
 START_S = 120.0  # for imports, on a busy machine
-WAIT_S = 600.0  # for other callers to give a process back
+WAIT_S = 600.0  # for other callers to return a process
 _BOOT = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -34,9 +34,9 @@ _BOOT = (
 
 
 class WorkerPool:
-    """At most ``size`` processes of one script. A process is started when all others are busy, and then kept.
+    """At most ``size`` processes of one script. A process is started when all others are busy, and then reused.
 
-    ``who`` names the owner in messages. The processes end with `close`, with this object and with this process.
+    ``who`` names the owner in messages. The processes end with `close`, with this object or with this process.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str], *, size: int, who: str, quiet: bool = False):
@@ -49,10 +49,9 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def worker(self, wait_s: float = WAIT_S) -> Iterator[WorkerProcess]:
-        """A process for this caller alone, as soon as one is free; it is stopped if the block raises.
+        """A process for the exclusive use of this caller, as soon as one is free; it is stopped if the block raises.
 
-        Raises  DeadlineError if none is free within ``wait_s`` seconds; DeadlineError, WorkerError if it does not
-                start
+        Raises  DeadlineError if none is free within ``wait_s`` seconds; DeadlineError, WorkerError if it fails to start
         """
         if not self._free.acquire(timeout=min(wait_s, threading.TIMEOUT_MAX)):
             longest_s = time.monotonic() - min(list(self._busy_since.values()), default=time.monotonic())
@@ -65,7 +64,7 @@ class WorkerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
                 self._busy_since[caller] = time.monotonic()
-            # Started outside of the lock: it takes seconds, in which other callers get and return theirs.
+            # Started outside the lock: it takes seconds, during which other callers can get and return processes.
             worker = worker or WorkerProcess(self._command, who=self._who, quiet=self._quiet)
             try:
                 yield worker
@@ -81,7 +80,7 @@ class WorkerPool:
             self._free.release()
 
     def close(self) -> None:
-        """Ends the idle processes; the next request starts another one."""
+        """Ends the idle processes; the next request starts a new one."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -89,7 +88,7 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """One process; ``stop`` kills it with all that it started."""
+    """One process; ``stop`` kills it and all processes that it started."""
 
     def __init__(self, command: Sequence[str], *, who: str, quiet: bool):
         self._who = who
@@ -105,14 +104,14 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[read_requests, write_replies],
-                start_new_session=True,  # Ctrl-C is for the owner; and what it starts can be killed with it
+                start_new_session=True,  # Ctrl-C reaches only the owner, and the whole group can be killed
             )
         except BaseException:
             os.close(self._requests)
             os.close(self._replies)
             raise
         finally:
-            # The child has its own copies. With ours open its end would never be seen.
+            # The child has its own copies. If ours stayed open, the end of the child would go unnoticed.
             os.close(read_requests)
             os.close(write_replies)
         os.set_blocking(self._requests, False)
@@ -125,23 +124,23 @@ class WorkerProcess:
             raise
 
     def ask(self, request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """The replies as they come, until the request is done.
+        """The replies as they arrive, until the request is done.
 
-        Raises  DeadlineError ``timeout_s`` seconds after the process has read it, WorkerError if the process ended:
-                it cannot be used again; TypeError, AttributeError or pickle.PicklingError for a request that cannot be
-                sent
+        Raises  DeadlineError ``timeout_s`` seconds after the process has read the request, WorkerError if the process
+                ended: it cannot be used again; TypeError, AttributeError or pickle.PicklingError for a request that
+                cannot be pickled
         """
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        start_by = time.monotonic() + START_S  # reading may import what the request holds
+        start_by = time.monotonic() + START_S  # unpickling the request may import modules
         try:
             write_all(self._requests, len(data).to_bytes(8, "big") + data, start_by)
         except TimeoutError:
             raise self._late() from None
         except OSError:
             raise self._ended() from None
-        self._line(start_by)  # "read": only now does the request's own time begin
+        self._line(start_by)  # "read": the timeout of the request begins now
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while line := self._line(deadline):  # an empty line: it is done
+        while line := self._line(deadline):  # an empty line ends the replies
             yield json.loads(line)
 
     def _line(self, deadline: float) -> bytes:
@@ -153,21 +152,21 @@ class WorkerProcess:
                 if not (data := os.read(self._replies, 1 << 16)):
                     raise self._ended()
                 self._received += data
-            elif time.monotonic() >= deadline:
+            elif time.monotonic() >= deadline:  # not otherwise: poll waits at most an hour
                 raise self._late()
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line
 
     def _late(self) -> DeadlineError:
-        return DeadlineError(f"{self._who}: its process must answer in time: it did not.")
+        return DeadlineError(f"{self._who}: its process must answer before the deadline: it did not.")
 
     def _ended(self) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5.0)
         code = self._process.returncode
         how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"
-        return WorkerError(f"{self._who}: its process must go on until it is closed: it ended{how}.")
+        return WorkerError(f"{self._who}: its process must run until it is closed: it ended{how}.")
 
 
 def _end(process: subprocess.Popen[bytes], *descriptors: int) -> None:
@@ -180,15 +179,15 @@ def _end(process: subprocess.Popen[bytes], *descriptors: int) -> None:
 
 
 def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """In the process: calls ``handle(request, reply)`` for each request, until the owner closes or ends.
+    """Main loop of the process: calls ``handle(request, reply)`` for each request, until the owner closes or ends.
 
-    ``reply`` takes what JSON can write, from any thread. While a request is handled, the end of the owner ends this
-    process by a signal, which needs no interpreter lock.
+    ``reply`` takes values that JSON can represent, from any thread. If the owner ends while a request is handled, a
+    signal ends this process, even if the handler holds the GIL.
     """
-    import fcntl  # here: the owner's side is imported on every system
+    import fcntl  # not at the top: the owner's side is imported on every system, also where fcntl is missing
 
     requests, replies = int(sys.argv[-2]), int(sys.argv[-1])
-    for descriptor in (requests, replies):  # processes that the function starts must not keep the pipes open
+    for descriptor in (requests, replies):  # child processes of the handler must not keep the pipes open
         os.set_inheritable(descriptor, False)
     lock = threading.Lock()
 
@@ -205,8 +204,8 @@ def serve(handle: Callable[[Any, Callable[[Any], None]], None]) -> None:
         while header := stream.read(8):
             size = int.from_bytes(header, "big")
             request = pickle.loads(stream.read(size))
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends a process, when it is closed
-            if select.select([requests], [], [], 0)[0]:  # the owner ended before the signal was asked for
+            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which ends this process, at its end
+            if select.select([requests], [], [], 0)[0]:  # the owner ended before the signal was enabled
                 return
             write(b"read")
             handle(request, lambda value: write(json.dumps(value).encode()))

@@ -1,23 +1,23 @@
-"""Weights from a trainer to engines and workers: with a version, whole or not at all, and verified.
+"""Weights from a trainer to engines and workers: versioned, all or nothing, and verified.
 
-`publish` gives an engine in reach of this process new weights. A scheme carries them to workers elsewhere; the way of a
-collector through it, for each model id and scheme of its ``weight_sync_schemes``:
+`publish` gives new weights to an engine that this process holds. A scheme carries them to workers in other processes. A
+collector makes these calls for each model id and scheme of its ``weight_sync_schemes``:
 
     sender = scheme.create_sender()                      # in the trainer's process
     sender.set_context(collector, model_id)              # model_id: an attribute path, "env.transform[0].actor"
-    sender.register_worker(i, ours)                      # per worker: ours, theirs = multiprocessing.Pipe(), for this
-                                                         # model alone; close `theirs` here once the worker has it
-    receiver = scheme.create_receiver()                  # in worker i, which was given the scheme and `theirs`
-    receiver.set_context(inner)                          # where model ids start
+    sender.register_worker(i, ours)                      # per worker and model: ours, theirs = multiprocessing.Pipe();
+                                                         # close `theirs` here once the worker has it
+    receiver = scheme.create_receiver()                  # in worker i, which received the scheme and `theirs`
+    receiver.set_context(inner)                          # the object at which model ids start
     receiver.register_model(model_id)                    # or a module
     receiver.register_worker_transport(theirs)
-    receiver.receive()                                   # at each step boundary: applies what came, and answers
+    receiver.receive()                                   # at each step boundary: applies new weights, and answers
 
-    sender.update_weights(weights, worker_ids=None)      # hands over; weights: module, TensorDict, mapping, None
+    sender.update_weights(weights, worker_ids=None)      # sends; weights: module, TensorDict, mapping or None
     sender.wait()                                        # until every worker has them; `update_weights` begins with it
     sender.version, receiver.version
 
-Where ``scheme.per_worker`` is False no worker is registered: the sender finds the model in its context.
+If ``scheme.per_worker`` is False no worker is registered: the sender finds the model in its context.
 """
 
 from llmrl.weight_update.distributed import DistributedTransport, DistributedWeightSyncScheme

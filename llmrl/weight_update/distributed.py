@@ -1,4 +1,4 @@
-"""Weights from rank to rank of a torch.distributed group, announced and answered through its store."""
+"""Weights between two ranks of a torch.distributed group, announced and answered through the group's store."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _POLL_S = 1e-3
 class DistributedTransport(RemoteTransport):
     """Weights between this rank and ``rank``, in one message.
 
-    store    of the group, for announcements and answers; None: the default group's
-    sync     kept for callers; the scheme's ``sync`` says whether updates wait
-    channel  the same on both sides: one for each model
+    store    the group's store, for announcements and answers; None: that of the default group
+    sync     not used here; the scheme's ``sync`` decides whether updates wait
+    channel  a name for each model, the same on both sides
     group    a torch.distributed ProcessGroup; None: the default group
-    device   where messages lie: "cuda" for a group of backend nccl
+    device   device of the messages: "cuda" for a group with backend nccl
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class DistributedTransport(RemoteTransport):
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self._rank, self.sync, self._device = rank or 0, sync, device
         self._group = dist.group.WORLD if group is None else group
-        self._tag = zlib.crc32(channel.encode()) >> 1  # by model: those of two ranks are received in any order
+        self._tag = zlib.crc32(channel.encode()) >> 1  # one per model: receivers read models in any order
         me = self._group.rank()
         self._out, self._in = (f"llmrl/{channel}/{a}-{b}/" for a, b in ((me, self._rank), (self._rank, me)))
-        # Counted in the store, so that a sender or a receiver that is made later goes on where the one before stopped.
+        # Counted in the store, so that a new sender or receiver continues where the previous one stopped.
         self._sent_count, self._received_count = 0, int(self._store.add(f"{self._in}received", 0))
-        self._work: Any = None  # the message under way, with its memory
+        self._work: Any = None  # the message in flight, with its memory
         self._failure: RuntimeError | None = None
 
     def send(self, model_id: str, payload: Payload) -> None:
@@ -57,10 +57,10 @@ class DistributedTransport(RemoteTransport):
         memory = payload.memory.to(self._device)
         header = pickle.dumps((model_id, payload.version, payload.layout, memory.numel()))
         try:
-            self._store.set(f"{self._out}{self._sent_count}", header)  # before: NCCL may wait until the other receives
-            self._work = self._group.send([memory], self._rank, self._tag), memory  # in use until the answer
+            self._store.set(f"{self._out}{self._sent_count}", header)  # first: NCCL may block until the peer receives
+            self._work = self._group.send([memory], self._rank, self._tag), memory  # kept until the answer
         except RuntimeError as error:
-            self._failure = error  # for `wait`: the other workers get theirs
+            self._failure = error  # `wait` raises it, so that the other workers still get their weights
 
     def answer_by(self, deadline: float) -> tuple[int, str]:
         key = f"{self._out}{self._sent_count}/answer"
@@ -87,7 +87,7 @@ class DistributedTransport(RemoteTransport):
             self._group.recv([memory], self._rank, self._tag).wait(timedelta(seconds=self.timeout))
         except (dist.DistError, RuntimeError) as error:
             raise WorkerError(
-                f"WeightReceiver: rank {self._rank} must be there to send weights: it ended or did not send "
+                f"WeightReceiver: rank {self._rank} must be running to send weights: it ended or did not send "
                 f"({type(error).__name__}: {error})."
             ) from error
         self._received_count = int(self._store.add(f"{self._in}received", 1))
@@ -102,10 +102,10 @@ class DistributedTransport(RemoteTransport):
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
     """Weights by point-to-point messages. ``pipe_or_context`` is the other rank, or a tuple (store, rank),
-    (store, rank, channel) or (store, rank, channel, group): models that share two ranks need a channel each.
+    (store, rank, channel) or (store, rank, channel, group): each model sent between the same two ranks needs a channel.
 
-    backend  of the group, "gloo" or "nccl"
-    sync     updates return when the workers have answered; False: when the weights are handed over
+    backend  the group's backend, "gloo" or "nccl"
+    sync     True: updates return when the workers have answered; False: once the weights are sent
     """
 
     def __init__(self, backend: str = "gloo", sync: bool = True, *, timeout: float = 10.0) -> None:

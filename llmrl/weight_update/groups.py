@@ -1,6 +1,6 @@
-"""A model's weights, whole, a group at a time: the trainer never holds a second copy of the model.
+"""A model's full weights, one group at a time, so that the trainer never holds a second copy of the model.
 
-Where parameters are sharded (FSDP2) each group is gathered when it is asked for, and freed when the next one is.
+If parameters are sharded (FSDP2) each group is gathered when it is requested, and freed when the next one is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """A weight that is made on demand: ``make`` returns it, as often as it is called."""
+    """A weight that is built on demand: every call of ``make`` returns it."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -29,13 +29,13 @@ class LazyWeight:
 
 
 class WeightGroups:
-    """Named weights in groups of at most ``max_bytes``, a larger weight alone. Going through them again makes them
-    again.
+    """Named weights in groups of at most ``max_bytes``; a larger weight is a group of its own. Every iteration builds
+    the weights anew.
 
-    ``metadata``  {name: (dtype, shape)} of all of them, known without making one
+    ``metadata``  {name: (dtype, shape)} of all weights, available before any is built
 
-    Where making is a collective every rank must go through the groups in step: the one that sends through what it
-    calls, the others by `drain`.
+    If building a weight is a collective, all ranks must iterate at the same time: the sending rank as it sends, the
+    others by `drain`.
 
     >>> groups = weight_groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), max_bytes=40)
     >>> [list(group) for group in groups]
@@ -55,7 +55,7 @@ class WeightGroups:
         group: dict[str, Tensor] = {}
         size = 0
         for name, weight in self.weights.items():
-            # The size is known before the weight is made, so that a group never exceeds its limit in memory.
+            # Checked before the weight is built, so that a group never exceeds its memory limit.
             if group and size + weight.num_bytes > self._max_bytes:
                 yield group
                 group, size = {}, 0
@@ -65,13 +65,13 @@ class WeightGroups:
             yield group
 
     def drain(self) -> None:
-        """Takes part in the collectives of ranks that use the weights."""
+        """Takes part in the collectives of the rank that uses the weights."""
         for _ in self:
             pass
 
 
 def weight_groups(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups:
-    """The weights of ``model`` by the names of its ``state_dict``; a tied weight under its first name alone."""
+    """The weights of ``model`` under the names of its ``state_dict``; a tied weight only under its first name."""
     weights: dict[str, LazyWeight] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -82,8 +82,8 @@ def weight_groups(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups
 
 
 def whole(value: Tensor) -> Tensor:
-    """The tensor without a graph; of a sharded one all of it, which is a collective."""
+    """The detached tensor; a sharded one is gathered, which is a collective."""
     value = value.detach()
     if not hasattr(value, "full_tensor"):
         return value
-    return value.to(value.device_mesh.device_type).full_tensor()  # shards may wait in host memory
+    return value.to(value.device_mesh.device_type).full_tensor()  # shards may be offloaded to the CPU

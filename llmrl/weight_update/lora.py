@@ -1,4 +1,4 @@
-"""Weights of a model with adapters (peft) for an engine: complete with the adapters merged in, or the adapters alone.
+"""Weights of a model with adapters (peft) for an engine: all weights with the adapters merged, or the adapters alone.
 
 Neither changes the model: layers are merged in copies, one at a time.
 """
@@ -26,13 +26,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups:
-    """The weights of a ``peft.PeftModel`` with its active adapters merged in, named as those of the model inside.
+    """The weights of a ``peft.PeftModel`` with its active adapters merged, under the names of the base model.
 
-    A layer is copied and merged when its group is asked for, by peft's own rules (so DoRA and the like are right), and
-    the copy goes with the group. The model itself stays as it is, adapters and all. Adapters that are switched off
-    (``disable_adapter``) are not merged. Weights in 4 bits (bitsandbytes) come as what the model computes with.
+    A layer is copied and merged when its group is requested, by peft's own code (so that DoRA and other variants are
+    right too), and the copy is freed with the group. The model itself does not change. Disabled adapters
+    (``disable_adapter``) are not merged. 4-bit weights (bitsandbytes) are dequantized to the model's compute dtype.
 
-    Raises  UnsupportedError for a tied weight that an adapter changes in one place only: it would not be tied any more
+    Raises  UnsupportedError for a tied weight that an adapter changes in one place only: it would no longer be tied
     """
     layer_type = _peft("peft.tuners.tuners_utils").BaseTunerLayer
     saved_type = _peft("peft.utils.other").ModulesToSaveWrapper
@@ -40,14 +40,14 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
     layers = {name: module for name, module in inside.named_modules() if isinstance(module, layer_type)}
     replaced = {name: module for name, module in inside.named_modules() if isinstance(module, saved_type)}
     weights: dict[str, LazyWeight] = {}
-    homes: dict[int, list[tuple[str, bool]]] = {}  # parameter -> its names, and whether an adapter changes it there
+    homes: dict[int, list[tuple[str, bool]]] = {}  # id of a parameter -> its names, each with "an adapter changes it"
     values = inside.state_dict(keep_vars=True)
     packed = {name for name, value in values.items() if hasattr(value, "quant_state")}
     for home, value in values.items():
-        # Every entry is one of four kinds: the base of a layer with an adapter, a module that was trained as a whole,
-        # an adapter's own, or untouched by peft. The first two have other names than in the model inside.
+        # Every entry is one of four kinds: the base of a layer with an adapter, a module that is trained as a whole
+        # (modules_to_save), an adapter's own weight, or untouched by peft. peft renames the first two kinds.
         if home.partition(".weight.")[0] + ".weight" in packed:
-            continue  # constants of a packed weight
+            continue  # quantization constants of a 4-bit weight
         name = home
         layer_name, in_layer, leaf = name.partition(".base_layer.")
         saved_name, in_saved, saved_leaf = name.partition(".original_module.")
@@ -62,7 +62,7 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
                 value = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
             make = partial(whole, value)
         elif any(name.startswith(f"{prefix}.") for prefix in (*layers, *replaced)):
-            continue  # an adapter's own: it comes with the layer that it is merged into
+            continue  # an adapter's own weight: part of the layer that it is merged into
         else:
             changed, make = False, partial(whole, value)
         # A tied weight has several entries and is sent once, under its first name.
@@ -86,8 +86,8 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
 
 @contextmanager
 def adapter_folder(model: nn.Module) -> Iterator[Path]:
-    """A folder with the active adapter of a ``peft.PeftModel``, as an engine reads it; gone afterwards. It lies in this
-    machine's memory if there is such a folder. If the adapter is sharded this is a collective.
+    """A temporary folder with the active adapter of a ``peft.PeftModel`` in the format that engines read, in /dev/shm
+    if that is writable. If the adapter is sharded this is a collective.
     """
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(prefix="llmrl-adapter-", dir=memory if os.access(memory, os.W_OK) else None)
@@ -99,25 +99,25 @@ def adapter_folder(model: nn.Module) -> Iterator[Path]:
 
 
 def write_adapter(model: nn.Module, folder: Path) -> None:
-    """Writes the active adapter of a ``peft.PeftModel`` in peft's format, into a folder that is there."""
+    """Writes the active adapter of a ``peft.PeftModel`` in peft's format, into an existing folder."""
     adapter: Any = model.active_adapter
     tensors = _peft("peft").get_peft_model_state_dict(model, adapter_name=adapter)
     weights = {name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
     _peft("safetensors.torch").save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
     settings = copy.copy(model.peft_config[adapter])
-    settings.inference_mode = True  # as peft writes it
+    settings.inference_mode = True  # as in the files that peft writes
     settings.save_pretrained(folder)
 
 
 def _is_active(layer: Any) -> bool:
-    """True if the layer computes something else than its base does; merged for good, the base has it already."""
+    """True if the layer's output differs from its base's: not if the adapter is already merged into the base."""
     return not (layer.disable_adapters or layer.merged) and bool(layer.active_adapters)
 
 
 @torch.no_grad()
 def _merged(layer: nn.Module, leaf: str) -> Tensor:
-    """A parameter of the layer's base after merging, in a copy of the layer that has all of its parameters whole."""
-    # The memo makes deepcopy take these in place of the parameters, which may be sharded: merging needs them whole.
+    """A parameter of the layer's base after merging, in a copy of the layer with unsharded parameters."""
+    # The memo makes deepcopy use these instead of the parameters, which may be sharded: merging needs full tensors.
     plain = {id(own): nn.Parameter(whole(own).clone(), requires_grad=False) for own in layer.parameters()}
     merged: Any = copy.deepcopy(layer, memo=plain)
     merged.merge()
@@ -126,7 +126,7 @@ def _merged(layer: nn.Module, leaf: str) -> Tensor:
 
 @torch.no_grad()
 def _unpacked(layer: Any, value: Any, dtype: torch.dtype) -> Tensor:
-    """A weight in 4 bits as a matrix, with the adapters of ``layer`` (None: it has none) merged in."""
+    """A dequantized 4-bit weight, with the adapters of ``layer`` (None: there are none) merged in."""
     functional = require("bitsandbytes.functional", extra="qlora", used_by="merged_weights")
     matrix = functional.dequantize_4bit(value.data, value.quant_state).to(dtype)
     for adapter in layer.active_adapters if layer is not None and _is_active(layer) else ():

@@ -1,4 +1,4 @@
-"""One set of weights in one piece of memory, packed once for however many workers."""
+"""One set of weights in one contiguous buffer, packed once for all workers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from llmrl.weight_update.target import ModelTarget
 
 Layout = dict[str, tuple[torch.dtype, torch.Size, int]]  # name -> dtype, shape, offset of the first byte
 
-_ALIGNMENT = 64  # bytes: enough for any dtype, and one line of the processor's cache
+_ALIGNMENT = 64  # bytes: enough for any dtype, and the size of a cache line
 
 
 @dataclass
 class Payload:
     """Weights of one version.
 
-    memory  uint8[N], all of them
-    slot    the number of the shared block that ``memory`` is, or None
-    stored  a reference to the memory in a store, if there is one
+    memory  uint8[N], all weights
+    slot    the number of the shared block, if ``memory`` is one
+    stored  a reference to the memory in an object store, if it was put there
     """
 
     version: int
@@ -46,13 +46,13 @@ class Payload:
 
     @torch.no_grad()
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies tensors of this layout into the memory."""
+        """Copies tensors that have this layout into the memory."""
         for name, place in self.weights.items():
             place.copy_(weights[name])
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
-    """The places of tensors in one piece of memory, and its size."""
+    """The layout of tensors in one buffer, and the buffer's size in bytes."""
     layout: Layout = {}
     size = 0
     for name, tensor in weights.items():
@@ -64,7 +64,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:
 
 
 def pack(weights: Mapping[str, Tensor], version: int) -> Payload:
-    """A copy of the weights in memory of this process."""
+    """A copy of the weights in private memory of this process."""
     layout, size = layout_of(weights)
     payload = Payload(version, layout, torch.empty(size, dtype=torch.uint8))
     payload.write(weights)
@@ -72,12 +72,12 @@ def pack(weights: Mapping[str, Tensor], version: int) -> Payload:
 
 
 class Slots:
-    """Blocks of shared memory that a sender writes in turn: never one that a worker may be reading.
+    """Blocks of shared memory that a sender writes in turn, but never one that a worker may be reading.
 
-    Two are enough while every worker takes every version; another one is made if one lags behind.
+    Two are enough while every worker takes every version; a worker that lags behind makes more necessary.
 
-    registered     {model id: TensorDict} that is written as well
-    auto_register  False: weights of other model ids are a KeyError
+    registered     {model id: TensorDict} to write as well
+    auto_register  False: weights of other model ids raise a KeyError
     """
 
     def __init__(self, registered: Mapping[str, TensorDictBase], auto_register: bool) -> None:
@@ -86,7 +86,7 @@ class Slots:
         self._numbers = count()
 
     def write(self, model_id: str, weights: Mapping[str, Tensor], version: int, transports: Collection[Any]) -> Payload:
-        """Copies the weights into a block that the worker of none of these `SharedMemTransport` may be reading."""
+        """Copies the weights into a block that no worker of these `SharedMemTransport` objects may be reading."""
         if model_id in self._registered:
             ModelTarget(self._registered[model_id]).update_weights(weights, version=version)
         elif not self._auto_register:
@@ -95,7 +95,7 @@ class Slots:
                 f"(`register_shared_weights`): registered are {sorted(self._registered)}."
             )
         layout, size = layout_of(weights)
-        self._blocks = [block for block in self._blocks if block.layout == layout]  # others do not fit any more
+        self._blocks = [block for block in self._blocks if block.layout == layout]  # the others no longer fit
         busy = set().union(*(transport.busy for transport in transports))
         block = next((block for block in self._blocks if block.slot not in busy), None)
         if block is None:

@@ -1,9 +1,9 @@
-"""The proof that an engine has the trainer's weights: both score tokens that the engine sampled.
+"""A check that an engine has the trainer's weights: both score tokens that the engine sampled.
 
-A checksum shows that bytes arrived; only this shows that the engine computes with them. How far healthy scores are
-apart depends on model and precision (0.01 in bfloat16, 0.07 in FP8), and a lost update at a small learning rate changes
-far less, so nothing is compared with a fixed number: a lost update shows in scores that did not move at all, a damaged
-one in a difference that is large for this run.
+A checksum shows that the bytes arrived; only scores show that the engine computes with them. Healthy differences depend
+on model and precision (0.01 nats in bfloat16, 0.07 in FP8), and an update at a small learning rate changes far less, so
+there is no fixed threshold: a lost update shows as scores that did not change at all, a damaged one as a difference
+that is large for this run.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from llmrl.errors import ConfigError, ShapeError, WeightSyncError
 
 Scorer = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-_MOVED = 16  # tokens of the trainer that must have moved: then at least one of a healthy engine has moved too
-_BASELINE, _NEEDED = 50, 3  # healthy differences that are remembered, and that drift is judged from
-_FLOOR = 1e-3  # nats: rounding of float32, too small to measure drift by
-_PATIENCE = 3  # versions in a row with a problem that a second push did not solve: the last one ends the run
+_MOVED = 16  # if the trainer's scores of this many tokens changed, a healthy engine's score of at least one did too
+_BASELINE, _NEEDED = 50, 3  # healthy differences: the most that are kept, and the fewest from which drift is judged
+_FLOOR = 1e-3  # nats: float32 rounding; smaller differences are not evidence of drift
+_PATIENCE = 3  # the run ends after this many consecutive versions that a second push did not repair
 
 
 class SyncProbe:
-    """Compares engine and trainer after each update, on rows that `use` sets.
+    """Compares engine and trainer after each update, on the rows set by `use`.
 
-    factor        a mean |log-prob difference| above that many times the median of this run's healthy ones is drift
-    any_problem   of several ranks: the problem of any of them, given this rank's ("" for none); pushes are collectives
+    factor        drift: a mean |log-prob difference| above ``factor`` times the median of this run's healthy ones
+    any_problem   maps this rank's problem ("" for none) to one of any rank: all must agree, as pushes are collectives
 
-    A scorer returns float32[T_i] for each sequence: the log-prob of every token after those before it.
+    A scorer returns float32[T_i] for each sequence: the log-prob of every token given those before it.
 
     >>> ids, sampled = torch.arange(40), torch.arange(40) > 3
     >>> weights = {"trainer": torch.zeros(40), "engine": torch.zeros(40)}
@@ -39,7 +39,7 @@ class SyncProbe:
     >>> probe = SyncProbe()
     >>> probe.use([ids], [sampled], engine, trainer)
     0.0
-    >>> weights["trainer"] = weights["trainer"] + 1e-7  # an update, which is lost on its way
+    >>> weights["trainer"] = weights["trainer"] + 1e-7  # an update that never reaches the engine
     >>> probe.check(engine, trainer)[1]
     "the engine's scores of 36 tokens are those of an earlier version, to the last bit, and 36 of the trainer's moved"
     """
@@ -49,14 +49,14 @@ class SyncProbe:
             raise ConfigError(f"SyncProbe: factor must be above 1: got {factor}.")
         self.factor, self._any_problem = factor, any_problem
         self._healthy: deque[float] = deque(maxlen=_BASELINE)
-        self._unsolved = 0  # versions in a row
+        self._unsolved = 0  # consecutive versions
 
     def use(self, sequences: Sequence[Tensor], masks: Sequence[Tensor], engine: Scorer, trainer: Scorer) -> float:
-        """Compares ``sequences`` from now on, at the tokens where ``masks`` is True, and begins with their scores under
-        these weights, which must be the same on both sides.
+        """Sets the sequences to compare, at the tokens where ``masks`` is True, and scores them under the current
+        weights, which must be the same on both sides.
 
         Returns  the mean |difference|
-        Raises   ShapeError for a sequence without a token before the last, or a mask of another length
+        Raises   ShapeError for a sequence of fewer than two tokens, or a mask of another length
         """
         for row, (ids, mask) in enumerate(zip(sequences, masks, strict=True)):
             if ids.ndim != 1 or len(ids) < 2 or mask.shape != ids.shape:
@@ -72,17 +72,17 @@ class SyncProbe:
         return mean
 
     def prove(self, push: Callable[[], None], engine: Scorer, trainer: Scorer) -> tuple[float, str]:
-        """Pushes weights and compares; if something is wrong, pushes them once more.
+        """Pushes weights and compares; if the scores do not agree, pushes them once more.
 
         Returns  the mean |difference|, and a warning or ""
-        Raises   WeightSyncError  if neither push helped, for the third version in a row, or a score is not a number
+        Raises   WeightSyncError  if both pushes failed for the third version in a row, or a score is not finite
         """
         push()
         mean, problem = self.check(engine, trainer)
         if not problem:
             self._unsolved = 0
             return mean, ""
-        push()  # a single lost push costs no more than this
+        push()  # a single lost push must not end the run
         mean, left = self.check(engine, trainer)
         self._unsolved = self._unsolved + 1 if left else 0
         if self._unsolved >= _PATIENCE:
@@ -93,14 +93,14 @@ class SyncProbe:
         return mean, f"{problem}; " + ("a second push did not help" if left else "a second push helped")
 
     def check(self, engine: Scorer, trainer: Scorer) -> tuple[float, str]:
-        """The mean |difference| now, and what is wrong with it or ""."""
+        """The mean |difference| now, and a problem or ""."""
         engine_N, trainer_N = self._scores(engine, "engine"), self._scores(trainer, "trainer")
         mean = _mean_difference(engine_N, trainer_N)
-        moved = int((trainer_N != self._trainer).sum())  # since the engine's scores moved last
+        moved = int((trainer_N != self._trainer).sum())  # since the engine's scores last changed
         count, problem = len(engine_N), ""
         baseline = median(self._healthy) if len(self._healthy) >= _NEEDED else float("inf")
-        # New weights change some score, if only in its last bit. Where none changed the engine has the old weights,
-        # or the update was so small that the trainer's own scores hardly moved either.
+        # New weights change at least the last bit of some score. If none changed, the engine has the old weights, or
+        # the update was so small that the trainer's own scores hardly changed either.
         if not torch.equal(engine_N, self._engine):
             self._engine, self._trainer = engine_N, trainer_N
         elif count and moved >= min(_MOVED, count):
@@ -120,7 +120,7 @@ class SyncProbe:
 
     @torch.no_grad()
     def _scores(self, scorer: Scorer, who: str) -> Tensor:
-        """The scores of the compared tokens of all rows, one after the other."""
+        """float32[N]: the scores of the compared tokens of all rows, concatenated."""
         scores = [score.detach().float().cpu() for score in scorer(self._sequences)]
         shapes = [tuple(score.shape) for score in scores]
         expected = [tuple(ids.shape) for ids in self._sequences]

@@ -1,4 +1,4 @@
-"""`publish`: gives an engine new weights, whole or not at all. The engine owns the version; other code reads it."""
+"""`publish`: gives an engine new weights, all or nothing. The engine owns the version; other code reads it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Weights = Mapping[str, Tensor] | WeightGroups
 
 
 class WeightTarget(Protocol):
-    """Anything with weights of its own, such as an `Engine`. ``update_weights`` applies all and moves ``version``, or
-    raises and changes nothing.
+    """An object that has its own weights, such as an `Engine`. ``update_weights`` either applies all weights and sets
+    ``version``, or raises and changes nothing.
 
-    takes_groups     True, if there is such an attribute: `WeightGroups` come as they are. Else they come whole
-    unsaved_buffers  names, if there is such an attribute, of buffers outside its model's ``state_dict``: a set may
-                     hold them, and they are left out
+    takes_groups     optional; True: it receives `WeightGroups` as they are. Otherwise it receives a mapping
+    unsaved_buffers  optional; names of buffers outside its model's ``state_dict``: weights may contain them, and
+                     they are left out
     """
 
     version: int
@@ -42,17 +42,17 @@ def publish(
     sends: bool = True,
 ) -> int:
     """Gives ``engine`` the weights of ``model`` under ``version`` (default: the next one), and returns that version.
-    With ``again`` that may be the version that the engine says it has.
+    With ``again`` it may also be the engine's current version.
 
-    ``sends``: False if another rank sends to the same engine; this one only takes part in making the weights, which
-    is a collective if the model is sharded.
+    ``sends``: False if another rank sends to the same engine; this rank only takes part in gathering the weights,
+    which is a collective if the model is sharded.
 
-    Reads   a module (sharded, or with adapters, which are merged in copies), a TensorDict, named tensors, or groups;
-            None: the engine shares the trainer's module, so only the version moves
-    Calls   ``engine.update_weights``, which checks that the set is complete. The caller stands at a step boundary, so
-            no sample is drawn from half of an update
-    Raises  WeightSyncError, with the engine unchanged, for a version that does not grow and for weights that lack
-            one of ``metadata`` or differ from it; and, naming the engine, if it refuses
+    Reads   a module (may be sharded, or have adapters, which are merged in copies), a TensorDict, named tensors, or
+            groups; None: the engine shares the trainer's module, so only the version changes
+    Calls   ``engine.update_weights``, which checks that the set is complete. The caller must be at a step boundary,
+            so that no sample is drawn during an update
+    Raises  WeightSyncError, with the engine unchanged, if the version does not increase, or a weight of ``metadata``
+            is missing or differs; also, naming the engine, if the engine refuses the weights
 
     >>> class Receiver:
     ...     version = 0
@@ -64,12 +64,12 @@ def publish(
     """
     name = type(check_engine(engine, "publish")).__name__
     version = engine.version + 1 if version is None else version
-    if version < engine.version + (not again):  # rows carry the version: two sets under one could not be told apart
+    if version < engine.version + (not again):  # rows record the version: it must identify one set of weights
         raise WeightSyncError(f"publish: a version must grow: got {version} after {engine.version}.")
     weights = as_weights(model)
     if not sends:
         if isinstance(weights, WeightGroups):
-            weights.drain()  # the sender's gathering waits for this rank
+            weights.drain()  # the sending rank's collectives wait for this rank
         engine.version = version
         return version
     if weights is not None:
@@ -83,16 +83,16 @@ def publish(
         raise WeightSyncError(
             f"publish: version {version} must reach {name}: it raised {type(error).__name__}: {error}"
         ) from error
-    if engine.version != version:  # an engine that takes weights without noting the version mislabels its rows
+    if engine.version != version:  # an engine that does not store the version would mislabel its rows
         raise WeightSyncError(
-            f"publish: {name} must be at version {version} after the update: it says {engine.version}."
+            f"publish: {name} must be at version {version} after the update: its version is {engine.version}."
         )
     return version
 
 
 def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | None:
-    """The weights of a module in groups, of a ``peft.PeftModel`` with its adapters merged; a TensorDict as named
-    tensors; anything else as it is.
+    """A module's weights in groups (with adapters merged, for a ``peft.PeftModel``); a TensorDict as named tensors;
+    any other value unchanged.
     """
     if not isinstance(model, nn.Module):
         return named_tensors(model)
@@ -100,7 +100,7 @@ def as_weights(model: nn.Module | TensorDictBase | Weights | None) -> Weights | 
 
 
 def as_taken(weights: Weights, engine: WeightTarget) -> Weights:
-    """The weights without the buffers that the engine makes by itself, and whole if it does not take groups."""
+    """The weights without ``engine.unsaved_buffers``, and as a mapping if the engine does not take groups."""
     if isinstance(weights, Mapping):
         unsaved = getattr(engine, "unsaved_buffers", frozenset())
         if unsaved.isdisjoint(weights):
@@ -112,11 +112,11 @@ def as_taken(weights: Weights, engine: WeightTarget) -> Weights:
 
 
 class EngineInterfaceError(ConfigError, TypeError):
-    """An object that was given as an engine lacks an engine's methods."""
+    """An object passed as an engine lacks an engine's methods."""
 
 
 def check_engine(engine: WeightTarget, who: str) -> WeightTarget:
-    """The engine. Raises TypeError for an object without its methods."""
+    """Returns ``engine``. Raises TypeError if it lacks an engine's methods."""
     if not callable(getattr(engine, "update_weights", None)) or not hasattr(engine, "version"):
         raise EngineInterfaceError(
             f"{who}: an engine must implement RLvLLMEngine interface (update_weights(weights, *, version), version): "

@@ -1,4 +1,4 @@
-"""Weights to Ray actors: put into the object store once, then read by every actor from its node's memory."""
+"""Weights for Ray actors: put into the object store once, then read by every actor from its node's memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llmrl.weight_update.transports import CallTransport
 class RayTransport(CallTransport):
     """Weights for one Ray actor, of any class.
 
-    An actor that runs one method at a time takes them between two methods. One that works in a thread registers a
-    receiver, which polls there.
+    An actor that runs one method at a time applies them between two methods. An actor that works in a thread registers
+    a receiver, which that thread polls.
 
-    path  of the model in the actor; None: the model id
+    path  attribute path of the model in the actor; None: the model id
     """
 
     def __init__(self, remote_collector: Any = None, *, path: str | None = None, **options: Any) -> None:
@@ -44,9 +44,9 @@ class RayTransport(CallTransport):
 
 
 class RayActorTransport(RayTransport):
-    """Weights for a model that a Ray actor holds: for no worker in particular.
+    """Weights for a model that a Ray actor holds and that belongs to no particular worker.
 
-    update_method  "tensordict" or "state_dict": the form of what is sent; both end as named tensors
+    update_method  "tensordict" or "state_dict": the form in which weights are read; both are sent as named tensors
     """
 
     def __init__(self, actor_ref: Any = None, update_method: Strategy = "tensordict", **options: Any) -> None:
@@ -54,8 +54,8 @@ class RayActorTransport(RayTransport):
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
-    """Weights through Ray's object store. ``pipe_or_context`` is an actor that has the model at the model id's path;
-    in an actor that registers a receiver, None.
+    """Weights through Ray's object store. ``pipe_or_context`` is an actor that has the model at the model id's path,
+    or None in an actor that registers a receiver.
     """
 
     def create_transport(self, pipe_or_context: Any) -> RayTransport:
@@ -63,11 +63,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 class RayModuleTransformScheme(WeightSyncScheme):
-    """Weights for a module inside of a transform that a Ray actor hosts: it belongs to no worker.
+    """Weights for a module in a transform that a Ray actor hosts; the actor belongs to no particular worker.
 
-    The model id is the path, in the sender's context, of the actor or of an object with it as ``actor``.
+    The model id is the path, in the sender's context, of the actor or of an object whose ``actor`` it is.
 
-    module  the path of the module in the actor; "": the actor is the module
+    module  the path of the module in the actor; "": the actor itself
     """
 
     per_worker = False
@@ -87,7 +87,7 @@ class RayModuleTransformScheme(WeightSyncScheme):
 
 
 class RayModuleTransformSender(WeightSender):
-    """Sends to the actor that it finds in its context; nothing has to be registered."""
+    """Sends to the actor that it finds in its context; no worker has to be registered."""
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         super().set_context(context, model_id)
@@ -102,11 +102,11 @@ class RayModuleTransformSender(WeightSender):
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """The actor's side, for one that applies weights in a thread of its own; others need none."""
+    """The actor's side, for an actor that applies weights in its own thread; other actors need no receiver."""
 
 
 def _deliver(actor: Any, model_id: str, path: str, version: int, layout: Layout, memory: Any) -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the store's memory cannot be written, and nothing here writes it
+        warnings.simplefilter("ignore")  # torch warns that the store's memory is read-only; it is only read
         weights = torch.from_numpy(memory)
     return deliver(actor, model_id, path, Payload(version, layout, weights))

@@ -1,4 +1,4 @@
-"""Weights to processes of a torch.distributed.rpc group."""
+"""Weights for processes of a torch.distributed.rpc group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llmrl.weight_update.transports import CallTransport
 
 
 class RPCTransport(CallTransport):
-    """Weights for the object behind a remote reference, applied by the call unless it registered a receiver.
+    """Weights for the object behind a remote reference; the call applies them unless the object registered a receiver.
 
     collector_info   the worker, by name or as WorkerInfo; None: the reference's owner
-    collector_rref   of the object that has the model at the model id's path
-    collector_class  of the object; not needed
+    collector_rref   reference to the object that has the model at the model id's path
+    collector_class  class of the object; not used
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class RPCTransport(CallTransport):
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Weights by calls of torch.distributed.rpc. ``pipe_or_context`` is a remote reference, or a tuple of worker,
-    reference and class; in the worker, for a receiver that polls, None.
+    """Weights by calls of torch.distributed.rpc. ``pipe_or_context`` is a remote reference or a tuple (worker,
+    reference, class); None in a worker whose receiver polls.
     """
 
     def create_transport(self, pipe_or_context: Any) -> RPCTransport:

@@ -1,4 +1,4 @@
-"""Weight synchronisation between a trainer and its workers: schemes, and the sender and receivers that they make."""
+"""Weight synchronisation between a trainer and its workers: schemes, and the senders and receivers that they create."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from llmrl.weight_update.transports import (
     TransportBackend,
 )
 
-_RECEIVERS = "_llmrl_weight_receivers"  # the attribute of a context with its receivers, {model id: receiver}
+_RECEIVERS = "_llmrl_weight_receivers"  # attribute of a context: its receivers, {model id: receiver}
 Strategy = Literal["state_dict", "tensordict"]
 # (model id, weights, version, transports) -> the one payload of all workers
 Packer = Callable[[str, Mapping[str, Tensor], int, Collection[TransportBackend]], Payload]
-Context = Callable[[], Any]  # the object, or None if it is gone
+Context = Callable[[], Any]  # returns the object, or None if it was garbage-collected
 
 
 class WeightSyncScheme(ABC):
-    """The path of one model's weights to its workers: makes the sender, a receiver per worker, and the transports.
+    """The way of one model's weights to its workers: creates the sender, a receiver per worker, and the transports.
 
-    A scheme holds settings alone, so one can be given to every worker's process.
+    A scheme holds only settings, so it can be sent to every worker's process.
 
-    strategy    the form in which a receiver reads weights: flat as a "state_dict", or a nested "tensordict"
-    timeout     seconds that a worker has to take weights
+    strategy    the form in which a receiver reads weights: flat as a "state_dict", or nested as a "tensordict"
+    timeout     seconds within which a worker must take weights
     per_worker  False if the sender finds its receiver itself, and no worker is registered
     """
 
     per_worker = True
     sync = False  # updates return when the workers have answered
-    adopts = False  # receivers' parameters become views of what was received
+    adopts = False  # receivers' parameters become views of the received memory
 
     def __init__(self, strategy: Strategy = "state_dict", *, timeout: float = 10.0) -> None:
         if strategy not in ("state_dict", "tensordict"):
@@ -67,12 +67,12 @@ class WeightSyncScheme(ABC):
         return WeightReceiver(self)
 
     def create_packer(self) -> Packer:
-        """The function that packs weights into the one payload that all workers of a sender get."""
+        """The function that packs weights into the one payload for all workers of a sender."""
         return lambda model_id, weights, version, transports: pack(weights, version)
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: str, context: Any = None) -> Mapping[str, Tensor]:
-        """Named tensors of what a user gave: a module (adapters are merged in copies), a TensorDict, a mapping, groups,
-        the path of a model in ``context``, or None for the model at ``model_id`` there.
+        """Named tensors of a module (adapters are merged in copies), a TensorDict, a mapping, groups, or the model at a
+        path in ``context`` (None: at ``model_id``).
         """
         if weights is None or isinstance(weights, str):
             if context is None:
@@ -93,10 +93,10 @@ class WeightSyncScheme(ABC):
 
 
 class WeightSender:
-    """The trainer's side of one model: hands each version to all workers, and learns that they have it.
+    """The trainer's side of one model: sends each version to all workers, and collects their answers.
 
-    `update_weights` returns when the weights are handed over; the next one, or `wait`, waits for the workers' answers.
-    The weights may change as soon as it returns.
+    `update_weights` returns when the weights are sent, and they may change from then on. The next call, or `wait`,
+    waits for the workers' answers.
 
     >>> from multiprocessing import Pipe
     >>> scheme, (ours, theirs) = MultiProcessWeightSyncScheme(), Pipe()
@@ -112,7 +112,7 @@ class WeightSender:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self.scheme, self.model_id = scheme, "policy"
-        self.version = 0  # of the weights that were sent last
+        self.version = 0  # of the last weights sent
         self._context: Context = lambda: None
         self._model: nn.Module | None = None
         self._transports: dict[Hashable, TransportBackend] = {}
@@ -121,7 +121,7 @@ class WeightSender:
         self._lock = threading.Lock()
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Sets the object that holds the model at the attribute path ``model_id``, and keeps no reference to it."""
+        """Sets the object that holds the model at the attribute path ``model_id``; keeps a weak reference to it."""
         self._context = _weakly(context)
         self.model_id = model_id or self.model_id
 
@@ -130,25 +130,25 @@ class WeightSender:
         self._model = model
 
     def register_worker(self, worker_idx: Hashable, pipe_or_context: Any) -> None:
-        """Connects a worker; a second call with the same connection does nothing, with another one replaces it."""
+        """Connects a worker. A second call replaces its connection, or does nothing if the connection is the same."""
         old = self._transports.get(worker_idx)
         if old is None or pipe_or_context is not getattr(old, "registered_with", None):
             transport = self.scheme.create_transport(pipe_or_context)
             transport.registered_with = pipe_or_context
             transport.peer = f"worker {worker_idx!r} (model {self.model_id!r})"
-            transport.sent = transport.answered = self.version  # it owes no answer for versions before its time
+            transport.sent = transport.answered = self.version  # it owes no answers for earlier versions
             self._transports[worker_idx] = transport
 
     def unregister_worker(self, worker_idx: Hashable) -> None:
-        """Sends nothing to that worker any more, and waits for it no longer."""
+        """Disconnects a worker: nothing is sent to it any more, and no answer is expected."""
         self._transports.pop(worker_idx, None)
 
     def update_weights(self, weights: Any = None, *, worker_ids: Collection[Hashable] | None = None) -> None:
-        """Hands weights to the workers (None: all of them) under the next version.
+        """Sends weights to the workers (None: all of them) under the next version.
 
         Reads   a module, a TensorDict, named tensors, the path of a model in the context; None: the registered model
-        Raises  WeightSyncError if they do not fit the registered model, or a worker refused the ones before;
-                DeadlineError, WorkerError if a worker has not taken those: it is named, and nothing is sent
+        Raises  WeightSyncError if they do not fit the registered model, or a worker refused the previous version;
+                DeadlineError, WorkerError, naming a worker that has not taken the previous version: nothing is sent
         """
         with self._lock:
             ids = list(self._transports if worker_ids is None else worker_ids)
@@ -158,8 +158,8 @@ class WeightSender:
                     "register_worker."
                 )
             named = self.prepare(weights)
-            # A transport has one version under way; and blocks of shared memory are free only when workers have left
-            # them. Nothing is packed before, so an error here leaves the version as it was.
+            # A transport has one version in flight, and a block of shared memory is free only when no worker reads it.
+            # Nothing is packed before the wait, so an error here leaves the version unchanged.
             self._wait(self.scheme.timeout)
             transports = list(self._transports.values())
             payload = self._pack(self.model_id, named, self.version + 1, transports)
@@ -170,7 +170,7 @@ class WeightSender:
                 self._wait(self.scheme.timeout)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when every worker has applied what was sent to it. Raises as `update_weights` does."""
+        """Waits until every worker has applied the weights sent to it. Raises the errors of `update_weights`."""
         with self._lock:
             self._wait(self.scheme.timeout if timeout is None else timeout)
 
@@ -179,7 +179,7 @@ class WeightSender:
         context = self._context()
         model = self._model
         if model is None and context is not None:
-            with suppress(ConfigError):  # only the workers may have it; without weights prepare_weights raises it
+            with suppress(ConfigError):  # perhaps only the workers have it; if it is needed, prepare_weights raises
                 model = resolve(context, self.model_id)
         named = self.scheme.prepare_weights(
             model if weights is None else weights, self.model_id, self.scheme.strategy, context
@@ -192,7 +192,7 @@ class WeightSender:
 
     @property
     def pipes(self) -> list[Any]:
-        """The pipes through which answers are to come."""
+        """The pipes on which answers are expected."""
         transports = [transport for transport in self._transports.values() if transport.answered < transport.sent]
         return [t.pipe for t in transports if isinstance(t, PipeTransport) and not t.pipe.closed]
 
@@ -203,9 +203,9 @@ class WeightSender:
             try:
                 transport.wait(deadline)
             except WeightSyncError as refusal:
-                self._refusals.append(refusal)  # an answer, which comes once: kept while another worker is late
+                self._refusals.append(refusal)  # an answer arrives only once: kept while another worker is late
             except Exception as error:
-                problems.append(error)  # the others are asked too: one failure must not hide their answers
+                problems.append(error)  # the loop continues: one failure must not hide the other workers' answers
         if not problems:
             problems, self._refusals = self._refusals, []
         if problems:
@@ -214,7 +214,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """A worker's side of one model. The worker calls `receive` at a step boundary, where no code uses the model."""
+    """A worker's side of one model. The worker calls `receive` between steps, when no other code uses the model."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self.scheme, self.model_id = scheme, "policy"
@@ -229,19 +229,19 @@ class WeightReceiver:
         return 0 if self._target is None else self._target.version
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Sets the object that model paths start from, and keeps no reference to it; ``model_id`` is the sender's."""
+        """Sets the object at which model paths start (weakly referenced); ``model_id`` is that of the sender."""
         self._context, self.model_id = _weakly(context), model_id or self.model_id
 
     def register_model(self, model: nn.Module | TensorDictBase | Mapping[str, Tensor] | str) -> None:
-        """Sets what is written: a model, named tensors, or the attribute path of one in the context. Without a call it
-        is the model at the sender's model id.
+        """Sets the target: a model, named tensors, or an attribute path in the context. The default is the model at the
+        sender's model id.
         """
         self._path = model if isinstance(model, str) else None
         self._target = None if isinstance(model, str) else ModelTarget(model, adopts=self.scheme.adopts)
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """Sets this worker's end of the connection, or a transport. Where weights come by calls into this process that
-        is None, and `set_context` was called before with the object that they are meant for.
+        """Sets this worker's end of the connection, or a transport. If weights arrive by calls into this process,
+        ``pipe`` is None, and `set_context` must have been called with the object that receives them.
         """
         self._transport = pipe if isinstance(pipe, TransportBackend) else self.scheme.create_transport(pipe)
         if isinstance(self._transport, CallTransport):
@@ -250,12 +250,12 @@ class WeightReceiver:
             self.attach(context)
 
     def attach(self, context: Any) -> None:
-        """Calls that bring weights into the process of ``context`` give them to this receiver from here on."""
+        """Makes calls that deliver weights to ``context`` pass them to this receiver from now on."""
         vars(context).setdefault(_RECEIVERS, {})[self.model_id] = self
 
     def receive(self, timeout: float = 0.0) -> int | None:
-        """Applies weights that have come, and answers the sender; returns their version, or None if nothing came or
-        they were refused, which the sender is told.
+        """Applies weights that have arrived, and answers the sender. Returns their version, or None if none arrived or
+        they were refused; the answer says why.
 
         Raises  WorkerError if the sender has ended
         """
@@ -265,8 +265,8 @@ class WeightReceiver:
         return payload.version if self._apply(payload.weights, payload.version, model_id) is None else None
 
     def apply_weights(self, weights: Any) -> None:
-        """Applies weights that were read from the transport, and answers the sender. Raises ConfigError without a
-        model, WeightSyncError if they do not fit it.
+        """Applies weights that the caller read from the transport, and answers the sender. Raises ConfigError without
+        a model, WeightSyncError if they do not fit it.
         """
         pending = self._transport.pending
         version = self.version + 1 if pending is None else pending.version
@@ -280,12 +280,12 @@ class WeightReceiver:
             self.update_weights(weights, version=version, model_id=model_id)
         except Exception as error:
             problem = error
-        # Outside of the block: an answer that fails is not a refusal.
+        # Outside the try block: a failure to answer is not a refusal.
         self._transport.answer("" if problem is None else f"{type(problem).__name__}: {problem}")
         return problem
 
     def update_weights(self, weights: Any, *, version: int, model_id: str | None = None) -> None:
-        """Writes weights under a version that must grow, all or nothing."""
+        """Writes weights, all or nothing, under a version that must increase."""
         if self._target is None:
             path, context = self._path or model_id, self._context()
             if path is None or context is None:
@@ -298,8 +298,8 @@ class WeightReceiver:
 
 
 def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
-    """In the process of ``context``: gives weights to its receiver of that model id, which applies them when it polls.
-    Without one they are applied now, to the model at ``path``. Returns what is wrong, or "".
+    """Runs in the process of ``context``: passes weights to its receiver of that model id, which applies them when it
+    polls. Without a receiver, applies them now to the model at ``path``. Returns a problem or "".
     """
     receivers = vars(context).setdefault(_RECEIVERS, {})
     receiver = receivers.get(model_id)
@@ -309,7 +309,7 @@ def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
         if receiver is None:
             receiver = WeightReceiver(NoWeightSyncScheme())
             receiver.register_model(resolve(context, path))
-            receivers[model_id] = receiver
+            receivers[model_id] = receiver  # kept for its version, which must grow
         receiver.update_weights(payload.weights, version=payload.version)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -317,7 +317,7 @@ def deliver(context: Any, model_id: str, path: str, payload: Payload) -> str:
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Weights through a pipe per worker, copied into the worker's model.
+    """Weights through one pipe per worker, copied into the worker's model.
 
     ``pipe_or_context`` is one end of a duplex `multiprocessing.Pipe` that carries nothing else.
     """
@@ -327,10 +327,10 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
-    """Weights in blocks of shared memory, written once for all workers of this machine, whose parameters become views
-    of a block: a worker must not change them. A pipe per worker carries the versions.
+    """Weights in blocks of shared memory, written once for all workers of this machine. The workers' parameters become
+    views of a block, so workers must not change them. One pipe per worker carries the versions.
 
-    policy_weights  {model id: TensorDict} as for ``register_shared_weights``
+    policy_weights  {model id: TensorDict}, as in ``register_shared_weights``
     auto_register   False: only registered model ids can be sent
     """
 
@@ -349,7 +349,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.auto_register = auto_register
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Declares a model's weights. They are written at every update, for processes that hold them too."""
+        """Declares a model's weights: every update also writes them, for other processes that share them."""
         SharedMemTransport(self.policy_weights).register_weights(model_id, weights)
         self.policy_weights[model_id] = weights
 
@@ -363,7 +363,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Takes weights and sends nothing: for a model that workers do not use, or share with the trainer."""
+    """Accepts weights and sends nothing: for a model that workers do not use, or share with the trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,5 +378,5 @@ class NoWeightSyncScheme(WeightSyncScheme):
 def _weakly(context: Any) -> Context:
     try:
         return weakref.ref(context)
-    except TypeError:  # an object that has no weak references
+    except TypeError:  # the type does not support weak references
         return lambda: context

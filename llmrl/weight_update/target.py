@@ -1,4 +1,4 @@
-"""The weights of a model in this process: found by path, checked whole, written in place."""
+"""The weights of a model in this process: found by path, checked as a set, written in place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmrl.errors import ConfigError, WeightSyncError, did_you_mean
 class ModelTarget:
     """A model that `publish` can write into: a module, or named tensors (a mapping, a TensorDict).
 
-    A module needs every name of its ``state_dict``, a tied weight under one of its names. Buffers that its
-    ``state_dict`` leaves out may be among the weights, and are left as they are. Floating-point weights are converted
-    to the dtype of the model; other dtypes must be equal.
+    A module needs every name of its ``state_dict``, and a tied weight under at least one of its names. The weights may
+    contain buffers that the ``state_dict`` omits; these are not written. Floating-point weights are converted to the
+    dtype of the model; other dtypes must be equal.
 
-    adopts   parameters of a module become views of the given tensors if device and dtype allow, without a copy
+    adopts   parameters of a module become views of the given tensors, without a copy, if device and dtype are equal
 
     >>> target = ModelTarget(nn.Linear(2, 1))
     >>> target.update_weights({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, version=1)
@@ -43,14 +43,14 @@ class ModelTarget:
         return frozenset(names - self.model.state_dict(keep_vars=True).keys()) if names else frozenset()
 
     def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's own tensors by name. Raises WeightSyncError if ``weights`` do not fit them."""
+        """The model's tensors by name. Raises WeightSyncError if ``weights`` do not fit them."""
         own, who = self._tensors(), type(self.model).__name__
         for name in weights:
             if name not in own:
                 raise WeightSyncError(
                     f"{who}: no weight is called {name!r}{did_you_mean(name, own)} Nothing was written."
                 )
-        # All checks come before the first write: a model must not be left half old and half new.
+        # All checks come before the first write: a model must not be left half updated.
         given = {id(own[name]) for name in weights}
         for name, tensor in own.items():
             if name not in weights:
@@ -68,7 +68,7 @@ class ModelTarget:
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """Writes all of them, or raises WeightSyncError and writes nothing."""
+        """Writes all weights, or raises WeightSyncError and writes none."""
         if weights is not None:
             own = self.check(weights)
             for name, new in weights.items():
@@ -78,7 +78,7 @@ class ModelTarget:
                     and isinstance(old, nn.Parameter)
                     and (old.dtype, old.device) == (new.dtype, new.device)
                 ):
-                    old.data = new  # in the same parameter, which optimizers and wrappers refer to
+                    old.data = new  # keeps the Parameter object, which optimizers and wrappers refer to
                 else:
                     old.copy_(new)
         self.version = version
@@ -90,7 +90,7 @@ class ModelTarget:
 
 
 def named_tensors(weights: Any) -> Any:
-    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; anything else as it is."""
+    """A module or a TensorDict as a flat mapping of dotted names that shares its memory; other values unchanged."""
     if isinstance(weights, nn.Module):
         return weights.state_dict()
     return dict(weights.flatten_keys(".").items()) if isinstance(weights, TensorDictBase) else weights

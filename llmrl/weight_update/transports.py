@@ -1,7 +1,7 @@
-"""Transports: weights from a sender to one worker, and the worker's answer back.
+"""Transports: send weights to one worker, and carry the worker's answer back.
 
-A transport has one version under way at a time: `send_weights` hands it over and returns, `wait` waits until the worker
-has answered for it. The worker's end is the same class around the other end of the pipe.
+A transport has one version in flight at a time: `send_weights` sends it and returns, `wait` waits for the worker's
+answer. The worker uses the same class with the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches Python's pickler of messages to share the memory of tensors
+import torch.multiprocessing  # registers tensors with ForkingPickler, so that they are sent as shared memory
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -26,42 +26,42 @@ from llmrl.weight_update.payload import Payload, Slots, pack
 from llmrl.weight_update.target import named_tensors
 
 _MARK = "llmrl-weights"
-_CHUNK = 1 << 20  # bytes of one message: a pipe's reader needs memory for a whole one
-_ANSWER_S = 3600.0  # longest that a call waits in the worker; the sender gives up before
-_SMALL = 1 << 14  # bytes that an empty pipe takes without a reader
+_CHUNK = 1 << 20  # bytes of one message: the reader of a pipe allocates memory for a whole message
+_ANSWER_S = 3600.0  # longest wait of a call in the worker; the sender gives up earlier
+_SMALL = 1 << 14  # bytes that fit into an empty pipe's buffer
 
 
 class TransportBackend(ABC):
     """One worker's connection. A sender calls `send_weights` and `wait`, a receiver `receive` and `answer`.
 
-    peer      the other side, for messages
-    strategy  the form of what `receive_weights` returns: a "state_dict" (flat, dotted names) or a "tensordict" (nested)
-    sent      the version that was handed over last; ``answered`` the one that the worker answered for last
+    peer      name of the other side, for messages
+    strategy  the form in which `receive_weights` returns weights: "state_dict" (flat, dotted names) or "tensordict"
+    sent      the last version sent; ``answered``: the last version that the worker has answered
     """
 
     def __init__(self, *, timeout: float = 10.0, strategy: str = "state_dict") -> None:
         self.timeout, self.strategy, self.peer = timeout, strategy, "worker"
         self.sent = self.answered = 0
-        self.pending: Payload | None = None  # received, and not answered yet
+        self.pending: Payload | None = None  # received, but not answered yet
 
     @abstractmethod
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
-        """The worker's side: model id and weights, or None if nothing came in ``timeout`` seconds."""
+        """Worker's side: returns model id and weights, or None if none arrived within ``timeout`` seconds."""
 
     @abstractmethod
     def answer(self, problem: str = "") -> None:
-        """The worker's side: tells the sender that ``pending`` was applied, or why it was not."""
+        """Worker's side: tells the sender that ``pending`` was applied, or why it was not."""
 
     @abstractmethod
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Hands weights over: a `Payload`, which has a version, or named tensors, under the next one."""
+        """Sends weights: a `Payload`, which has a version, or named tensors, under the next version."""
 
     @abstractmethod
     def wait(self, deadline: float) -> None:
-        """Returns when the worker has applied what was sent.
+        """Waits until the worker has applied the weights.
 
-        Raises  WeightSyncError if it refused, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError if
-                it has ended
+        Raises  WeightSyncError if it refused them, DeadlineError at ``deadline`` (of `time.monotonic`), WorkerError
+                if it has ended
         """
 
     def check_connection(self) -> bool:
@@ -69,8 +69,8 @@ class TransportBackend(ABC):
         return True
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """`receive` with the weights in the form of ``strategy``; views of memory that stays as it is until they are
-        answered for.
+        """`receive` with the weights in the form of ``strategy``: views of memory that does not change before
+        `answer`.
         """
         if (received := self.receive(timeout)) is None:
             return None
@@ -79,7 +79,7 @@ class TransportBackend(ABC):
 
 
 class DirectTransport(TransportBackend):
-    """A receiver in this process, which has the weights when `send_weights` returns; by itself it sends nothing."""
+    """Base of transports in this process: the receiver has the weights once `send_weights` returns. Does nothing."""
 
     def _do_nothing(self, *arguments: Any) -> None:
         pass
@@ -88,7 +88,7 @@ class DirectTransport(TransportBackend):
 
 
 class RemoteTransport(TransportBackend):
-    """Base of the transports to a worker elsewhere, which answers each version: one `send_weights` and one `wait`."""
+    """Base of the transports to other processes: each `send_weights` is followed by one answer, read by `wait`."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         payload = weights if isinstance(weights, Payload) else self.pack(model_id, named_tensors(weights))
@@ -100,27 +100,27 @@ class RemoteTransport(TransportBackend):
 
     @abstractmethod
     def send(self, model_id: str, payload: Payload) -> None:
-        """Hands the payload over, and does not wait for the worker."""
+        """Sends the payload without waiting for the worker."""
 
     @abstractmethod
     def answer_by(self, deadline: float) -> tuple[int, str]:
-        """The worker's next answer: a version, and what is wrong or "". Raises TimeoutError at the deadline (of
-        `time.monotonic`), any other error if the worker has ended.
+        """The worker's next answer: a version, and a problem or "". Raises TimeoutError at the deadline (of
+        `time.monotonic`), another error if the worker has ended.
         """
 
     def wait(self, deadline: float) -> None:
-        while self.answered < self.sent:  # an answer may be for an earlier version, of a connection registered again
+        while self.answered < self.sent:  # a connection registered again may still carry answers to earlier versions
             try:
                 self.answered, problem = self.answer_by(deadline)
             except TimeoutError:
                 raise DeadlineError(
                     f"{self.peer} must take version {self.sent} of the weights in time: it has not answered, its "
-                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); a worker that is gone "
-                    "is taken out by `sender.unregister_worker`."
+                    f"version is {self.answered}. Its receiver must poll (`receiver.receive()`); remove a worker that "
+                    "has ended with `sender.unregister_worker`."
                 ) from None
             except Exception as error:
                 raise WorkerError(
-                    f"{self.peer} must be there to take version {self.sent} of the weights: its process ended or "
+                    f"{self.peer} must be running to take version {self.sent} of the weights: its process ended or "
                     f"closed the connection ({type(error).__name__}). Start it again and register it, or "
                     "`sender.unregister_worker`."
                 ) from error
@@ -129,7 +129,7 @@ class RemoteTransport(TransportBackend):
 
 
 class PipeTransport(RemoteTransport):
-    """Base of the transports over a duplex `multiprocessing.Pipe`, which must carry nothing else."""
+    """Base of the transports over a duplex `multiprocessing.Pipe`, which must not carry other messages."""
 
     def __init__(self, pipe: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -138,7 +138,7 @@ class PipeTransport(RemoteTransport):
             self.register_pipe(pipe)
 
     def register_pipe(self, pipe: Any) -> None:
-        """Sets this side's end."""
+        """Sets this side's end of the pipe."""
         if not (getattr(pipe, "readable", False) and getattr(pipe, "writable", False)):
             raise ConfigError(
                 f"{type(self).__name__}: needs one end of a duplex multiprocessing.Pipe(): got {type(pipe).__name__}."
@@ -149,10 +149,10 @@ class PipeTransport(RemoteTransport):
         return self.pipe is not None and not self.pipe.closed
 
     def post(self, header: bytes, memory: Tensor | None = None) -> None:
-        """Writes a message, in a thread if the pipe may not take it before the worker reads."""
+        """Writes a message; in a thread if the write could block until the worker reads."""
 
         def write() -> None:
-            with contextlib.suppress(OSError):  # `wait` finds the closed pipe
+            with contextlib.suppress(OSError):  # `wait` reports the closed pipe
                 self.pipe.send_bytes(header)
                 if memory is not None:
                     data = memoryview(memory.numpy())
@@ -174,7 +174,7 @@ class PipeTransport(RemoteTransport):
     def answer(self, problem: str = "") -> None:
         if self.pending is not None:
             version, self.pending = self.pending.version, None
-            with contextlib.suppress(OSError):  # the next `receive` finds the closed pipe
+            with contextlib.suppress(OSError):  # the next `receive` reports the closed pipe
                 self.pipe.send_bytes(pickle.dumps((version, problem)))
 
     def receive(self, timeout: float) -> tuple[str, Payload] | None:
@@ -201,11 +201,11 @@ class PipeTransport(RemoteTransport):
 
     @abstractmethod
     def read(self, *parts: Any) -> Payload:
-        """The weights of a message whose header was read."""
+        """The weights of a message, given the fields of its header."""
 
 
 class MPTransport(PipeTransport):
-    """Weights go through the pipe itself: no shared memory is needed."""
+    """Weights are sent through the pipe itself, without shared memory."""
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0, *, strategy: str = "state_dict") -> None:
         super().__init__(pipe_connection, timeout=timeout, strategy=strategy)
@@ -228,9 +228,9 @@ class MPTransport(PipeTransport):
 
 
 class SharedMemTransport(PipeTransport):
-    """Weights lie in blocks of shared memory, one for all workers; the pipe carries the number of the block.
+    """Weights are in blocks of shared memory, each for all workers; the pipe carries the number of the block.
 
-    The worker's parameters become views of the block. It is written again after the worker has gone on to the next.
+    The worker's parameters become views of the block. It is reused after the worker has switched to the next one.
 
     policy_weights  {model id: TensorDict} to keep up to date as well, see ``register_weights``
     auto_register   False: only model ids that were registered can be sent
@@ -249,7 +249,7 @@ class SharedMemTransport(PipeTransport):
         self.registered = dict(policy_weights or {})
         self._own = Slots(self.registered, auto_register)
         self._held: int | None = None  # the block that the worker reads
-        self._offered: int | None = None  # the block that it was offered last
+        self._offered: int | None = None  # the block that was sent to it and is not answered yet
         self._known: dict[int, Payload] = {}  # blocks that both sides have
 
     @property
@@ -258,20 +258,20 @@ class SharedMemTransport(PipeTransport):
         return {number for number in (self._held, self._offered) if number is not None}
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Declares the weights of a model id. They are written at every update, for processes that hold them too and
-        can do with reading them while they change; receivers never see a mixture.
+        """Declares the weights of a model id: every update also writes them, for other processes that share them and
+        tolerate reads during a write. Receivers never see a mixture of versions.
         """
         if not isinstance(weights, TensorDictBase):
             raise ConfigError(f"SharedMemTransport: weights must be a TensorDict: got {type(weights).__name__}.")
         self.registered[model_id] = weights
 
     def pack(self, model_id: str, weights: Mapping[str, Tensor]) -> Payload:
-        self.wait(time.monotonic() + self.timeout)  # then at most one block is the worker's
+        self.wait(time.monotonic() + self.timeout)  # afterwards the worker uses at most one block
         return self._own.write(model_id, weights, self.sent + 1, [self])
 
     def send(self, model_id: str, payload: Payload) -> None:
         number = self._offered = payload.slot
-        # The block itself travels once, and stays mapped in the worker.
+        # The block itself is sent once, and stays mapped in the worker.
         content = None if self._known.get(number) is payload else (payload.layout, payload.memory)
         self._keep(number, payload)
         self.post(bytes(ForkingPickler.dumps((_MARK, model_id, payload.version, number, content))))
@@ -280,7 +280,7 @@ class SharedMemTransport(PipeTransport):
         if self.answered < self.sent:
             try:
                 super().wait(deadline)
-            except WeightSyncError:  # it refused, and still reads the block that it held
+            except WeightSyncError:  # the worker refused the new block and still reads the old one
                 self._offered = None
                 raise
             self._held, self._offered = self._offered, None
@@ -292,15 +292,15 @@ class SharedMemTransport(PipeTransport):
         return self._known[number]
 
     def _keep(self, number: int, block: Payload) -> None:
-        # Blocks of another layout are never written again: their memory is to be free.
+        # Blocks of another layout are never written again, so their memory is released.
         self._known = {known: other for known, other in self._known.items() if other.layout == block.layout}
         self._known[number] = block
 
 
 class CallTransport(RemoteTransport):
-    """Weights are an argument of a call into the worker's process, whose return is the answer.
+    """Weights are an argument of a call into the worker's process, and the return value is the answer.
 
-    They are applied by the call, or if the worker has a receiver that polls, by its next `receive`.
+    They are applied by the call, or by the next `receive` if the worker has a receiver that polls.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -311,11 +311,11 @@ class CallTransport(RemoteTransport):
 
     @abstractmethod
     def call(self, model_id: str, payload: Payload) -> Any:
-        """Starts the call, of `deliver` in the worker's process."""
+        """Starts a call of `deliver` in the worker's process."""
 
     @abstractmethod
     def result(self, call: Any, seconds: float) -> str:
-        """The call's result: a problem or "". Raises TimeoutError; another error if the worker is gone."""
+        """The call's result: a problem or "". Raises TimeoutError, or another error if the worker has ended."""
 
     def send(self, model_id: str, payload: Payload) -> None:
         self._call = self.call(model_id, payload)
@@ -336,7 +336,7 @@ class CallTransport(RemoteTransport):
             self.pending = self._reply = None
 
     def take(self, model_id: str, payload: Payload) -> str:
-        """In the worker: leaves weights for the receiver's thread, and returns its answer."""
+        """Worker's side: queues weights for the receiver's thread, and returns its answer."""
         reply: SimpleQueue[str] = SimpleQueue()
         self._inbox.put((model_id, payload, reply))
         try:

@@ -143,7 +143,7 @@ def test_a_budget_of_turns_is_exact_and_what_it_cuts_is_counted(total, last_only
 
 def test_an_env_that_need_never_end_is_refused_unless_turns_are_limited():
     env = ChatEnv(batch_size=[2]).append_transform(DataLoadingPrimer(ROWS))
-    with pytest.raises(ConfigError, match=r"need never finish one.*StepCounter.*max_dialog_turns"):
+    with pytest.raises(ConfigError, match=r"may never finish one.*StepCounter.*max_dialog_turns"):
         LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True)
     collector = LLMCollector(env, policy=ScriptedPolicy(["a"]), yield_only_last_steps=True, max_dialog_turns=2)
     batch = collector.next()

@@ -1,4 +1,4 @@
-"""Collectors whose workers are on other machines, and the launcher and weight updaters for them."""
+"""Collectors whose workers run on other machines, and the launcher and weight updaters for them."""
 
 from llmrl.collectors.distributed.collectors import (
     DistributedDataCollector,

@@ -32,21 +32,21 @@ _CLASSES = {"single": SyncDataCollector, "sync": MultiSyncDataCollector, "async"
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """The keyword arguments of collectors on other machines, beside `CollectorOptions`.
+    """The keyword arguments of collectors on other machines, besides `CollectorOptions`.
 
     collector_class             of a worker: a class, or "single", "sync", "async"
-    collector_kwargs            more arguments of it; a list has those of each worker
-    num_workers_per_collector   processes of a worker's collector, with an env each, if its class has several
-    sync                        True: a batch has a part of each worker; False: it is that of the first that is ready
-    update_after_each_batch     after a batch, the workers that collected it get the weights of ``policy``
-    max_weight_update_interval  a worker gets them after so many batches of all workers at the latest; -1: never
+    collector_kwargs            its further arguments; a list has an entry for each worker
+    num_workers_per_collector   processes of a worker's collector, with an env each, if its class uses processes
+    sync                        True: a batch has a part from each worker; False: it is the next batch of any worker
+    update_after_each_batch     after a batch, the workers that collected it receive the weights of ``policy``
+    max_weight_update_interval  a worker receives them at the latest after this many batches (of any worker); -1: never
     launcher                    "mp": processes of this machine; "submitit": jobs; "submitit_delayed": the jobs that
                                 `submitit_delayed_launcher` has started
-    slurm_kwargs                settings of a submitit executor, its "folder", which all machines share, and "cluster"
-    tcp_port                    where this process listens for its workers; None: a free port
-    host                        its address for them; None: this machine alone for "mp", else its host name
-    start_timeout_s             until all workers are there; None: 120, for jobs in a queue 3600
-    num_sub_threads             of torch in each worker
+    slurm_kwargs                settings of a submitit executor, its "folder" (shared by all machines) and "cluster"
+    tcp_port                    port at which this process listens for its workers; None: a free port
+    host                        its address for the workers; None: loopback for "mp", else its host name
+    start_timeout_s             until all workers have connected; None: 120, or 3600 for jobs in a queue
+    num_sub_threads             number of torch's threads in each worker
     """
 
     collector_class: type | str = SyncDataCollector
@@ -64,11 +64,11 @@ class RemoteOptions:
 
 
 class _Stopped(Exception):
-    """The collection in the background is to end."""
+    """Ends the collection in the background."""
 
 
 def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with the thread of `start` paused."""
+    """Wraps a method so that it pauses the thread of `start`."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -83,12 +83,12 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     Reads   ``create_env_fn``, functions that make the envs; ``policy``, copied to each worker, or
             ``policy_factory``, called in each; `RemoteOptions` and `CollectorOptions` for the other arguments
-    Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], *B as the worker's collector has it;
-            else batches [*B, T] of ``frames_per_batch`` frames by one worker each, first come, first served; workers
+    Yields  with ``sync`` batches of ``frames_per_batch`` frames, [workers, *B, T], with *B of the worker's collector;
+            else batches [*B, T] of ``frames_per_batch`` frames from one worker each, in order of arrival; workers
             collect at most two batches ahead. With a ``replay_buffer`` None: this process extends it with the batches,
-            also in the background (`start`), where weights go by hand
-    Raises  WorkerError if a worker raised, with its traceback, or its process ended; DeadlineError if it took no
-            step for ``timeout_s``. Both name the worker, and all workers have ended by then
+            also in the background (`start`), where only ``update_policy_weights_`` sends weights
+    Raises  WorkerError, with the traceback, if a worker raised, or if its process ended; DeadlineError if it took no
+            step for ``timeout_s``. Both name the worker, and end all workers
     """
 
     _more_keywords = tuple(field.name for field in fields(RemoteOptions))
@@ -104,9 +104,9 @@ class _RemoteDataCollector(_MultiDataCollector):
         if issubclass(self._class, _MultiDataCollector):
             makers = [[maker] * self.remote.num_workers_per_collector for maker in makers]
         common_count(who, create_env_fn=makers, collector_kwargs=self.remote.collector_kwargs)
-        self._since = [0] * len(makers)  # batches that were handed out since a worker was given weights
+        self._since = [0] * len(makers)  # batches delivered since each worker last received weights
         self._waits: dict[str, bool] = {}  # by model id: updates return when the workers have answered
-        self._last: set[int] = set()  # the workers of the batch that was handed out last
+        self._last: set[int] = set()  # the workers of the last batch delivered
         super().__init__(
             makers,
             policy,
@@ -133,25 +133,25 @@ class _RemoteDataCollector(_MultiDataCollector):
         check_at_least(who, 1, num_workers_per_collector=count)
         if count > 1 and issubclass(cls, SyncDataCollector):
             raise ConfigError(
-                f"{who}: num_workers_per_collector={count} needs a collector of several "
+                f"{who}: num_workers_per_collector={count} needs a collector with several "
                 "processes: collector_class='sync' or 'async'."
             )
         if not options.get("extend_buffer", True):
             raise UnsupportedError(
-                f"{who}: extend_buffer=False writes at every step, and the steps of other machines come in batches: "
+                f"{who}: extend_buffer=False writes at every step, but the steps of other machines come in batches: "
                 "leave it out."
             )
         return cls
 
-    # -- what the kinds write ------------------------------------------------------------------------------------------
+    # -- implemented by subclasses -------------------------------------------------------------------------------------
 
     framework: str
     backend: str | None = None
-    scheme_class: type[WeightSyncScheme]  # of the schemes for weights that go through the link
+    scheme_class: type[WeightSyncScheme]  # of schemes that send weights through the link
 
     @abstractmethod
     def _link(self, host: str) -> Link:
-        """The channel of batches and weights: a process group, or RPC."""
+        """The channel for batches and weights: a process group, or RPC."""
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class _RemoteDataCollector(_MultiDataCollector):
         return {**super()._options_of(index), **at(self.remote.collector_kwargs or {}, index)}
 
     def _connect(self, schemes: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The senders, which workers are registered with when all have joined."""
+        """The senders; workers are registered with them once all have joined the link."""
         senders: dict[str, Any] = {}
         ends: list[dict[str, Any]] = [{} for _ in range(self.num_workers)]
         for model_id, scheme in schemes.items():
@@ -173,7 +173,7 @@ class _RemoteDataCollector(_MultiDataCollector):
                     f"{type(self).__name__}: with collector_class={self._class.__name__} the policy alone can have a "
                     f"scheme: got one for {model_id!r}, which is in processes of the workers."
                 )
-            mine = copy.copy(scheme)  # whose answers are waited for here, beside the workers' other messages
+            mine = copy.copy(scheme)  # not sync: `_settle` waits for the answers, and receives other messages meanwhile
             mine.sync = False
             senders[model_id] = self._sender(model_id, mine)
             self._waits[model_id] = scheme.sync
@@ -192,7 +192,7 @@ class _RemoteDataCollector(_MultiDataCollector):
             if remote.launcher == "submitit_delayed":
                 delayed_jobs(rendezvous.address, self.num_workers, self.framework, self.backend, who)
         except BaseException:
-            # Nothing else closes the port: the pool that would was not made.
+            # The pool, which would close the port, was not created.
             rendezvous.close()
             raise
         start_s = remote.start_timeout_s or start_s
@@ -205,16 +205,16 @@ class _RemoteDataCollector(_MultiDataCollector):
         return pool
 
     def _buffer_of_workers(self) -> None:
-        return None  # batches are written here, when they have come
+        return None  # the owner writes batches into the buffer when they arrive
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         self.background.stopped.set()
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(WorkerError, DeadlineError):  # of a thread that ended by itself, or hangs
+            with contextlib.suppress(WorkerError, DeadlineError):  # the thread has failed, or hangs
                 stack.enter_context(self.background.pause())
             for sender in self._senders.values():
                 for index in range(self.num_workers):
-                    sender.unregister_worker(index)  # and drops its references to the worker
+                    sender.unregister_worker(index)  # drops the sender's references to the worker
             super().shutdown(timeout, close_env)
         self.background.stop(timeout)
 
@@ -224,11 +224,11 @@ class _RemoteDataCollector(_MultiDataCollector):
         self.background.start(self._work())
 
     def _work(self) -> Iterator[None]:
-        """Iterates in the thread, which lets other threads in between two batches, and while it waits for one."""
+        """Iterates in the thread; lets other threads pause it between two batches, and while it waits for one."""
         with contextlib.ExitStack() as turn, contextlib.suppress(_Stopped):
 
             def take_turns() -> None:
-                # The pool calls this while it waits, also for callers of other threads, who hold the lock by a pause.
+                # The pool also calls this while it waits in other threads, which have paused this one already.
                 if not self.background.is_elsewhere:
                     turn.close()
                     turn.enter_context(self.background.step())
@@ -280,9 +280,9 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     def _push_due_weights(self) -> None:
         if self.background.is_started:
-            return  # the policy may be in the middle of an optimizer's step
+            return  # the trainer may be changing the policy's weights now
         limit = self.remote.max_weight_update_interval
-        # A worker that is due both ways is sent the weights once.
+        # The union of both conditions, so that a worker receives the weights once.
         due = self._last if self.remote.update_after_each_batch else set()
         due = due | {index for index, since in enumerate(self._since) if 0 < limit <= since}
         self._last = set()
@@ -303,9 +303,9 @@ class _RemoteDataCollector(_MultiDataCollector):
 
 class DistributedDataCollector(_RemoteDataCollector):
     __doc__ = f"""{_RemoteDataCollector.__doc__}
-    backend  of the torch.distributed process group that batches and weights go through: "gloo", or "nccl"
+    backend  of the torch.distributed process group that carries batches and weights: "gloo" or "nccl"
 
-    The group is the collector's own: one that the trainer has is left alone.
+    The collector creates its own group; a group of the trainer is not used.
     """
 
     framework, scheme_class = "distributed", GroupLink.scheme
@@ -337,9 +337,9 @@ class DistributedDataCollector(_RemoteDataCollector):
 
 
 class DistributedSyncDataCollector(DistributedDataCollector):
-    """`DistributedDataCollector` whose batches have a part of each worker, and whose weights follow ``policy``.
+    """`DistributedDataCollector` whose batches have a part from each worker, and which sends weights by itself.
 
-    update_interval  batches after which all workers get the weights of ``policy``
+    update_interval  all workers receive the weights of ``policy`` after this many batches
     """
 
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any):
@@ -357,10 +357,10 @@ class DistributedSyncDataCollector(DistributedDataCollector):
 
 class RPCDataCollector(_RemoteDataCollector):
     __doc__ = f"""{_RemoteDataCollector.__doc__}
-    Batches and weights go through torch.distributed.rpc, which this process must not use for anything else,
-    nor for a `RemoteBuffer` afterwards.
+    Batches and weights are sent by torch.distributed.rpc, which this process must not use for anything else, and not
+    for a `RemoteBuffer` afterwards.
 
-    visible_devices     the device of each worker that sends tensors of a GPU
+    visible_devices     the device of each worker, for workers that send CUDA tensors
     tensorpipe_options  arguments of ``TensorPipeRpcBackendOptions``
     """
 

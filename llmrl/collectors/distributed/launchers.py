@@ -1,4 +1,4 @@
-"""Starts the workers' processes: on this machine, or as jobs of submitit; `submitit_delayed_launcher`."""
+"""Launchers of worker processes, on this machine or as submitit jobs; `submitit_delayed_launcher`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from llmrl.concurrency.process_monitor import end_process
 from llmrl.errors import ConfigError, DeadlineError
 from llmrl.optional import require
 
-QUEUE_S = 3600.0  # for jobs to come out of a queue
+QUEUE_S = 3600.0  # for queued jobs to start
 _FOLDER = "llmrl_jobs"
 _DEFAULTS = {"timeout_min": 24 * 60}
-_TAIL = 2000  # characters of a job's log that a message has
+_TAIL = 2000  # characters of a job's log in a message
 
 Launch = Callable[[Address, int], Any]  # starts worker i, and returns its process
 
 
 class Job:
-    """A job with the methods of a process that a pool uses; None: one that `submitit_delayed_launcher` started."""
+    """Adapts a job to the process methods that a pool uses; None: a job that `submitit_delayed_launcher` started."""
 
     pid = None
 
@@ -48,14 +48,14 @@ class Job:
         return self._job is None
 
     def join(self, timeout: float) -> None:
-        """Waits, by asking again and again: a job is not a child of this process."""
+        """Waits by polling, because a job is not a child of this process."""
         end = time.monotonic() + timeout
         while self.exitcode is None and time.monotonic() < end:
             time.sleep(0.05)
 
     def kill(self) -> None:
         if self._job is not None:
-            with contextlib.suppress(Exception):  # it has ended meanwhile, or the queue does not answer
+            with contextlib.suppress(Exception):  # it has ended meanwhile, or the scheduler does not respond
                 self._job.cancel()
 
     def describe(self) -> str:
@@ -69,7 +69,7 @@ class Job:
 
 
 def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> tuple[Launch, float, bool]:
-    """Starts a worker; the seconds until all must have connected; whether they are certainly on this machine."""
+    """The launch function, the seconds within which all workers must connect, and True if all run on this machine."""
     if name != "submitit" and slurm_kwargs:
         raise ConfigError(f"{who}: slurm_kwargs are settings of launcher='submitit': got them with {name!r}.")
     if name == "mp":
@@ -80,7 +80,7 @@ def launcher_of(name: str, slurm_kwargs: Mapping[str, Any] | None, who: str) -> 
     if name == "submitit_delayed":
         if _delayed is None:
             raise ConfigError(
-                f"{who}: launcher='submitit_delayed' runs inside a function that submitit_delayed_launcher decorates."
+                f"{who}: launcher='submitit_delayed' only works in a function that submitit_delayed_launcher decorates."
             )
         return lambda address, index: Job(), QUEUE_S, _delayed.is_local
     raise ConfigError(f"{who}: launcher must be 'mp', 'submitit' or 'submitit_delayed': got {name!r}.")
@@ -94,7 +94,7 @@ def _executor(settings: Mapping[str, Any] | None, who: str) -> Any:
         executor.update_parameters(**settings)
     except (NameError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{who}: the settings of its jobs must be folder, cluster and parameters of a submitit executor: got "
+            f"{who}: settings of jobs must be folder, cluster and parameters of a submitit executor: got "
             f"{settings} ({error})."
         ) from error
     return executor
@@ -104,14 +104,14 @@ def _is_local(executor: Any) -> bool:
     return executor.cluster in ("local", "debug")
 
 
-# -- the function of the trainer as a job of its own -------------------------------------------------------------------
+# -- the trainer as a job ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Delayed:
     """Settings that the decorator passes to the job of the trainer."""
 
-    path: Path  # where the workers look for its address
+    path: Path  # file from which the workers read its address
     num_jobs: int
     framework: str
     backend: str
@@ -123,7 +123,7 @@ _delayed: _Delayed | None = None  # in the job of the trainer
 
 
 def delayed_jobs(address: Address, num_workers: int, framework: str, backend: str | None, who: str) -> None:
-    """Tells the jobs that wait for this trainer where it is."""
+    """Writes the address of this trainer for the jobs that wait for it."""
     given = _delayed
     wanted = (given.num_jobs, given.framework, given.backend if backend else None)
     if wanted != (num_workers, framework, backend):
@@ -131,7 +131,7 @@ def delayed_jobs(address: Address, num_workers: int, framework: str, backend: st
             f"{who}: must match submitit_delayed_launcher, which has num_jobs={given.num_jobs}, framework="
             f"{given.framework!r}, backend={given.backend!r}; got {num_workers} workers, {framework!r}, {backend!r}."
         )
-    # The jobs look for the file again and again: renamed, it is never seen half written.
+    # The jobs poll for the file: renamed into place, it is never read half written.
     unfinished = given.path.with_suffix(".part")
     unfinished.touch(mode=0o600)  # it holds the key
     unfinished.write_text(json.dumps([address.host, address.port, address.key.hex()]))
@@ -150,12 +150,12 @@ def submitit_delayed_launcher(
     submitit_main_conf: Mapping[str, Any] | None = None,
     submitit_collection_conf: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the function of a trainer: called, it runs as a job, beside ``num_jobs`` jobs that collect for it.
+    """Decorates a trainer's function: a call runs it as a job, with ``num_jobs`` further jobs that collect for it.
 
-    Reads   framework, "distributed" or "rpc", and backend: those of the collector that the function makes, with
-            ``launcher="submitit_delayed"``; tcpport, None: a free one; the settings of both kinds of jobs, those of a
-            submitit executor with its ``folder`` (shared by all machines) and ``cluster``
-    Returns what the function returned, when its job has ended; the jobs that collect have ended too
+    Reads   framework ("distributed" or "rpc") and backend of the collector that the function creates with
+            ``launcher="submitit_delayed"``; tcpport (None: a free port); settings of a submitit executor for the
+            trainer's job and for the collecting jobs, with ``folder`` (shared by all machines) and ``cluster``
+    Returns the function's result when its job has ended; the collecting jobs have ended too
     """
     who = "submitit_delayed_launcher"
     if num_jobs < 1 or framework not in ("distributed", "rpc"):

@@ -1,7 +1,7 @@
 """The transport of tensors between a collector's owner, rank 0, and its workers, ranks 1 to n: a process group, or RPC.
 
-A link is made by the owner, pickled for the workers, and joined by all. Batches go through it as one piece of memory,
-weights by the scheme that belongs to it.
+The owner creates a link and pickles it for the workers; then all join it. Batches are sent as one buffer each, weights
+by the link's weight sync scheme.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from llmrl.errors import ConfigError
 from llmrl.weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
 from llmrl.weight_update.payload import Layout, Payload, pack
 
-_KEPT = 2  # batches of a worker that its owner has not fetched
+_KEPT = 2  # the most batches of a worker that the owner has not fetched
 _JOIN_S = 60.0
 
 
 @dataclass
 class Posted:
-    """A batch whose memory waits in the worker to be fetched."""
+    """The description of a batch whose memory the owner can fetch from the worker."""
 
     number: int
     layout: Layout
@@ -44,7 +44,7 @@ class Posted:
 
 
 class Link(ABC):
-    """The channel between a collector and its workers: `GroupLink` or `RPCLink`, which meet at a store of the owner."""
+    """The channel between a collector and its workers: `GroupLink` or `RPCLink`. All connect to the owner's store."""
 
     scheme: type[WeightSyncScheme]
 
@@ -52,40 +52,40 @@ class Link(ABC):
         self._host, self._world = host, num_workers + 1
         timeout = timedelta(seconds=_JOIN_S)
         self.store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        # A free port, which the workers are told in the pickled link.
+        # A free port; workers read it from the pickled link.
         self._port = self.store.port
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "store": None}
 
     def join(self, rank: int, collector: Any = None) -> None:
-        """Connects this process to the others, which join at the same time; in a worker with its collector."""
+        """Connects this process to the others, which must join at the same time; a worker passes its collector."""
         if self.store is None:
             timeout = timedelta(seconds=_JOIN_S)
             self.store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
 
     @abstractmethod
     def worker(self, rank: int, model_id: str) -> Any:
-        """The owner's side: what a sender registers a worker with."""
+        """Owner's side: the connection with which a sender registers a worker."""
 
     @abstractmethod
     def owner(self, model_id: str) -> Any:
-        """The worker's side: what a receiver registers."""
+        """Worker's side: the connection that a receiver registers."""
 
     @abstractmethod
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
-        """The worker's side: keeps the memory of a batch ready, and calls ``tell`` to announce it to the owner."""
+        """Worker's side: keeps the memory of a batch for the owner, and calls ``tell`` to announce it."""
 
     @abstractmethod
     def fetch(self, rank: int, posted: Posted, timeout: float) -> Tensor:
-        """The owner's side: the memory of a batch. Raises RuntimeError if the worker has ended."""
+        """Owner's side: returns the memory of a batch. Raises RuntimeError if the worker has ended."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 def packed(batch: TensorDictBase, number: int) -> tuple[Posted, Tensor]:
-    """A batch of tensors as one piece of memory."""
+    """A batch of tensors as one buffer, with its description."""
     payload = pack({key: batch.get(key) for key in leaf_keys(batch)}, number)
     return Posted(number, payload.layout, payload.memory.numel(), batch.batch_size), payload.memory
 
@@ -97,9 +97,9 @@ def unpacked(posted: Posted, memory: Tensor) -> TensorDictBase:
 
 
 class GroupLink(Link):
-    """A torch.distributed process group of its own: that of a trainer, if there is one, is left alone.
+    """A separate torch.distributed process group; the trainer's own group, if any, is not used.
 
-    backend  "gloo", or "nccl": then messages lie in the memory of a GPU that each process has to itself
+    backend  "gloo" or "nccl"; with "nccl" messages are in GPU memory, and each process needs its own GPU
     host     the address of the owner
     """
 
@@ -108,10 +108,10 @@ class GroupLink(Link):
     def __init__(self, backend: str, host: str, num_workers: int):
         super().__init__(host, num_workers)
         self.backend = backend
-        # Two, since messages between two GPUs wait for each other in the order of their group, in both directions.
+        # Two groups, because within one NCCL would make weights and batches between two GPUs wait for each other.
         self._batches: Any = None
         self._weights: Any = None
-        self._sent: deque[Any] = deque(maxlen=_KEPT)  # messages under way, with their memory
+        self._sent: deque[Any] = deque(maxlen=_KEPT)  # messages in flight, with their memory
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_batches": None, "_weights": None}
@@ -133,7 +133,7 @@ class GroupLink(Link):
         return (self.store, 0, model_id, self._weights)
 
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
-        tell()  # before: between GPUs sending waits until the owner receives
+        tell()  # first: NCCL's send blocks until the owner receives
         memory = memory.to(self._device)
         self._sent.append((self._batches.send([memory], 0, 0), memory))
 
@@ -149,15 +149,15 @@ class GroupLink(Link):
     def close(self) -> None:
         for group in (self._batches, self._weights):
             if group is not None and self.backend == "nccl":
-                group.abort()  # waits for no peer
+                group.abort()  # does not wait for peers
         self._batches = self._weights = self.store = None
 
 
 class RPCLink(Link):
-    """torch.distributed.rpc; a process can have one group at a time.
+    """torch.distributed.rpc; a process can be in one RPC group at a time.
 
-    options  of ``TensorPipeRpcBackendOptions``
-    devices  the device of each worker that has tensors on a GPU; the owner has one of the same name
+    options  arguments of ``TensorPipeRpcBackendOptions``
+    devices  the device of each worker; CUDA tensors are sent to the owner's device of the same name
     """
 
     scheme = RPCWeightSyncScheme
@@ -167,7 +167,7 @@ class RPCLink(Link):
     ):
         if rpc.api._is_current_rpc_agent_set():
             raise ConfigError(
-                f"{who}: torch.distributed.rpc must not be in use in this process: it has one group at a time; shut "
+                f"{who}: torch.distributed.rpc must not be in use in this process: it allows one group at a time; shut "
                 "down the other collector, or call rpc.shutdown()."
             )
         if devices is not None and len(devices) != num_workers:
@@ -177,7 +177,7 @@ class RPCLink(Link):
         _tensorpipe_options(options, who)
         super().__init__(host, num_workers)
         self._options, self._devices = dict(options), devices
-        group = secrets.token_hex(4)  # torch remembers the names of former groups
+        group = secrets.token_hex(4)  # new names, because torch remembers those of former groups
         self._names = [f"trainer-{group}", *(f"worker{index}-{group}" for index in range(num_workers))]
         self._is_open = False
 
@@ -189,8 +189,9 @@ class RPCLink(Link):
             if torch.device(device).type != "cpu" and rank in (0, worker):
                 options.set_device_map(self._names[worker if rank == 0 else 0], {device: device})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of its own calls
-            # As init_rpc does, which takes no store and counts its calls: the second one of an owner meets no worker.
+            warnings.simplefilter("ignore")  # torch warns about its own internal calls
+            # Like init_rpc, which accepts no store and puts the number of its calls in a process into the store's
+            # keys: after an owner's second call its keys would differ from those of its new workers.
             dist_autograd._init(rank)
             rpc._init_rpc_backend(
                 store=dist.PrefixStore("llmrl/rpc", self.store),
@@ -208,7 +209,7 @@ class RPCLink(Link):
         return None
 
     def post(self, number: int, memory: Tensor, tell: Callable[[], None]) -> None:
-        # Kept until the owner fetches it by a call: RPC cannot send memory that waits for its receiver.
+        # Kept until the owner fetches it by a call: RPC has no send that waits for a receiver.
         _here.batches[number] = memory
         tell()
 
@@ -218,16 +219,16 @@ class RPCLink(Link):
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            rpc.shutdown(graceful=False)  # waits for no peer
+            rpc.shutdown(graceful=False)  # does not wait for peers
         self.store = None
 
 
-# The state of a worker's process that the owner's calls read and change.
+# State of a worker's process that the owner's RPC calls read and change.
 _here = SimpleNamespace(collector=None, batches={})
 
 
 class _CollectorThere:
-    """The collector of the process that calls, in place of a remote reference: those outlive their group in torch."""
+    """Stands in for an RRef to the collector of the process that unpickles it: torch's RRefs outlive their group."""
 
     def local_value(self) -> Any:
         return _here.collector
@@ -248,10 +249,10 @@ def _tensorpipe_options(given: Mapping[str, Any], who: str) -> Any:
 
 
 def check_backend(backend: str, who: str) -> None:
-    """Raises ConfigError for a backend that cannot be used here."""
+    """Raises ConfigError for a backend that is not available."""
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigError(
-            f"{who}: backend='mpi' needs a torch that was built with MPI, and this one was not; use 'gloo', or 'nccl' "
+            f"{who}: backend='mpi' needs a torch that was built with MPI, but this one was not; use 'gloo', or 'nccl' "
             "between GPUs."
         )
     if backend not in ("gloo", "nccl"):

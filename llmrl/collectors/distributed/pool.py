@@ -23,7 +23,7 @@ from llmrl.errors import DeadlineError, WorkerError
 
 
 class _RemoteWorker(Worker):
-    """The owner's side of a worker on any machine; without a connection until it has come."""
+    """The owner's side of a worker on any machine; ``connection`` is None until the worker connects."""
 
     def __init__(self, index: int, process: Any, counters: Tensor):
         super().__init__(index, process, None)
@@ -49,14 +49,14 @@ class _RemoteWorker(Worker):
             super().send(*request)
 
     def finish(self, deadline: float) -> None:
-        """Reads to the end, so that no worker waits to be read, and learns how many steps it took."""
+        """Reads all messages, so that the worker does not block on sending, and updates its frame counter."""
         with contextlib.suppress(OSError, EOFError):
             while self.connection is not None and self.connection.poll(max(0.0, deadline - time.monotonic())):
                 name, *values = pickle.loads(self.connection.recv_bytes())
                 if name == "progress":
                     self._counters[PRODUCED] = values[0]
         if self.connection is not None:
-            self.connection.close()  # which ends a worker that hangs
+            self.connection.close()  # ends even a worker that hangs
         if not (isinstance(self.process, Job) and self.process.is_foreign):
             end_process(self.process, max(0.5, deadline - time.monotonic()))
 
@@ -64,7 +64,7 @@ class _RemoteWorker(Worker):
 class RemotePool(WorkerPool):
     """Workers that connect to this process, and join a link with it.
 
-    ``launch`` starts a worker's process, given the address of ``rendezvous`` and an index; all must be there within
+    ``launch`` starts a worker's process, given the address of ``rendezvous`` and an index; all must connect within
     ``start_timeout_s``.
     """
 
@@ -108,14 +108,14 @@ class RemotePool(WorkerPool):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{self.name(missing[0])} must connect to {self._rendezvous.address} within "
-                    f"{self._start_timeout_s:g} s: it has not. Its machine must reach that address; start_timeout_s is "
-                    "longer for jobs that wait in a queue."
+                    f"{self._start_timeout_s:g} s: it has not. Its machine must be able to reach that address; raise "
+                    "start_timeout_s for jobs that wait in a queue."
                 ) from None
             return
         worker = missing[0] if index is None else self.workers[index]
         worker.connection, worker.where, worker.since = connection, where, time.monotonic()
         worker.fetch = lambda posted, rank=worker.index + 1: self._fetch(rank, posted)
-        # Sent when the worker has proved that it has the key: recipes hold pickled code and data.
+        # Sent only after the worker has proved that it has the key: recipes hold pickled code and data.
         connection.send_bytes(pickle.dumps((recipes[worker.index], self.link)))
 
     def _join(self) -> None:
@@ -127,10 +127,10 @@ class RemotePool(WorkerPool):
             except Exception as error:
                 failures.append(error)
 
-        thread = threading.Thread(target=join, name="llmrl-join", daemon=True)  # beside which a worker's end is noticed
+        thread = threading.Thread(target=join, name="llmrl-join", daemon=True)  # `wait` detects failed workers
         thread.start()
         for worker in self.workers:
-            # All join at once: the group is made when the last of them has come.
+            # All must join at the same time: the group exists only once the last one has joined.
             worker.send("join")
         self._asked = True
         self.wait(
@@ -148,7 +148,7 @@ class RemotePool(WorkerPool):
         worker = self.workers[rank - 1]
         try:
             return self.link.fetch(rank, posted, self._timeout_s)
-        except RuntimeError as error:  # torch's, for a peer that has gone: it does not name the worker
+        except RuntimeError as error:  # torch's error for a peer that has ended does not name the worker
             raise WorkerError(f"{self.name(worker)} must send a batch: {worker.state()} ({error}).") from error
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -24,24 +24,24 @@ class RayCollector(ActorOwner, PooledCollector):
 
     Reads   ``create_env_fn``, functions that make the envs (or one, and ``num_collectors``); ``policy`` or
             ``policy_factory``, called in each actor; `CollectorOptions` for the other arguments
-    Yields  with ``sync`` batches to which each actor has given its share, [B * T] or [B * P, T]; else batches of
-            ``frames_per_batch`` frames by one actor each, [T] or [P, T], first come, first served: actors collect on
-            while a batch is trained on, at most two batches ahead
-    Raises  WorkerError if an actor raised, with its traceback, or died; DeadlineError if it takes no step for
-            ``timeout_s``. Both name the actor, and all actors have ended by then
+    Yields  with ``sync`` batches with a share from each actor, [B * T] or [B * P, T]; else batches of
+            ``frames_per_batch`` frames from one actor each, [T] or [P, T], in order of arrival: actors collect during
+            training, at most two batches ahead
+    Raises  WorkerError, with the traceback, if an actor raised, or if it died; DeadlineError if it takes no step for
+            ``timeout_s``. Both name the actor, and end all actors
 
-    collector_class             of the collector in each actor; ``collector_kwargs``: more arguments of it, or one
-                                mapping for each actor
-    num_workers_per_collector   copies of the env in each actor: processes of a collector that has several, else the
-                                envs of a `ParallelEnv`
-    ray_init_config             arguments of ``ray.init`` if Ray does not run yet, such as ``{"address": "auto"}``
-    remote_configs              options of each actor, or a list with those of each: ``num_cpus`` (1), ``num_gpus``, ...
+    collector_class             of the collector in each actor; ``collector_kwargs``: its further arguments, or a list
+                                with a mapping for each actor
+    num_workers_per_collector   copies of the env in each actor: the processes of a ``collector_class`` that has
+                                processes, else the envs of a `ParallelEnv`
+    ray_init_config             arguments of ``ray.init`` if Ray is not running, such as ``{"address": "auto"}``
+    remote_configs              options of all actors, or a list with those of each: ``num_cpus`` (1), ``num_gpus``, ...
     update_after_each_batch     the weights of ``policy`` are sent after each batch: to all, or to the batch's own actor
-    max_weight_update_interval  an actor that has collected so many batches with the same weights is sent new ones
+    max_weight_update_interval  an actor receives new weights after this many batches with the same weights
     replay_buffer               a `RayReplayBuffer`, which the actors write into; iterating then yields None
 
-    Weights go through Ray's object store (`RayWeightSyncScheme`) and are applied between two steps; with a
-    ``collector_class`` of several processes between two batches. `start` fills the buffer without end.
+    Weights go through Ray's object store (`RayWeightSyncScheme`) and are applied between two steps, or between two
+    batches if ``collector_class`` has processes. `start` fills the buffer continuously.
     """
 
     cat_results = 0
@@ -61,18 +61,18 @@ class RayCollector(ActorOwner, PooledCollector):
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         update_after_each_batch: bool = False,
         max_weight_update_interval: int = -1,
-        use_env_creator: bool = False,  # functions are pickled whatever they are
+        use_env_creator: bool = False,  # ignored: all functions are pickled
         **options: Any,
     ):
         super().__init__(policy, policy_factory, options)
         who, self.sync = type(self).__name__, sync
-        if not isinstance(self.options.frames_per_batch, int):  # shares of several lengths do not join along the envs
-            raise ConfigError(f"{who}: frames_per_batch is one number: got {self.options.frames_per_batch}.")
+        if not isinstance(self.options.frames_per_batch, int):  # unequal shares cannot be joined along the envs
+            raise ConfigError(f"{who}: frames_per_batch must be one number: got {self.options.frames_per_batch}.")
         given = {"create_env_fn": create_env_fn, "num_collectors": num_collectors, "remote_configs": remote_configs}
         count = common_count(who, **given, collector_kwargs=collector_kwargs)
         check_at_least(who, 1, num_workers_per_collector=num_workers_per_collector)
         if self.options.interruptor is not None:
-            raise UnsupportedError(f"{who}: an interruptor is not shared with actors.")
+            raise UnsupportedError(f"{who}: interruptor is not supported with actors.")
         if self.options.track_policy_version == "uuid":
             raise UnsupportedError(f"{who}: versions are numbers: got track_policy_version='uuid'; use True.")
         self._frames_of = self._divide_frames(count)
@@ -120,7 +120,7 @@ class RayCollector(ActorOwner, PooledCollector):
 
     @property
     def local_policy(self) -> Any:
-        """The policy of this process, whose weights are sent."""
+        """The policy in this process, whose weights are sent."""
         return self.policy
 
     # -- data ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class RayCollector(ActorOwner, PooledCollector):
         return batch
 
     def _storing_device(self) -> Any:
-        return self.options.storing_device  # ``device`` is that of the actors: this process may have no such one
+        return self.options.storing_device  # not ``device``: this process may lack the actors' device
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class RayCollector(ActorOwner, PooledCollector):
 
 
 def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any], index: int, count: int) -> Any:
-    """In an actor: its collector."""
+    """Builds an actor's collector, in the actor."""
     single = issubclass(cls, SyncDataCollector)
     if not single and count > 1:
         given = options.get("postproc") if options.get("replay_buffer") is not None else None
@@ -182,7 +182,7 @@ def _make(cls: type, env: Any, policy: Any, factory: Any, options: dict[str, Any
 
 
 def _unique(batch: TensorDictBase, *, index: int, count: int, then: Callable[..., Any] | None) -> TensorDictBase:
-    """Makes the trajectory ids of a collector of several processes unique among the actors."""
+    """Makes the trajectory ids of a collector with several processes unique across actors."""
     if (ids := batch.get(("collector", "traj_ids"), None)) is not None:
         batch.set(("collector", "traj_ids"), torch.where(ids < 0, ids, ids * count + index))
     return batch if then is None else then(batch)

@@ -1,4 +1,4 @@
-"""The port of a collector to which its workers connect, with a secret key."""
+"""The port at which a collector's workers connect, authenticated by a secret key."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Address:
 
 
 class Rendezvous:
-    """Listens for workers; ``arrivals`` gets (index or None, where the worker runs, connection) of each.
+    """Listens for workers; ``arrivals`` receives (index or None, process and host, connection) of each.
 
-    host  the address that workers are given; of this machine alone if ``is_local``
-    port  None: a free one
+    host  the address for the workers; if ``is_local``, only processes of this machine can connect
+    port  None: a free port
     """
 
     def __init__(self, host: str, port: int | None, *, is_local: bool, who: str):
@@ -39,8 +39,8 @@ class Rendezvous:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise ConfigError(
-                f"{who}: tcp_port={port} must be free on this machine: {error.strerror}; give another one, or none, "
-                "and a free one is taken."
+                f"{who}: tcp_port={port} must be free on this machine: {error.strerror}; give another one, or none "
+                "to use a free port."
             ) from error
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(32))
         self.arrivals: SimpleQueue[tuple[int | None, str, Connection]] = SimpleQueue()
@@ -50,12 +50,12 @@ class Rendezvous:
         with contextlib.suppress(OSError):  # closed
             while True:
                 client, _ = self._socket.accept()
-                # in a thread: a client that connects and sends nothing does not hold up the workers
+                # In a thread, so that a client that connects and sends nothing does not delay the workers.
                 threading.Thread(target=self._greet, args=[Connection(client.detach())], daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
         try:
-            # Both sides prove that they have the key before anything is unpickled.
+            # Both sides prove that they have the key before any message is unpickled.
             deliver_challenge(connection, self.address.key)
             answer_challenge(connection, self.address.key)
             index, where = connection.recv()
@@ -71,10 +71,10 @@ class Rendezvous:
 
 
 def connect(address: Address, index: int | None) -> Connection:
-    """The worker's side."""
+    """Worker's side: connects and authenticates; ``index`` None: the owner chooses it."""
     connection = Client((address.host, address.port), authkey=address.key)
     with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a machine that is gone
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a machine that has failed
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.send((index, f"process {os.getpid()} on {socket.gethostname()}"))
     return connection

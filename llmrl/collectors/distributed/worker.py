@@ -1,4 +1,4 @@
-"""The process of a worker on any machine: connects to its owner and collects until the owner closes."""
+"""A worker process on any machine: connects to its owner and collects until the owner closes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmrl.concurrency import parent_watchdog
 
 
 class RemoteLoop(WorkerLoop):
-    """A worker's loop without memory that it shares with the owner: batches and weights go through a link, and the
-    count of its steps by messages.
+    """A worker's loop that shares no memory with the owner: batches and weights are sent through a link, the frame
+    counter by messages.
     """
 
     def __init__(self, connection: Connection, recipe: Recipe, link: Link):
@@ -64,13 +64,13 @@ class RemoteLoop(WorkerLoop):
 
 
 def serve(address: Address, index: int | None = None) -> None:
-    """Works for the owner at ``address``, until it closes or ends; ``index`` None: as any of its workers."""
+    """Runs a worker of the owner at ``address`` until that closes or ends; ``index`` None: the owner chooses it."""
     connection = connect(address, index)
     data = connection.recv_bytes()
     parent_watchdog.exit_after(connection.fileno(), select.POLLRDHUP)  # when the owner has closed or ended
     try:
         recipe, link = pickle.loads(data)
-    except Exception as error:  # what the recipe is made of is not there on this machine
+    except Exception as error:  # modules of the recipe are missing on this machine
         report(connection, error)
         return
     direct(connection, recipe, lambda: RemoteLoop(connection, recipe, link))

@@ -1,4 +1,4 @@
-"""Checks of `LLMCollector`'s arguments, and the version tracker that it gives an env."""
+"""Checks of `LLMCollector`'s arguments, and the version tracker that it adds to an env."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrl.errors import ConfigError, ShapeError, check_at_least
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError and ShapeError for arguments of the collector that cannot be used, or not together."""
+    """Raises ConfigError or ShapeError for arguments of the collector that are invalid or exclude each other."""
     self, env = given["self"], given["env"]
     if (given["policy"] is None) == (given["policy_factory"] is None):
         raise ConfigError("LLMCollector: give exactly one of policy and policy_factory.")
@@ -52,13 +52,13 @@ def _check_can_end(env: EnvBase) -> None:
     limited = any(isinstance(t, StepCounter) and t.max_steps is not None for t in _transforms(env))
     if isinstance(base, ChatEnv) and not limited:
         raise ConfigError(
-            "LLMCollector: finished conversations were asked for, but this env need never finish one: a ChatEnv does "
+            "LLMCollector: finished conversations were requested, but this env may never finish one: a ChatEnv does "
             "not by itself; add StepCounter(max_steps=...) to it, or pass max_dialog_turns."
         )
 
 
 def with_tracker(env: EnvBase, track: bool | PolicyVersion) -> tuple[EnvBase, PolicyVersion | None]:
-    """The env, and the `PolicyVersion` that it has, or is given here."""
+    """The env and its `PolicyVersion`, which is added if ``track`` is set and the env has none."""
     tracker = next((transform for transform in _transforms(env) if isinstance(transform, PolicyVersion)), None)
     if tracker is not None or track is False:
         return env, tracker

@@ -1,4 +1,4 @@
-"""Batches joined into one, with ragged containers in any of their columns, which are handled whole and by type."""
+"""Concatenation of batches whose columns may be ragged containers, which are handled as a whole, by type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (ChatHistory, LogProbs, Masks, Text, Tokens)
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """Batches [B1], [B2], ... as one batch [B1 + B2 + ...].
 
-    An entry of time t that not all batches have was left behind by an earlier turn (a reward, say), and is left out.
+    A root entry that not all batches have is a leftover of an earlier turn, such as a reward, and is omitted.
     Raises  ShapeError if one batch lacks an entry of ``"next"`` that another one has
 
     >>> from llmrl.data.ragged.tensordicts import column
@@ -59,7 +59,7 @@ def _cat(values: list[Any]) -> Any:
     if isinstance(first, _CONTAINERS) and not any(getattr(value, "padded", False) for value in values):
         fields = [field for field in type(first).__expected_keys__ if all(v.rows(field) is not None for v in values)]
         return type(first).from_rows({field: _field(values, field) for field in fields if field != "padded"})
-    # What is left has no batched form here (a padded container, say): row by row.
+    # Other values, such as padded containers, cannot be concatenated as a whole.
     return lazy_stack([row for value in values for row in value.unbind(0)])
 
 

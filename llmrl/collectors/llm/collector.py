@@ -1,6 +1,6 @@
-"""`LLMCollector`: runs a policy in a chat environment and hands out turns or whole conversations.
+"""`LLMCollector`: runs a policy in a chat environment and yields turns or whole conversations.
 
-It decides when a conversation is reset, stepped, finished and handed out, and counts every turn.
+It decides when conversations are reset, stepped, finished and yielded, and counts every turn.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from llmrl.envs.td_ops import stack_steps
 from llmrl.weight_update import publish
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-_TURN_S = 900.0  # for turns under way to end; engines and tools have deadlines of their own
+_TURN_S = 900.0  # for current turns to end; engines and tools have their own deadlines
 
 
 class LLMCollector(HasBackground):
     """Iterates over the turns of ``policy`` in ``env``, or fills a replay buffer in the background (`start`).
 
-    Yields                       (B, T) lazy stacks of turns, T = ``dialog_turns_per_batch`` / B rounded up, or 1
-    ``yield_completed_trajectories``  the turns of finished conversations, [N], conversation after conversation
+    Yields                       default: lazy stacks (B, T), T = ``dialog_turns_per_batch`` / B rounded up, or 1 turn
+    ``yield_completed_trajectories``  the turns of finished conversations, [N], one conversation after another
     ``yield_only_last_steps``    one row per finished conversation: its last turn, whose "full" views, masks and
                                  log-probs cover all turns, and the sum of their rewards; or one row per "new_record"
-    ``replay_buffer``            gets the rows, one per turn, and None is yielded
+    ``replay_buffer``            receives the rows, one per turn; None is yielded
     ``total_dialog_turns``       an exact budget of turns (rounded up to a multiple of B in the default form); -1: none
     ``max_dialog_turns``         truncates a conversation
-    ``postproc(data)``           runs before data are handed out; ``flatten_data``: [B * T] instead of (B, T)
-    ``concurrency``              conversations that run at a time, each in a thread of its own; None: all in lockstep
-    ``async_envs``               another conversation begins as soon as one ends; yields them in the order of their ends
+    ``postproc(data)``           runs before data are yielded; ``flatten_data``: [B * T] instead of (B, T)
+    ``concurrency``              max concurrent conversations, each in its own thread; None: all advance in lockstep
+    ``async_envs``               a new conversation begins as soon as one ends; yields them in order of completion
     ``retries``                  of a failing env.step; then the reward is NaN. None: the exception is raised
-    Raises                       ConfigError for arguments that exclude each other, or an env whose turns need not end
+    Raises                       ConfigError for arguments that exclude each other, or an env that may never be done
 
     ``counters``: turns "produced" = "delivered" + "dropped" (cut off by a budget, an error or the end); "failed"
-    conversations. ("masks", "trained_from") says which tokens of a row a loss trains, each sampled token once.
+    conversations. ("masks", "trained_from") marks the tokens of a row that a loss trains: each sampled token once.
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -111,21 +111,21 @@ class LLMCollector(HasBackground):
             counters=self.counters,
             background=self.background,
         )
-        self._root: TensorDictBase | None = None  # the default form: conversations on their way
-        self._turns_B: Tensor | None = None  # their turns so far
+        self._root: TensorDictBase | None = None  # the default form: unfinished conversations
+        self._turns_B: Tensor | None = None  # number of their turns so far
         self._exhausted = False
         self.weight_updater = EngineUpdater() if weight_updater is None else weight_updater
         self.weight_updater.register_collector(self)
         tracker = self.policy_version_tracker
         counted = tracker.version if tracker is not None and tracker.version_type == "int" else 0
-        # The engine's version as it was last read; without an engine, the number of updates.
+        # The engine's version when last read; without an engine, the number of updates.
         self._version: int = counted if self._engine is None else self._engine.version
         self._set_tracker()
         if callable(register := getattr(self.policy, "register_collector", None)):
             register(self)
 
     def _whole_steps(self, turns: int) -> int:
-        """``turns``, in the default form rounded up: there all conversations take each step."""
+        """``turns``, rounded up in the default form, in which all conversations take every step."""
         num_envs = 1 if self.yield_completed_trajectories else self.env.batch_size[0]
         return math.ceil(turns / num_envs) * num_envs
 
@@ -151,7 +151,7 @@ class LLMCollector(HasBackground):
         return next(iter(self))
 
     def rollout(self) -> TensorDictBase:
-        """One batch as it is collected: before ``postproc``, not into the buffer. Raises StopIteration at the end."""
+        """One batch, without ``postproc`` and not added to the buffer. Raises StopIteration at the end."""
         with self._dropping():
             data = self._collect()
         if data is None:
@@ -171,8 +171,8 @@ class LLMCollector(HasBackground):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Turns that are not handed out because the block raises count as dropped."""
-        # Rows count as delivered when they are made; `postproc` and the buffer may still refuse them.
+        """If the block raises, counts the turns that are not delivered as dropped."""
+        # Rows count as delivered when they are built, but `postproc` or the buffer may still raise.
         before = self.counters["delivered"]
         try:
             yield
@@ -182,14 +182,14 @@ class LLMCollector(HasBackground):
             raise
 
     def _count_dropped(self) -> None:
-        """Counts the turns that were not delivered; called when none is under way."""
+        """Counts all turns that were not delivered as dropped; must be called when no turn is in progress."""
         with self._counting:
             self.counters["dropped"] = self.counters["produced"] - self.counters["delivered"]
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """Ends the collection; closes the environment, and with it what its transforms hold."""
+        """Ends the collection, and closes the environment with its transforms."""
         self.background.stopped.set()
         self._end_stream(timeout)
         self.background.stop(timeout)
@@ -207,7 +207,7 @@ class LLMCollector(HasBackground):
     # -- whole conversations -------------------------------------------------------------------------------------------
 
     def _finished_conversations(self) -> TensorDictBase | None:
-        # Counted as produced, not as delivered: turns of conversations that a budget cuts off have cost as much.
+        # Counts produced, not delivered, turns: those of conversations that the budget cuts off cost as much.
         goal = self.counters["produced"] + self.dialog_turns_per_batch
         batches: list[TensorDictBase] = []
         while not batches or self.counters["produced"] < goal:
@@ -225,10 +225,10 @@ class LLMCollector(HasBackground):
 
     @torch.no_grad()
     def begin(self, count: int) -> Callable[[threading.Event], TensorDictBase]:
-        """Starts ``count`` conversations; the function that is returned runs them in lockstep to their ends.
+        """Starts ``count`` conversations; returns a function that runs them in lockstep to their ends.
 
-        Any thread may call it, also while others run. It is given an event, and raises `ConversationsStopped` after the
-        turn in which that is set. Raises StopIteration at the end of the data
+        Any thread may call that function, even while others run. It takes an event, and raises `ConversationsStopped`
+        after the turn in which the event is set. Raises StopIteration at the end of the data.
         """
         self._read_version()
         if (root := self._start(count)) is None:
@@ -241,12 +241,12 @@ class LLMCollector(HasBackground):
         return run
 
     def _from_stream(self) -> TensorDictBase | None:
-        """Conversations that have ended, of ``dialog_turns_per_batch`` turns; the others go on."""
+        """Finished conversations with ``dialog_turns_per_batch`` turns; the others continue."""
         self._read_version()
         if self._stream is None:
             if self._exhausted:
                 return None
-            # The stream takes its turns in threads of its own, so that pauses need the lock from now on.
+            # The stream takes turns in its own threads, so pauses need the lock from now on.
             self.background.allow_pauses()
             self._stream = ConversationStream(
                 self._stepper,
@@ -280,7 +280,7 @@ class LLMCollector(HasBackground):
         steps: list[TensorDictBase] = []
         num_steps = max(1, min(self.dialog_turns_per_batch, self._left()) // self.env.batch_size[0])
         for _ in range(num_steps):
-            # Not by `claim`: the rows take their turns together, also if a last, smaller batch of the data overdraws.
+            # Without `claim`, which may grant less: the rows take each turn together, even beyond the budget.
             self.counters["produced"] += self._root.batch_size[0]
             td = self._stepper.turn(self._root, self._turns_B + 1)
             self._stepper.complete([td])
@@ -293,7 +293,7 @@ class LLMCollector(HasBackground):
         return self._flat(steps) if self.flatten_data else stack_steps(steps)
 
     def _continue(self, td: TensorDictBase) -> bool:
-        """Moves to the next turn, new conversations in place of finished ones; False if the data have ended."""
+        """Advances to the next turn, with new conversations for finished ones; False at the end of data or budget."""
         done = td.get("next").get("done").view(-1).tolist()
         ended = sum(done)
         self.counters["conversations"] += ended
@@ -305,25 +305,25 @@ class LLMCollector(HasBackground):
         fresh = self._start(ended)
         if fresh is None:
             return False
-        if fresh.batch_size[0] < ended:  # the last of the data: too few to go on with whole batches
+        if fresh.batch_size[0] < ended:  # the end of the data: too few rows for a full batch
             self._exhausted = True
             return False
         if ended == len(done):
             self._root, self._turns_B = fresh, torch.zeros_like(self._turns_B)
             return True
         alive = [row for row, is_done in enumerate(done) if not is_done]
-        # Those that go on and the new ones are joined, and put back in their places: a conversation keeps its row.
+        # Joins continuing and new conversations, then restores the row order: a conversation keeps its row.
         going_on = self.env.step_mdp(td[alive])
         order = [0] * len(done)
         for position, row in enumerate([*alive, *(row for row, is_done in enumerate(done) if is_done)]):
             order[row] = position
-        self.env._blank(going_on, fresh)  # a new conversation has no stream of tokens yet
+        self.env._blank(going_on, fresh)  # gives new conversations empty entries, such as token streams
         self._root = cat_rows([going_on.select(*fresh.keys()), fresh])[order]
         self._turns_B = self._turns_B * torch.tensor([not is_done for is_done in done])
         return True
 
     def _flat(self, steps: list[TensorDictBase]) -> TensorDictBase:
-        """[B * T], the turns of a row after each other."""
+        """[B * T], with the turns of each row in sequence."""
         if len(steps) == 1:
             return steps[0]
         rows = steps[0].batch_size[0]
@@ -332,7 +332,7 @@ class LLMCollector(HasBackground):
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def _start(self, count: int) -> TensorDictBase | None:
-        """A reset of ``count`` conversations; None if the data have ended."""
+        """Resets ``count`` conversations; None at the end of the data."""
         try:
             if count == self.env.batch_size[0]:
                 return self.env.reset()
@@ -342,7 +342,7 @@ class LLMCollector(HasBackground):
             return None
 
     def _left(self) -> int:
-        """Turns that the budget still allows."""
+        """Number of turns that the budget still allows."""
         if self.total_dialog_turns < 0:
             return 1 << 62
         return max(0, self.total_dialog_turns - self.counters["produced"])
@@ -351,31 +351,31 @@ class LLMCollector(HasBackground):
 
     @property
     def policy_version(self) -> int | str:
-        """The version of the weights that sample now: the engine's, or the tracker's if that is a uuid."""
+        """The version of the weights in use: the engine's, or the tracker's if that is a uuid."""
         tracker = self.policy_version_tracker
         if tracker is not None and tracker.version_type == "uuid":
             return tracker.version
         return self._version if self._engine is None else self._engine.version
 
     def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
-        """Hands new weights to the policy's engine, all or nothing, and moves the policy version with them.
+        """Sends new weights to the policy's engine, all or nothing, and updates the policy version.
 
         Reads   a module, a TensorDict or a mapping of named tensors; None: the engine shares the trainer's module, so
-                only the version moves
-        Raises  WeightSyncError if they do not arrive; the version then stays
+                only the version changes
+        Raises  WeightSyncError if they do not arrive; the version is then unchanged
         """
-        # Pausing would wait for answers that the engine interrupts.
+        # No pause if the engine interrupts answers in flight: it would wait for them to end.
         interrupts = getattr(self._engine, "in_flight", "finish") != "finish"
         with nullcontext() if interrupts else self.pause():
             self.weight_updater.push_weights(weights)
 
     def receive_weights(self, weights: Any, *, model_id: str | None = None, version: int) -> None:
-        """`update_policy_weights_` under a version that was given with the weights."""
+        """`update_policy_weights_` under a given version."""
         publish(weights, self.policy.engine, version)
         self.increment_version()
 
     def increment_version(self) -> None:
-        """Called after each update: reads the engine's version, or counts if the policy has no engine."""
+        """Reads the engine's version, or increments it if the policy has no engine; called after each update."""
         self._version = self._version + 1 if self._engine is None else self._engine.version
         tracker = self.policy_version_tracker
         if tracker is None:
@@ -384,7 +384,7 @@ class LLMCollector(HasBackground):
             tracker.increment_version()
         self._set_tracker()
         if self._root is not None and "policy_version" in self._root.keys():
-            tracker._call(self._root)  # conversations under way are sampled with the new weights from here on
+            tracker._call(self._root)  # unfinished conversations are sampled with the new weights from now on
 
     def _read_version(self) -> None:
         if self._engine is not None and self._engine.version != self._version:
@@ -401,7 +401,7 @@ class LLMCollector(HasBackground):
 
     @property
     def first_error(self) -> str | None:
-        """The traceback of the first step that the env failed to take, if ``retries`` let it go on."""
+        """The traceback of the first failed env.step, if ``retries`` is set."""
         return self._stepper.first_error
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -409,8 +409,8 @@ class LLMCollector(HasBackground):
     def state_dict(self) -> dict[str, Any]:
         """The position of the collection: the env's data cursor, the version, the counters.
 
-        Between batches of whole conversations that is everything. In the default form conversations are on their way;
-        they are not part of the state, and new ones take their place.
+        Between batches of whole conversations that is the full state. In the default form there are unfinished
+        conversations, which are not part of the state; new ones replace them.
         """
         with self.pause():
             return {
@@ -421,7 +421,7 @@ class LLMCollector(HasBackground):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, and sets the engine's version; loading the weights is the caller's part."""
+        """Continues from ``state``, and sets the engine's version; the caller must load the weights."""
         self._end_stream()
         self.env.load_state_dict(state["env"])
         self.counters.update(state["counters"])
@@ -430,4 +430,4 @@ class LLMCollector(HasBackground):
         self._version = state["version"]
         if self._engine is not None:
             self._engine.version = self._version
-        self._set_tracker()  # the env's state has what it was when that was saved
+        self._set_tracker()  # the env's state may have restored another version

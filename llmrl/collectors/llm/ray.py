@@ -25,22 +25,22 @@ _KNOWN = inspect.signature(LLMCollector).parameters
 class RayLLMCollector(ActorOwner):
     """`LLMCollector` in Ray actors, on any machine of a cluster.
 
-    Yields  batches of ``dialog_turns_per_batch`` turns: with ``sync_iter`` one of all actors together, and nothing is
-            sampled while the caller trains; else the first that comes, while each actor collects the next one
+    Yields  batches of ``dialog_turns_per_batch`` turns: with ``sync_iter`` one from all actors together, and nothing is
+            sampled while the caller trains; else the first to arrive, while each actor collects its next one
 
-    env               makes the env, in each actor, or is one; or a list of functions, one for each actor: give each its
-                      share of the data (``rank``, ``world_size`` of `DatasetChatEnv`)
-    policy            a policy that can be pickled, or ``policy_factory``, called in each actor: there a vLLM engine is
-                      built on the GPUs that Ray gives the actor
-    num_collectors    actors; ``total_dialog_turns`` is shared out among them
-    ray_init_config   arguments of ``ray.init`` if Ray does not run yet, such as ``{"address": "auto"}``
+    env               an env, or a function that makes it in each actor; or a list of functions, one for each actor:
+                      give each its share of the data (``rank``, ``world_size`` of `DatasetChatEnv`)
+    policy            a picklable policy, or ``policy_factory``, called in each actor, which builds a vLLM engine on the
+                      GPUs that Ray assigns to the actor
+    num_collectors    number of actors, which share ``total_dialog_turns``
+    ray_init_config   arguments of ``ray.init`` if Ray is not running, such as ``{"address": "auto"}``
     remote_config     options of each actor; ``num_cpus`` and ``num_gpus`` are two of them
     replay_buffer     a `RayReplayBuffer`, which the actors write into; iterating then yields None
-    weight_updater    takes the weights of ``update_policy_weights_``, in place of Ray's object store
-    timeout_s         longest that an actor may take no turn
-    options           of `LLMCollector`
+    weight_updater    receives the weights of ``update_policy_weights_``, instead of Ray's object store
+    timeout_s         longest time that an actor may take no turn
+    options           arguments of `LLMCollector`
 
-    Raises  WorkerError if an actor raised, with its traceback, or died; DeadlineError. Both name the actor
+    Raises  WorkerError, with the traceback, if an actor raised, or if it died; DeadlineError. Both name the actor
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class RayLLMCollector(ActorOwner):
         who = type(self).__name__
         for name in options:
             if name not in _KNOWN:
-                raise TypeError(f"{who}: no argument is called {name!r}.{did_you_mean(name, _KNOWN)}")
+                raise TypeError(f"{who}: unknown argument {name!r}.{did_you_mean(name, _KNOWN)}")
         if (policy is None) == (policy_factory is None):
             raise ConfigError(f"{who}: give exactly one of policy and policy_factory.")
         count = common_count(who, env=env, num_collectors=num_collectors)
         if 0 <= total_dialog_turns < count:
-            raise ConfigError(f"{who}: total_dialog_turns must be one for each of {count}: got {total_dialog_turns}.")
+            raise ConfigError(f"{who}: total_dialog_turns must be at least {count}: got {total_dialog_turns}.")
         self.replay_buffer = options.get("replay_buffer")
         self.sync_iter, self.dialog_turns_per_batch = sync_iter, dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
         self._version = 0
         options["dialog_turns_per_batch"] = -(-dialog_turns_per_batch // count) if sync_iter else dialog_turns_per_batch
-        # A budget that does not divide: the first ones take one turn more.
+        # If the budget is not divisible, the first actors take one more turn.
         shares = [
             -1 if total_dialog_turns < 0 else total_dialog_turns // count + (index < total_dialog_turns % count)
             for index in range(count)
@@ -106,7 +106,7 @@ class RayLLMCollector(ActorOwner):
         return next(iter(self))
 
     def _collect(self) -> list[TensorDictBase | None] | None:
-        """The batches of all actors, or the first one; None at the end."""
+        """The batches of all actors, or the first to arrive; None at the end."""
         self._pool.check_open("collect")
         if self._pool.is_started:
             raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
@@ -121,26 +121,26 @@ class RayLLMCollector(ActorOwner):
             if found and (not self.sync_iter or not any(m.due for m in members)):
                 break
         if found and not self.sync_iter:
-            self._pool.grant(member)  # it goes on while the caller trains
+            self._pool.grant(member)  # it collects while the caller trains
         return [found[index] for index in sorted(found)] or None
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
+        """Makes the actors fill the replay buffer, until their budget or data end, or `async_shutdown`."""
         self._pool.start({})
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that sample."""
+        """The version of the weights in use."""
         return self._version
 
     def update_policy_weights_(self, weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | None = None) -> None:
-        """Gives all actors new weights, between two turns of each, and returns when they have them.
+        """Sends new weights to all actors, which apply them between two turns, and waits until all have them.
 
-        Raises  WeightSyncError if an actor refuses them, naming it; the others have them then
+        Raises  WeightSyncError, naming an actor that refuses them; the others then have them
         """
         self._pool.check_open("take weights")
         if self.weight_updater is not None:
@@ -151,7 +151,7 @@ class RayLLMCollector(ActorOwner):
         self._version = self._sender.version
 
     def increment_version(self) -> None:
-        """Called by a weight updater, when the actors have the weights."""
+        """Counts an update; a weight updater calls it when the actors have the weights."""
         self._version += 1
 
     def init_updater(self, *arguments: Any, **options: Any) -> None:
@@ -163,13 +163,13 @@ class RayLLMCollector(ActorOwner):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the actors' collectors; conversations on their way are not part of it."""
+        """The states of the actors' collectors, without unfinished conversations."""
         states = self._pool.ask("state_dict")
         own = {"turns": self._pool.delivered, "version": self._version}
         return {**{f"worker{index}": state for index, state in enumerate(states)}, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``; loading the weights is the caller's part."""
+        """Continues from ``state``; the caller must load the weights."""
         for member in self._pool.workers:
             if (name := f"worker{member.index}") not in state:
                 raise ConfigError(f"{type(self).__name__}: the state must have an entry per collector: lacks {name}.")
@@ -179,6 +179,6 @@ class RayLLMCollector(ActorOwner):
 
 
 def _make(env: Any, policy: Any, factory: Any, options: Mapping[str, Any]) -> LLMCollector:
-    """In an actor: its collector."""
+    """Builds an actor's collector, in the actor."""
     env = env if isinstance(env, EnvBase) else env()
     return LLMCollector(env, policy=policy, policy_factory=factory, **options)

@@ -1,7 +1,7 @@
-"""A batch of conversations run to their ends: all in lockstep, or each in a thread of its own.
+"""Runs a batch of conversations to their ends: all in lockstep, or each in its own thread.
 
-Both take the same turns (`Stepper`): the policy samples, the env steps, a limit may truncate, a failing env is tried
-again and then given up on.
+Both take the same turns (`Stepper`): the policy samples, the env steps, a limit may truncate, and a failing env.step is
+retried before its conversation is given up.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _FAILED = "_failed_rollout"
 
 
 class ConversationsStopped(Exception):
-    """Raised in conversations that are stopped from outside: they have no result."""
+    """Raised in conversations that another thread has stopped: they have no result."""
 
 
 @dataclass
 class TurnLog:
-    """Turns of a batch of conversations, in the order in which they were taken.
+    """Turns of a batch of conversations, in the order in which they were taken. A slot is a conversation's number.
 
-    turns         (slots, td): which conversations, and their turn, td [len(slots)] with "next"
-    last_turn_of  slot -> (turn, row) of its last turn; a conversation that was cut off has none
+    turns         (slots, td): the conversations, and their turn, td [len(slots)] with "next"
+    last_turn_of  slot -> (turn, row) of its last turn; missing for a conversation that was cut off
     """
 
     turns: list[tuple[list[int], TensorDictBase]] = field(default_factory=list)
     last_turn_of: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, slots: list[int], td: TensorDictBase) -> list[bool]:
-        """Adds a turn; returns for each of its conversations whether it is done."""
+        """Adds a turn; returns the done flag of each of its conversations."""
         done = td.get("next").get("done").view(-1).tolist()
         self.last_turn_of.update((slot, (len(self.turns), row)) for row, slot in enumerate(slots) if done[row])
         self.turns.append((slots, td))
@@ -57,7 +57,7 @@ class TurnLog:
         return sum(len(slots) for slots, _ in self.turns)
 
     def turns_of(self) -> dict[int, list[tuple[int, int]]]:
-        """The (turn, row)s of every finished conversation, conversations in the order in which they were started."""
+        """The (turn, row) pairs of every finished conversation, in order of slots."""
         found: dict[int, list[tuple[int, int]]] = {slot: [] for slot in sorted(self.last_turn_of)}
         for turn, (slots, _) in enumerate(self.turns):
             for row, slot in enumerate(slots):
@@ -66,10 +66,10 @@ class TurnLog:
         return found
 
     def rows(self, *, last_only: bool) -> TensorDictBase | None:
-        """The turns of finished conversations, conversation after conversation; None if none has finished.
+        """The turns of finished conversations, one conversation after another; None if none has finished.
 
-        last_only  of each training record its last turn alone; the row where the conversation ended has the sum of its
-                   rewards, those before it 0
+        last_only  only the last turn of each training record; a conversation's last row has the sum of its rewards,
+                   earlier rows have 0
         """
         begins = [None if (column := td.get("new_record", None)) is None else column.tolist() for _, td in self.turns]
         wanted = [
@@ -79,7 +79,7 @@ class TurnLog:
         ]
         if not wanted:
             return None
-        # Rows are cut out turn by turn, once for each turn, and brought into the order of conversations at the end.
+        # Rows are indexed once per turn, which is fast, and sorted by conversation at the end.
         rows_of: dict[int, list[int]] = {}
         for turn, row in sorted(wanted):
             rows_of.setdefault(turn, []).append(row)
@@ -99,10 +99,10 @@ class TurnLog:
         return data if order == list(range(len(order))) else data[order]
 
     def _returns(self) -> Tensor | None:
-        """The sums of the rewards of each conversation, by its slot; None if no conversation has several turns."""
+        """Each conversation's sum of rewards, by slot; None if every conversation has one turn."""
         taken = [slot for slots, _ in self.turns for slot in slots]
         if len(set(taken)) == len(taken):
-            return None  # the rewards stay as they are, which may be ragged
+            return None  # rewards stay unchanged, and may be ragged
         total: Tensor | None = None
         for slots, td in self.turns:
             if (reward := td.get("next").get("reward", None)) is None:
@@ -121,14 +121,14 @@ class TurnLog:
 
 
 def _ends_of_records(turns: list[tuple[int, int]], begins: list[list[bool] | None]) -> list[tuple[int, int]]:
-    """Of the (turn, row)s of one conversation the last one, and each one that is followed by a new record."""
+    """Those (turn, row) pairs of one conversation that are last, or are followed by a new record."""
     new = [begins[turn] is not None and begins[turn][row] for turn, row in turns[1:]]
     return [where for where, last in zip(turns, [*new, True], strict=True) if last]
 
 
 def _end_of_record(next_td: TensorDictBase, returns: Tensor | None) -> TensorDictBase:
-    """``next`` without the entries of the row itself; the reward is the return where the conversation ended, else 0."""
-    # The row itself has them up to its last turn; those of the next one belong to the record that follows.
+    """``next`` without conversation entries; the reward is the return if the conversation ended, else 0."""
+    # The root has these entries up to the record's last turn; those in ``next`` belong to the following record.
     next_td = next_td.exclude("history", "text", "tokens", "masks", "log_probs")
     if returns is not None:
         done = next_td.get("done").view(-1, *[1] * (returns.ndim - 1))
@@ -139,12 +139,12 @@ def _end_of_record(next_td: TensorDictBase, returns: Tensor | None) -> TensorDic
 class Stepper:
     """Takes turns in ``env`` with ``policy``, within a budget of turns.
 
-    max_turns  a conversation with as many is truncated; None: no limit
-    budget     of turns over all conversations; -1: none
-    retries    None: an exception of the env is raised. Else the rows that it fails for are tried again, one by one, so
-               many times, and then end with a reward of NaN. Exceptions of the policy are always raised
+    max_turns  truncates conversations after this many turns; None: no limit
+    budget     of turns over all conversations; -1: no limit
+    retries    None: exceptions of the env are raised. Else failing rows are retried this many times, one by one, and
+               then end with a reward of NaN. Exceptions of the policy are always raised
     counters   "produced" and "failed" are counted here
-    background a turn is one of its steps; none begins once it is stopped
+    background a turn is one of its steps; no turn begins once it is stopped
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class Stepper:
         self.max_turns, self.budget, self.retries = max_turns, budget, retries
         self.counters = counters
         self.first_error: str | None = None
-        self._answer: TensorDictBase | None = None  # an answer of the env: what else a failed one has to have
+        self._answer: TensorDictBase | None = None  # "next" of a successful step: failed rows get the same entries
         self._lock = threading.Lock()
 
     def claim(self, wanted: int) -> int:
-        """The number of ``wanted`` turns that the budget still allows; they count as produced from here on."""
+        """The number of ``wanted`` turns that the budget still allows; they count as produced from now on."""
         with self._lock:
-            # Claimed before the turn is taken: threads that asked at the same time would overdraw the budget.
+            # Claimed before the turn is taken, or concurrent threads would exceed the budget.
             granted = wanted if self.budget < 0 else max(0, min(wanted, self.budget - self.counters["produced"]))
             self.counters["produced"] += granted
             return granted
@@ -176,14 +176,14 @@ class Stepper:
     def turn(
         self, root: TensorDictBase, number: int | Tensor, stopped: threading.Event | None = None
     ) -> TensorDictBase:
-        """Turn ``number`` (from 1; int64[B] if the conversations are not in the same one), truncated at the limit."""
+        """Takes turn ``number`` (from 1; int64[B] if it differs between conversations), truncated at the limit."""
         with self.background.step():
             td = self._turn(root, (self.background.stopped, stopped or self.background.stopped))
         if self.max_turns is not None:
             next_td = td.get("next")
             done = next_td.get("done")
             cut = torch.as_tensor(number >= self.max_turns, device=done.device).view(-1, 1)
-            next_td.set("truncated", next_td.get("truncated") | (cut & ~done))  # not if it has ended by itself
+            next_td.set("truncated", next_td.get("truncated") | (cut & ~done))  # not if it is done anyway
             next_td.set("done", done | cut)
         return td
 
@@ -191,21 +191,21 @@ class Stepper:
         if stops[0].is_set():
             raise ConversationsStopped
         td = self.policy(root)
-        # Again after the policy: an engine that was interrupted has returned an answer that is not whole.
+        # Checked again: an engine that was interrupted has returned an incomplete answer.
         if any(stop.is_set() for stop in stops):
             raise ConversationsStopped
         mark_turn(td)
         try:
             td = self.env.step(td)
-        except (ConfigError, MissingKeyError, ShapeError):  # a mistake in the setup: it would fail for all rows
+        except (ConfigError, MissingKeyError, ShapeError):  # a setup error, which would occur for all rows
             raise
         except Exception:  # the boundary to the user's env, tools and rewards
             if self.retries is None:
                 raise
             self._keep(traceback.format_exc())
             count = td.batch_size[0]
-            attempts = self.retries + (count > 1)  # alone, a row has not been tried yet
-            # One by one, since the exception does not tell which rows it was raised for.
+            attempts = self.retries + (count > 1)  # one more if the first attempt was for several rows
+            # One by one, since the exception does not tell which rows failed.
             rows = [self._try_again(td[[row]], attempts) for row in range(count)]
             if self._answer is not None:
                 self.complete(rows)
@@ -214,9 +214,9 @@ class Stepper:
         return td
 
     def complete(self, tds: Sequence[TensorDictBase]) -> None:
-        """Fills in, for rows where env.step failed, the entries of ``"next"`` that its answers have.
+        """Gives rows whose env.step failed all entries of ``"next"`` that successful steps have.
 
-        Raises  RolloutError if it has never taken a step: the setup is at fault, not a row
+        Raises  RolloutError if no env.step has succeeded: the setup is wrong, not a row
         """
         failed = [td for td in tds if td.get(_FAILED, None) is not None]
         if failed and self._answer is None and len(failed) == len(tds):
@@ -244,6 +244,7 @@ class Stepper:
         with self._lock:
             self.counters["failed"] += 1
         yes = torch.ones(1, 1, dtype=torch.bool, device=td.device)
+        # Truncated and not terminated: the conversation reached no end. Its reward is unknown: NaN.
         ended = {"done": yes, "terminated": ~yes, "truncated": yes.clone()}
         entries = {**next_prompt(td), **ended, "reward": torch.full((1, 1, 1), torch.nan, device=td.device)}
         td.set("next", new_tensordict(entries, td.batch_size, td.device))
@@ -256,7 +257,7 @@ class Stepper:
 
 
 def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.Event | None = None) -> TurnLog:
-    """All conversations take their turns together; the ones that are done leave the batch.
+    """Runs conversations that take their turns together; finished ones leave the batch.
 
     Raises  ConversationsStopped after the turn in which ``stopped`` is set
     """
@@ -267,7 +268,7 @@ def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.
         if granted < len(slots):
             if not granted:
                 break
-            # The budget cuts off the conversations that were started last.
+            # The budget cuts off the last conversations.
             slots, root = slots[:granted], root[:granted]
         td = stepper.turn(root, len(log.turns) + 1, stopped)
         done = log.add(slots, td)
@@ -281,10 +282,10 @@ def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.
 
 
 def rollout_concurrent(stepper: Stepper, root: TensorDictBase, *, concurrency: int) -> TurnLog:
-    """Each conversation takes its turns in a thread of its own, at most ``concurrency`` at a time.
+    """Runs each conversation in its own thread, at most ``concurrency`` at a time.
 
-    A long answer or a slow tool delays its own conversation only. The turns are handed out conversation after
-    conversation, as if they had been taken in that order.
+    A long answer or a slow tool delays only its own conversation. The log lists the turns one conversation after
+    another.
     """
     stopped = threading.Event()
     same_modes = _modes_of_this_thread()
@@ -297,9 +298,9 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, *, concurrency: i
     with ThreadPoolExecutor(min(concurrency, count), thread_name_prefix="conversation") as pool:
         futures: list[Future[list[TensorDictBase]]] = [pool.submit(run, slot) for slot in range(count)]
         try:
-            # Not `result()` in turn, which would notice an error of the last one only when all before it have ended.
+            # Not `result()` one by one, which would report an error only after all earlier conversations have ended.
             wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # an exception, also Ctrl-C: the others end with the turn that they are in
+        finally:  # after an exception or Ctrl-C the other conversations end after their current turn
             stopped.set()
             for future in futures:
                 future.cancel()
@@ -315,7 +316,7 @@ def rollout_concurrent(stepper: Stepper, root: TensorDictBase, *, concurrency: i
 
 
 def _converse(stepper: Stepper, root: TensorDictBase, stopped: threading.Event) -> tuple[list[TensorDictBase], bool]:
-    """The turns of one conversation [1], and True where it has ended rather than been cut off."""
+    """The turns of one conversation [1], and True if it ended, False if it was cut off."""
     turns: list[TensorDictBase] = []
     while not stopped.is_set() and stepper.claim(1):
         td = stepper.turn(root, len(turns) + 1)
@@ -327,11 +328,11 @@ def _converse(stepper: Stepper, root: TensorDictBase, stopped: threading.Event) 
 
 
 class ConversationStream:
-    """Conversations that run all the time, each in a thread of its own: where one ends another begins.
+    """Conversations that run continuously, each in its own thread: when one ends, another begins.
 
-    begin   draws one conversation [1]; None if the data have ended
-    width   of them at a time
-    room    no other begins while finished ones of so many turns wait to be taken
+    begin   starts one conversation [1]; None at the end of the data
+    width   number of concurrent conversations
+    room    no new one begins while finished ones with at least this many turns wait to be taken
     """
 
     def __init__(self, stepper: Stepper, begin: Callable[[], TensorDictBase | None], *, width: int, room: int):
@@ -339,16 +340,16 @@ class ConversationStream:
         self._same_modes = _modes_of_this_thread()
         self._changed = threading.Condition()
         self._finished: list[list[TensorDictBase]] = []
-        self._waiting = 0  # turns in them
-        self._running = width  # threads
+        self._waiting = 0  # number of their turns
+        self._running = width  # number of running threads
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         for number in range(width):
             threading.Thread(target=self._run, name=f"conversation-{number}", daemon=True).start()
 
     def take(self, num_turns: int) -> TurnLog | None:
-        """Finished conversations of at least so many turns, in the order of their ends; fewer, or None, at the end of
-        the data or the budget. Raises what a conversation raised.
+        """Finished conversations with at least ``num_turns`` turns, in order of completion; fewer, or None, at the end
+        of the data or the budget. Raises the first error of a conversation.
         """
         log, slot = TurnLog(), 0
         with self._changed:
@@ -363,19 +364,19 @@ class ConversationStream:
                 for td in turns:
                     log.add([slot], td)
                 slot += 1
-                self._changed.notify_all()
+                self._changed.notify_all()  # there may be room for another conversation
         if not slot:
             return None
         self._stepper.complete([td for _, td in log.turns])
         return log
 
     def stop(self, timeout: float) -> None:
-        """Ends each conversation after the turn under way, and returns when all have ended."""
+        """Ends each conversation after its current turn, and waits until all have ended."""
         self._end(None)
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout):
                 raise DeadlineError(
-                    f"LLMCollector: the turns under way must end within {timeout:g} s: {self._running} did not."
+                    f"LLMCollector: current turns must end within {timeout:g} s: {self._running} did not."
                 )
 
     def _run(self) -> None:
@@ -390,7 +391,7 @@ class ConversationStream:
                             self._changed.notify_all()
         except ConversationsStopped:
             pass
-        except BaseException as error:  # raised when conversations are taken
+        except BaseException as error:  # `take` raises it
             self._end(error)
         finally:
             with self._changed:
@@ -400,7 +401,7 @@ class ConversationStream:
     def _next(self) -> TensorDictBase | None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped.is_set() or self._waiting < self._room)
-            # Under the lock: the env draws data in one thread at a time.
+            # Under the lock, because the env may draw data in one thread at a time only.
             return None if self._stopped.is_set() else self._begin()
 
     def _end(self, error: BaseException | None) -> None:
@@ -415,7 +416,7 @@ def _missing_row(value: Any, td: TensorDictBase) -> Any:
     if isinstance(value, LogProbs):
         [ids] = td.get(("tokens", "full"), as_list=True)
         return LogProbs.from_rows({"full": [torch.full((len(ids),), torch.nan)]})
-    if isinstance(value, TensorDict):  # as a tool transform's counts
+    if isinstance(value, TensorDict):  # such as a tool transform's counts
         entries = {name: torch.zeros_like(inner[:1]) for name, inner in value.items()}
         return TensorDict(entries, batch_size=[1], device=value.device)
     if isinstance(value, Tensor):
@@ -424,7 +425,7 @@ def _missing_row(value: Any, td: TensorDictBase) -> Any:
 
 
 def _modes_of_this_thread() -> Callable[[], object]:
-    """Gradients are off and autocast is as it is here: both are settings of a thread, and threads begin without."""
+    """A context for other threads: no gradients, and this thread's autocast settings, which threads do not inherit."""
     settings = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         for kind in ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))

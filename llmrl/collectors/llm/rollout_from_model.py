@@ -1,4 +1,4 @@
-"""`RolloutFromModel`: answers to the prompts of a dataset, step by step, with a reward model's score and a KL penalty.
+"""`RolloutFromModel`: answers to a dataset's prompts as episodes of tokens, with a reward model's score and KL penalty.
 
 Shapes: B prompts, R = max_new_tokens steps, T = the width of the batch + R.
 """
@@ -33,18 +33,18 @@ class RolloutFromModel:
 
     Calls    ``model``, ``ref_model``  causal language models of the Transformers library, evaluated without
              gradients
-             ``reward_model``  a sequence-classification model of one label; or a TensorDictModule that writes
-             "end_scores"; or a module called with input_ids and attention_mask that returns rewards after each token,
-             [B, T], or (rewards, end scores)
+             ``reward_model``  a sequence-classification model with one label; or a TensorDictModule that writes
+             "end_scores"; or a module called with input_ids and attention_mask that returns the reward after each
+             token, [B, T], or (rewards, end scores)
     Raises   ConfigError without an end-of-sequence id, ShapeError for a batch without prompts
 
     score_clip    the difference of the scores is clipped to [-score_clip, score_clip]
-    kl_scheduler  moves the weight in `step_scheduler`, by the KL of at most the last ``num_steps`` batches; its weight
-                  takes the place of ``kl_coef``
-    eos_token_id, pad_token_id  those of the model's configuration by default; padding may equal the end of sequence
+    kl_scheduler  its coefficient replaces ``kl_coef``; `step_scheduler` updates it by the KL of at most the last
+                  ``num_steps`` batches
+    eos_token_id, pad_token_id  by default those of the model's configuration; both may be equal
 
-    An answer is scored with the ending of its label: whatever the label has from its last end of sequence on closes an
-    answer that ended, and one that was cut off stays open. So both are scored at the same place.
+    An answer that ended is scored with the ending of its label (all ids from the label's last end of sequence on), so
+    that answer and label are scored at the same position. An answer that was cut off gets no ending.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RolloutFromModel:
         settings = getattr(model, "generation_config", None) or model.config
         eos = settings.eos_token_id if eos_token_id is None else eos_token_id
         if eos is None:
-            raise ConfigError("RolloutFromModel: pass eos_token_id: the model's configuration names none.")
+            raise ConfigError("RolloutFromModel: pass eos_token_id: the model's configuration has none.")
         self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
         pad = settings.pad_token_id if pad_token_id is None else pad_token_id
         self.pad_token_id = self.eos_token_ids[0] if pad is None else pad
@@ -92,17 +92,17 @@ class RolloutFromModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Samples answers.
 
-        generation_config  at temperature 1 by default, and ``max_new_tokens`` tokens at most
+        generation_config  default: temperature 1, and at most ``max_new_tokens`` tokens
 
-        Returns  generated  int64[B, T]       the prompt and its answer, the end of sequence included, then padding
-                 log_probs  float32[B, R, 1]  of the answer's tokens, in the distribution that was sampled from
-                 log_ratio  float32[B, R]     log-probs of model less those of the reference; both 0 after the end
+        Returns  generated  int64[B, T]       the prompt and its answer, with the end of sequence, then padding
+                 log_probs  float32[B, R, 1]  of the answer's tokens, under the distribution that was sampled from
+                 log_ratio  float32[B, R]     the model's log-probs minus the reference's; both are 0 after the end
         """
         params = generation_config or SamplingParams(max_new_tokens=self.max_new_tokens)
         stops = params.ignore_eos or params.stop_token_ids or params.stop_strings
         if params.max_new_tokens != self.max_new_tokens or stops:
             raise ConfigError(
-                "RolloutFromModel.generate: answers must end at an end of sequence or after max_new_tokens="
+                "RolloutFromModel.generate: answers must end with an end of sequence or after max_new_tokens="
                 f"{self.max_new_tokens}: got max_new_tokens={params.max_new_tokens}, ignore_eos={params.ignore_eos}, "
                 f"stop_token_ids={params.stop_token_ids}, stop_strings={params.stop_strings}."
             )
@@ -119,10 +119,10 @@ class RolloutFromModel:
         ends_B = starts_B + torch.tensor([len(answer) for answer in drawn.ids], device=starts_B.device)
         attention_BT = _before(ends_B, generated_BT)
         answer_BT = attention_BT & ~_before(starts_B, generated_BT)
-        # The ratio is from scoring passes alone: the sampler's own log-probs may differ by rounding.
+        # Both terms are from scoring passes, since the sampler's log-probs may differ by rounding.
         ratio_BT = 0.0
         for model, sign in ((self.model, 1.0), (self.ref_model, -1.0)):
-            with evaluating(model):  # scored in the same mode, so that equal models have a ratio of exactly 1
+            with evaluating(model):  # the same mode for both, so that equal models have a ratio of exactly 1
                 scores = token_logprobs(
                     model, generated_BT, attention_BT, answer_BT, temperature=params.scoring_temperature
                 )
@@ -133,10 +133,10 @@ class RolloutFromModel:
     def create_rollout_td(
         self, batch: PromptData, generated: Tensor, log_probs: Tensor, log_ratio: Tensor, kl_coef: float | None = None
     ) -> TensorDict:
-        """The episodes [B, R] of these answers, with what `generate` returns.
+        """The episodes [B, R] of the answers, given the tensors that `generate` returned.
 
         Returns  "action" int64[B, R], "sample_log_prob" float32[B, R, 1], "mask" bool[B, R], False after the end;
-                 "input_ids", "attention_mask" int64[B, R, T], the tokens before the step, in "next" with its action;
+                 "input_ids", "attention_mask" int64[B, R, T], the tokens before the step; in "next" also its action;
                  ("next", ...) "done", "terminated" (at an end of sequence), "truncated" (at max_new_tokens) bool[B, R,
                  1], True at the last step only; "reward", "reward_raw", "reward_kl" float32[B, R, 1]
         """
@@ -155,7 +155,7 @@ class RolloutFromModel:
         raw_BR = torch.where(last_BR, clipped_B1, 0.0)
         kl_BR = torch.where(mask_BR, log_ratio, 0.0)
         self._kl.append(kl_BR.sum(-1).cpu())
-        # Seen before and after each step; what is after the end of an answer stays as it ended.
+        # Tokens seen before and after each step; steps after the end of an answer see the whole answer.
         now_BRT, then_BRT = (_before((places_BR + step).minimum(ends_B[:, None]), generated) for step in (0, 1))
         observed = [
             {
@@ -185,7 +185,7 @@ class RolloutFromModel:
         )
 
     def step_scheduler(self) -> None:
-        """Moves ``kl_coef`` by the KL of the answers since the last call: one number for each answer."""
+        """Updates ``kl_coef`` by the KL of each answer since the last call."""
         if self.kl_scheduler is None or not self._kl:
             return
         self.kl_scheduler.update(-self.kl_scheduler.coef * torch.cat(list(self._kl)))
@@ -194,7 +194,7 @@ class RolloutFromModel:
 
     @staticmethod
     def logits_to_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-        """float32[...]: the log-probs of ``labels`` int64[...] under ``logits`` [..., V], each for its own position.
+        """float32[...]: the log-probs of ``labels`` int64[...] under ``logits`` [..., V] of the same positions.
 
         >>> logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]])
         >>> RolloutFromModel.logits_to_logprobs(logits, torch.tensor([0, 1])).exp()
@@ -207,7 +207,7 @@ class RolloutFromModel:
         return batch.input_ids.shape[1] + self.max_new_tokens
 
     def _places(self, starts_B: Tensor) -> Tensor:
-        """int64[B, R]: where the tokens of the answers are."""
+        """int64[B, R]: the positions of the answers' tokens."""
         return starts_B.unsqueeze(-1) + torch.arange(self.max_new_tokens, device=starts_B.device)
 
     def _answer_scores(self, batch: PromptData, generated: Tensor, ends_B: Tensor, ended_B: Tensor) -> Tensor:
@@ -220,14 +220,14 @@ class RolloutFromModel:
         return self._end_scores(ids_BT, _before(lengths_B, ids_BT).to(torch.int64))
 
     def _label_endings(self, batch: PromptData) -> list[Tensor]:
-        """The ids of each label from its last end of sequence on; none if it has none."""
+        """The ids of each label from its last end of sequence on; empty if it has none."""
         eos = torch.tensor(self.eos_token_ids, device=batch.input_ids.device)
         endings = []
         for ids, mask, last in zip(
             batch.input_ids, batch.attention_mask.bool(), batch.prompt_rindex.tolist(), strict=True
         ):
             label = ids[last + 1 :][mask[last + 1 :]]
-            # The last one: a label may hold several turns, each with its own end.
+            # The last end of sequence: a label may hold several turns, each with its own.
             places = torch.isin(label, eos).nonzero().flatten().tolist()
             endings.append(label[places[-1] :] if places else label[:0])
         return endings

@@ -101,7 +101,7 @@ def test_one_that_ends_its_process_costs_the_rows_that_were_left_and_is_named(re
     values = score(transform, ["ok", "hang", "ok"])
     assert [math.isnan(value) for value in values] == [False, True, True]
     assert transform.counters["errors"] == 2
-    assert transform.first_error.startswith("RewardFunction 'crashes': its process must go on until it is closed")
+    assert transform.first_error.startswith("RewardFunction 'crashes': its process must run until it is closed")
     assert transform.first_error.endswith("it ended by SIGSEGV. Row 2 of 3 was the first without a value.")
     assert score(transform, ["four"]) == [4]
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_sent_is_named(reward):
 def test_a_process_that_does_not_start_is_an_error(reward, tmp_path):
     transform = reward("where")
     (tmp_path / "graders.py").write_text("raise SystemExit(5)")
-    with pytest.raises(WorkerError, match=r"RewardFunction 'where': its process must go on .* exit code 5"):
+    with pytest.raises(WorkerError, match=r"RewardFunction 'where': its process must run .* exit code 5"):
         score(transform, ["a"])
 
 

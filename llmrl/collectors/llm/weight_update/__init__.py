@@ -1,4 +1,4 @@
-"""Weights from a trainer into vLLM, under the documented names: the updater of a collector, and the scheme."""
+"""Weights from a trainer to vLLM, under the documented names: the updater of a collector, and the scheme."""
 
 from llmrl.collectors.llm.weight_update.vllm import (
     VLLMWeightReceiver,

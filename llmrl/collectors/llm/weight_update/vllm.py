@@ -1,4 +1,4 @@
-"""The documented names over `llmrl.weight_update.publish` for vLLM: a collector's updater, and the scheme."""
+"""The documented names for weight updates of vLLM by `llmrl.weight_update.publish`: the updater and the scheme."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class vLLMUpdater(EngineUpdater):
-    """Pushes weights to the vLLM engine of a collector's policy, or to the one given. A module is sent in groups, so
-    that a sharded one is gathered piece by piece; adapters are merged in copies.
+    """Pushes weights to the vLLM engine of a collector's policy, or to a given engine. A module is sent in groups, so
+    that a sharded one is gathered group by group; adapters are merged in copies.
 
-    master_address, master_port  of the trainer's GPU, for a broadcast by NCCL; without an address weights go as the
-                                 engine is set to take them, through shared memory by default
+    master_address, master_port  of the trainer's process, for a broadcast by NCCL; without an address weights go
+                                 through the engine's own ``weight_backend``, by default shared memory
     model_metadata               {name: (dtype, shape)} that a push must contain
-    vllm_tp_size                 workers of the engine, for the broadcast
-    engine                       anything with ``update_weights(weights, *, version)``; None: the collector's
+    vllm_tp_size                 number of the engine's workers, for the broadcast
+    engine                       an object with ``update_weights(weights, *, version)``; None: the collector's
 
     Raises  TypeError   "must implement RLvLLMEngine interface" for another object
             ConfigError for a vllm_tp_size below 1
@@ -55,7 +55,7 @@ class vLLMUpdater(EngineUpdater):
         self.init(model_metadata, engine=engine)
 
     def init(self, model_metadata: Metadata | None = None, *, engine: Any = None) -> None:
-        """Sets what a push must contain, and the engine that it goes to. None: as it was."""
+        """Sets the metadata that a push must match, and the target engine. None leaves the value unchanged."""
         if model_metadata is not None:
             self._metadata = dict(model_metadata)
         if engine is not None:
@@ -64,11 +64,11 @@ class vLLMUpdater(EngineUpdater):
                 engine.weight_backend = self._broadcast
 
     def maybe_init_group(self) -> None:
-        """Does nothing: connections are opened by the first push."""
+        """Does nothing: the first push opens the connections."""
 
     @staticmethod
     def get_model_metadata(model: nn.Module) -> Metadata:
-        """{name: (dtype, shape)} of what is pushed of a model, tied weights under their first name."""
+        """{name: (dtype, shape)} of the weights that are pushed, tied weights under their first name."""
         return as_weights(model).metadata
 
     def register_collector(self, collector: Any) -> None:
@@ -88,13 +88,13 @@ class vLLMUpdater(EngineUpdater):
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
-    """Settings of the transfer from a trainer to vLLM engines; makes the sender, and a receiver for each engine.
+    """Settings of the transfer from a trainer to vLLM engines; creates the sender, and a receiver for each engine.
 
-    master_address, master_port  of the trainer's GPU, for a broadcast by NCCL, to one engine; without an address as
-                                 each engine is set to take them, through shared memory by default
-    gpus_per_replica             workers of one engine
-    num_replicas                 engines that must have registered before weights are sent
-    strategy                     "state_dict" or "tensordict": accepted for both forms of weights
+    master_address, master_port  of the trainer's process, for a broadcast by NCCL to one engine; without an address
+                                 weights go through each engine's own ``weight_backend``, by default shared memory
+    gpus_per_replica             number of workers of one engine
+    num_replicas                 number of engines that must have registered before weights are sent
+    strategy                     "state_dict" or "tensordict": both accept both forms of weights
     device                       the trainer's GPU, for the broadcast
 
     >>> from llmrl.testing import FakeEngine, tiny_tokenizer
@@ -124,7 +124,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         if self.weight_backend is not None and num_replicas > 1:
             raise ConfigError(
                 f"VLLMWeightSyncScheme: a broadcast from {master_address} reaches the workers of one engine: got "
-                f"num_replicas={num_replicas}; give each engine a weight_backend of its own."
+                f"num_replicas={num_replicas}; give each engine its own weight_backend."
             )
         self.num_replicas, self.device = num_replicas, device
 
@@ -135,14 +135,14 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return EngineTransport(pipe_or_context)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:  # type: ignore[override]
-        """The receiver in front of ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
+        """The receiver for ``vllm_engine``. Raises TypeError for an object without an engine's methods."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
 class VLLMWeightReceiver:
-    """Publishes what it is sent to one engine."""
+    """Publishes the weights that it receives to one engine."""
 
-    takes_groups = True  # `publish` puts them together for an engine that does not
+    takes_groups = True  # `publish` joins them for an engine that does not take groups
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any):
         self.engine = check_engine(vllm_engine, "VLLMWeightReceiver")
@@ -154,14 +154,14 @@ class VLLMWeightReceiver:
         return self.engine.version
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """Does nothing: connections are opened by the first update, which describes what it sends."""
+        """Does nothing: the first update opens the connections and describes its weights."""
 
     def update_weights(self, weights: Mapping[str, Tensor] | WeightGroups | None, *, version: int) -> None:
         publish(weights, self.engine, version)
 
 
 class EngineTransport(DirectTransport):
-    """A receiver, or an engine, that this process can call."""
+    """The connection to a receiver or an engine in this process."""
 
     def __init__(self, receiver: Any) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ class EngineTransport(DirectTransport):
 
 
 class VLLMWeightSender(WeightSender):
-    """Sends the weights of one model to every receiver that registered, all under one version, the next of any engine.
-    A module goes in groups, nothing is packed.
+    """Sends the weights of one model to every registered receiver, under one version above those of all engines. A
+    module is sent in groups, without packing.
     """
 
     _metadata: Metadata | None = None
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any = None) -> None:
-        """Sets what an update must contain; an engine, if given, is registered as worker 0."""
+        """Sets the metadata that an update must match; an engine, if given, is registered as worker 0."""
         self._metadata = dict(model_metadata)
         if vllm_engine is not None:
             self.register_worker(0, self.scheme.create_receiver(vllm_engine))
@@ -189,8 +189,8 @@ class VLLMWeightSender(WeightSender):
         """Sends ``weights``, or those of the registered model; returns when every engine has them.
 
         Reads   a module (sharded, or with adapters that are merged in copies), a TensorDict, named tensors, or groups
-        Raises  WeightSyncError  without weights, with fewer receivers than ``num_replicas``, or if they lack
-                something of the metadata: no engine was updated; and if one refuses
+        Raises  WeightSyncError  without weights, with fewer receivers than ``num_replicas``, or if weights of the
+                metadata are missing: no engine was updated; also if an engine refuses them
         """
         source = self._model if weights is None else weights
         if source is None:
@@ -201,7 +201,7 @@ class VLLMWeightSender(WeightSender):
                 f"{len(self._transports)}; no engine was updated."
             )
         engines = {worker: transport.registered_with for worker, transport in self._transports.items()}
-        # The next version of any: an engine that joined late, or ran ahead, must not refuse it as too small.
+        # One above the highest version, so that no engine refuses it as too small.
         version = 1 + max((engine.version for engine in engines.values()), default=0)
         broadcasts = self.scheme.weight_backend is not None and torch.cuda.is_available()
         with torch.cuda.device(self.scheme.device) if broadcasts else nullcontext():
