@@ -281,9 +281,9 @@ class WorkerPool(FailingPool):
         threading.Thread(target=self._watch, name="llmrl-collector-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        wait([worker.process.sentinel for worker in self.workers])
+        ended_sentinels = wait([worker.process.sentinel for worker in self.workers])
         if not self._is_closing:
-            ended = next(worker for worker in self.workers if not worker.process.is_alive())
+            ended = next(worker for worker in self.workers if worker.process.sentinel in ended_sentinels)
             warnings.warn(f"{self.name(ended)} has ended; the next call of the collector reports why.", stacklevel=1)
 
 

@@ -48,7 +48,7 @@ class TokenRecord:
     control: Sequence[bool]  # a special token of the tokenizer
     trained: Sequence[bool]
     engine_logp: Sequence[float | None]  # None: not sampled
-    trainer_logp: Sequence[float | None] = ()  # in its update, or recomputed before the first; an empty list: of no token
+    trainer_logp: Sequence[float | None] = ()  # in its update, or recomputed before the first; may be empty
     advantage: Sequence[float | None] = ()
     ratio: Sequence[float | None] = ()  # that the surrogate sees
     entropy: Sequence[float | None] = ()  # if the loss computes it
