@@ -93,9 +93,7 @@ class CheckpointSettings(Settings):
 
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="how many of the newest are kept")
-    asynchronous: bool = Field(
-        True, description="steps continue while a checkpoint is checksummed and flushed to disk"
-    )
+    asynchronous: bool = Field(True, description="steps continue while a checkpoint is checksummed and flushed to disk")
 
 
 class ParallelSettings(Settings):
@@ -107,9 +105,7 @@ class ParallelSettings(Settings):
     replicas: int = Field(
         1, ge=1, description="fsdp2: copies of the sharded model, such as one per node; each is sharded separately"
     )
-    context: int = Field(
-        1, ge=1, description="processes that share each sequence, for sequences too long for one GPU"
-    )
+    context: int = Field(1, ge=1, description="processes that share each sequence, for sequences too long for one GPU")
     timeout_s: float = Field(600.0, gt=0, description="seconds; a collective that waits longer ends the run")
 
     @model_validator(mode="after")
