@@ -381,7 +381,7 @@ def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s
     """
     keys = {other: f"{event}/{other}" for other in range(world_size)}
     store.set(keys[rank], "")
-    # Polled, not waited for: the store's own wait would not say which keys are missing.
+    # Polled, because the store's own wait would not report which keys are missing.
     deadline = time.monotonic() + wait_s
     while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
         if time.monotonic() > deadline:

@@ -249,7 +249,7 @@ def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _can_slice(model: PreTrainedModel, session: Session) -> bool:
-    """True if each rank can read its rows of every weight alone: Transformers' conversions work on slices of rows."""
+    """True if each rank can read only its rows of every weight: Transformers' conversions work on slices of rows."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # Sharding cuts the first dimension. Conversions that join or split weights along it need rows that another rank

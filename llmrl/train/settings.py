@@ -90,9 +90,9 @@ class EnvSettings(Settings):
     name: EnvName = Field(
         "chat",
         description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval: with their prompts and "
-        "rewards; chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
+        "rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
     )
-    options: dict[str, Any] = Field({}, description="arguments of an environment of your own, by name")
+    options: dict[str, Any] = Field({}, description="arguments of your own environment, by name")
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
@@ -162,7 +162,7 @@ class EnvSettings(Settings):
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
         for name, value in (("tools", self.tools), ("user", self.user)):
             if value and self.max_turns < 2:
-                raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
+                raise ValueError(f"env.{name} needs max_turns of at least 2, to continue after a reply: got 1")
         return self
 
     @model_validator(mode="after")
@@ -325,10 +325,12 @@ class GRPOConfig(ModelSource):
         description="groups of equal rewards: left out of the step, kept in its mean, or replaced by others",
     )
     refill_rounds: int = Field(
-        3, ge=1, description="with refill, at most this many more rounds of rollouts per step; then it trains as it is"
+        3,
+        ge=1,
+        description="with refill, at most this many extra rounds of rollouts per step; then it trains what it has",
     )
     overlong_buffer: int = Field(
-        0, ge=0, description="last tokens before sampling.max_tokens that cost reward, up to 1 at the limit; 0: none"
+        0, ge=0, description="tokens before sampling.max_tokens that cost reward, up to 1 at the limit; 0: none"
     )
     truncated: Literal["train", "mask"] = Field(
         "train", description="answers cut off at sampling.max_tokens: trained like others, or left out of the loss"

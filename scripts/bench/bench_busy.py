@@ -39,7 +39,7 @@ def main(others: int, steps: int) -> list[Row]:
     cores = os.cpu_count() or 1
     fair = (cores + others) / cores  # torch has as many threads as there are cores
     alone, beside, spinning = step_s(steps, 0), step_s(steps, others), step_s(steps, others, **SPIN)
-    what = f"a step beside {others} busy processes, of a step alone by its share of the cores"
+    what = f"a step next to {others} busy processes / a step alone, by its share of the cores"
     return [
         Row(what, beside / alone / fair, 1.5),
         Row("the same with threads that spin while they wait", spinning / alone / fair),
@@ -48,4 +48,4 @@ def main(others: int, steps: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    benchmark(main, __doc__, others=(2, "busy processes beside it"), steps=20)
+    benchmark(main, __doc__, others=(2, "number of busy processes"), steps=20)

@@ -51,7 +51,7 @@ class BinaryTrees:
     def sample(self, count: int, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         points = np.random.rand(count) * self.sums[1]
         node = np.ones(count, dtype=np.int64)
-        for _ in range(self.depth):
+        for _ in range(self.depth):  # to the child whose cumulative sum covers the point
             node = 2 * node
             left = self.sums[node]
             right = points >= left

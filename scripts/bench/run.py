@@ -2,7 +2,7 @@
 
     scripts/bench/run [loss rollout ...] [--verbose]
 
-Exits with 1 if a row misses its target or a benchmark fails. README.md says what the rows mean.
+Exits with 1 if a row misses its target or a benchmark fails. README.md explains the rows.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def best_of_tree(model: Model, searches: list[Search], budget: int, width: int) 
                 one.solved_at = one.used
             one.forest.extend(rollout(one.prompt, answer, reward))
             log_probs = model.log_probs(one.prompt, answer)
+            # cost: -log p of the answer before ``place``, so that the heap yields the most likely untried prefix
             for place in range(len(prefix), len(answer)):
                 values, tokens = log_probs[place].topk(width + 1)
                 for value, token in zip(values.tolist(), tokens.tolist(), strict=True):
