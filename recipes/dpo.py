@@ -1,7 +1,7 @@
 """Direct preference optimisation: ``llmrl dpo sums_dpo``, or ``torchrun -m llmrl.recipes.dpo sums_dpo.yaml``.
 
-Pairs of a chosen and a rejected answer are tokenised once and scored once by the model that the run starts from, the
-reference. Each step makes chosen answers likelier than rejected ones, both against the reference.
+Pairs of a chosen and a rejected answer are tokenised once, and scored once by the starting model, the reference. Each
+step makes chosen answers likelier than rejected ones, both relative to the reference.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["plan", "run"]
 
 
 def train(config: DPOConfig, session: Session, run: Run) -> None:
-    """The parts, put together once, and the loop over them."""
+    """Builds the parts of a run, then runs the training loop."""
     tokenizer, pairs, steps, steps_per_epoch = read_data("dpo", tokenize_pairs, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     settings = config.dpo.model_dump(exclude={"reference"})
     loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
-    reference = ReferenceLogProbs()  # of every pair, under the starting model: no second model is kept
+    reference = ReferenceLogProbs()  # scored by the starting model: no second model is kept
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -55,12 +55,12 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
                 batch.set("reference_log_probs", reference.values[batch["row"]])
             batch, imbalance = updater.deal(batch, everywhere=True)
 
-            # 2. Micro-batches, loss, clipping, AdamW. The loss raises log p(chosen) over log p(rejected), each measured
-            #    from where the reference has it.
+            # 2. Micro-batches, loss, clipping, AdamW. The loss raises log p(chosen) - log p(rejected), each relative to
+            #    its value under the reference.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation: of answers that the model samples, which the loss never sees.
+            # 3. Evaluation, on answers that the model samples; the loss never sees these.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

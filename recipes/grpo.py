@@ -1,7 +1,7 @@
 """Group-relative policy optimisation: ``llmrl grpo sums_grpo``, or ``torchrun -m llmrl.recipes.grpo sums_grpo.yaml``.
 
-Read `train` from top to bottom: that is the whole algorithm. Which GRPO it is (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...)
-is four settings of `MCAdvantage` and `GRPOLoss`, printed at the start. ``grpo_minimal.py`` is the same in 40 lines.
+Read `train` from top to bottom: that is the whole algorithm. Its variant (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...) is
+chosen by four settings of `MCAdvantage` and `GRPOLoss`, printed at the start. ``grpo_minimal.py`` is a 40-line version.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = ["plan", "plan_with_engine", "run"]
 
 
 def train(config: GRPOConfig, session: Session, run: Run) -> None:
-    """The parts, put together once, and the loop over them."""
+    """Builds the parts of a run, then runs the training loop."""
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = run.close_at_end(Task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
     run.print_plan(f"grpo · {config.env.name}", rows)
 
-    # The model that is trained, and the engine that samples: by the same weights, or (vLLM) by a copy of them.
+    # The model that is trained, and the engine that samples: with the same weights, or (vLLM) with a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
-    reports = {"reports_routes": prepared.replays_routes}  # of a mixture of experts, for the trainer to take the same
+    reports = {"reports_routes": prepared.replays_routes}  # mixtures of experts: the trainer replays the routes
     engine = run.close_at_end(RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports))
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
@@ -73,7 +73,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     buffer = ReplayBuffer(
         storage=LazyStackStorage(collector.env.batch_size[0] * config.env.max_records),
         sampler=SamplerWithoutReplacement(),
-        transform=Compose(quota, advantage),  # writes meet the last one first
+        transform=Compose(quota, advantage),  # a write applies the last one first
         generator=torch.Generator().manual_seed(config.seed),
     )
     held_out = prepared.held_out
@@ -84,31 +84,31 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
     run.evaluate_before(evaluator)
     for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
-        # 1. group_size answers to each prompt, with rewards: sampled now, or during the last updates. With
-        #    max_staleness 1 the engine gets the newest weights here, between two batches of one version each.
+        # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With
+        #    max_staleness 1 the engine gets the newest weights here, so that one version samples each batch.
         clock = time.perf_counter()
         data = rollouts.take(version=step - 1)
         metrics = rollouts.sync_weights(version=step - 1)
 
         # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
-        #    which stands in for a value network. Groups of equal rewards teach nothing and are left out; with
-        #    refill (DAPO) others take their place.
+        #    which replaces a value network. Groups of equal rewards have no gradient and are left out; with refill
+        #    (DAPO) others take their place.
         buffer.empty()
         quota.reset()
         buffer.extend(trainable_rows(data, config))
         for _ in range(config.refill_rounds if config.zero_variance == "refill" else 0):
-            if session.any(quota.missing > 0):  # on any rank: all draw their prompts in step
+            if session.any(quota.missing > 0):  # if any rank lacks groups, all draw more prompts
                 more = rollouts.sample()
                 buffer.extend(trainable_rows(more, config))
                 data = cat_rows([data, more])
-        metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU leaves it to the update
+        metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU frees memory
         rollouts.begin_next(steps_left=config.steps - step)
         sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
         metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
         sampled.check_failed(config.max_failed, step, rollouts.first_error)
 
-        # 3. The rows of all ranks, dealt over them by cost. Then what the loss compares with, before the first
-        #    update changes the weights: log-probs of the starting model, and of this one if those of sampling
+        # 3. The rows of all ranks, dealt over them by cost. Then, before the first update changes the weights, the
+        #    log-probs that the loss compares with: of the starting model, and of the current one if the engine's
         #    are not exact enough for several updates.
         batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
         metrics |= add_log_probs(session, updater, loss, reference, batches)
@@ -118,8 +118,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
         with sampled.watch(loss):
             metrics |= updater.train(loss, batches, step)
 
-        # 5. The engine gets the new weights and proves it. Answers that it samples go on with them; a batch that
-        #    one version must sample (max_staleness 1) is waited for in step 1, or here before an evaluation.
+        # 5. The engine gets the new weights, and a probe checks them. Answers in flight continue with them; a batch
+        #    that a single version must sample (max_staleness 1) is waited for in 1., or here before an evaluation.
         due = evaluator is not None and run.due(config.eval.every)
         if due or rollouts.takes_weights:
             metrics |= rollouts.sync_weights(version=step)
@@ -140,8 +140,8 @@ run = partial(run_recipe, train)
 def make_reference(
     config: GRPOConfig, session: Session, run: Run, actor: TransformersWrapper, tokenizer: PreTrainedTokenizerBase
 ) -> RetrieveLogProb:
-    """Scores with the model that the run started from, not the checkpoint: the actor's without its adapters, or a
-    frozen copy.
+    """The scorer of the reference, the model that the run started from (not the checkpoint): the actor without its
+    adapters, or a frozen copy.
     """
     frozen_actor, kind = actor, "adapter_off"
     if config.lora is None:
@@ -153,7 +153,7 @@ def make_reference(
 def make_collector(
     config: GRPOConfig, session: Session, task: Task, prompts: list[Mapping[str, Any]], policy: LLMWrapperBase
 ) -> LLMCollector:
-    """Over this rank's part of the prompts of a step, each ``group_size`` times, with tools, user and rewards."""
+    """The collector of this rank's share of a step's prompts, each ``group_size`` times; with tools, user, rewards."""
     env = task.make_env(
         prompts,
         num_envs=config.prompts_per_step // session.world_size,
@@ -177,13 +177,14 @@ def make_collector(
 
 
 def trainable_rows(data: TensorDictBase, config: GRPOConfig) -> TensorDictBase:
-    """The columns that advantages and loss read, with answers that were cut off masked if ``truncated`` says so."""
+    """The columns that advantages and loss read; ``truncated="mask"`` masks answers that were cut off."""
     return select_training_columns(MaskTruncated().inv(data) if config.truncated == "mask" else data)
 
 
 def deal_parts(updater: Updater, buffer: ReplayBuffer, num_parts: int) -> tuple[list[TensorDictBase | None], float]:
-    """The buffer's rows in random order, in parts that differ by one row at most, each dealt over the ranks (None: this
-    one gets no row); and the mean imbalance of their costs.
+    """Splits the buffer's rows, in random order, into parts of equal size (to within a row), each dealt over the ranks.
+
+    Returns  this rank's share of each part, None for no rows; and the mean imbalance of their costs
     """
     count = len(buffer)
     sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
@@ -198,7 +199,7 @@ def add_log_probs(
     reference: RetrieveLogProb | None,
     batches: Sequence[TensorDictBase | None],
 ) -> dict[str, float]:
-    """Writes the reference's log-probs into the batches, and those of the proximal policy if the loss wants them."""
+    """Writes the reference's log-probs into the batches, and those of the proximal policy if the loss needs them."""
     if reference is None and loss.proximal != "recomputed":
         return {}
     clock = time.perf_counter()

@@ -1,7 +1,7 @@
 """A reward model: ``llmrl reward sums_reward``, or ``torchrun -m llmrl.recipes.reward sums_reward.yaml``.
 
 Pairs of a chosen and a rejected answer are tokenised once. Each step makes the rewards of chosen answers larger than
-those of rejected ones. GRPO asks the model by ``rewards: [{reward_model: {model: CHECKPOINT}}]``.
+those of rejected ones. GRPO uses the model with ``rewards: [{reward_model: {model: CHECKPOINT}}]``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["plan", "run"]
 
 
 def train(config: RewardConfig, session: Session, run: Run) -> None:
-    """The parts, put together once, and the loop over them."""
+    """Builds the parts of a run, then runs the training loop."""
     tokenizer, pairs, steps, steps_per_epoch = read_data("reward", tokenize_with_held_out, config, session, run)
     given = {"runs": run.runs, "checked": run.resume, "adapter": run.adapter}
     model = load_reward_model(run.source, tokenizer, session, **given)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: ``llmrl sft sums_sft``, or ``torchrun -m llmrl.recipes.sft sums_sft.yaml``.
 
-Conversations are rendered and tokenised once, and a replay buffer deals each out once per epoch; the loss is the mean
-over all trained tokens of a step, however it is cut. Read `train` from top to bottom: that is the whole recipe.
+Conversations are rendered and tokenised once, and a replay buffer returns each once per epoch. The loss is the mean
+over all trained tokens of a step, for any micro-batches. Read `train` from top to bottom: it is the recipe.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["plan", "run"]
 
 
 def train(config: SFTConfig, session: Session, run: Run) -> None:
-    """The parts, put together once, and the loop over them."""
-    # Conversations come first: what is wrong with them is reported before weights are loaded.
+    """Builds the parts of a run, then runs the training loop."""
+    # Conversations come first, so that errors in them are reported before weights are loaded.
     tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize_chats, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
-    # The policy scores given tokens, in chunks, so that no tensor of all logits exists. The updater has the optimizer.
+    # The policy scores given tokens in chunks: there is never a tensor of all logits. The updater has the optimizer.
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps)
     loss = SFTLoss(policy)
 
-    # The buffer holds the numbers of the rows, and deals out each once per epoch, in another order each time.
+    # The buffer holds row numbers, and returns each once per epoch, reshuffled every epoch.
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -56,7 +56,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation. Stopping looks at other problems: a score that decides when to stop is too good to report.
+            # 3. Evaluation. Early stopping uses other problems: a score that decides when to stop is biased upwards.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)

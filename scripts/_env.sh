@@ -1,6 +1,6 @@
-# Sourced by the other scripts: makes and updates .venv. Quick where there is nothing to do.
+# Sourced by the other scripts: creates and updates .venv. Fast if there is nothing to do.
 #
-#   ROOT         the checkout           VENV  its environment (LLMRL_VENV to put it elsewhere)
+#   ROOT         the checkout           VENV  its environment (LLMRL_VENV sets another path)
 #   ensure_env   base | dev             installs llmrl editable, with the development tools for dev
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,7 +22,7 @@ find_python() {
     return 3
 }
 
-# What an installation depends on: the declared dependencies, the interpreter, and where the checkout lies.
+# A hash of everything an installation depends on: declared dependencies, interpreter, path of the checkout.
 stamp_of() {
     "$VENV/bin/python" - "$ROOT" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -36,10 +36,10 @@ install_torch() {
         return
     fi
     if [[ $(uname -s) != Linux ]] || command -v nvidia-smi >/dev/null 2>&1; then
-        return # the default build fits: it comes with the other dependencies
+        return # the default build is right: pip installs it with the other dependencies
     fi
-    # On Linux without a GPU the default build would bring several GB of CUDA libraries that nothing here can use. The
-    # version is exact, because only an exact one makes pip prefer a CPU build ("+cpu") over a newer CUDA build.
+    # On Linux without a GPU the default build would install several GB of unusable CUDA libraries. The version is
+    # exact, because otherwise pip prefers a newer CUDA build to a CPU build ("+cpu").
     local version=2.13.0
     say "installing torch $version for CPU"
     "$VENV/bin/python" -m pip install --quiet --no-deps "torch==$version+cpu" 2>/dev/null ||

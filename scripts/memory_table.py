@@ -1,4 +1,4 @@
-"""Prints the table of docs/scaling.md: the settings by which each model trains with GRPO on each number of GPUs."""
+"""Prints the table of docs/scaling.md: the settings with which each model trains with GRPO on each set of GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def cell(config: GRPOConfig, shape: ModelShape, gpus: str) -> str:
-    """The settings that make it fit, and the GiB that it then needs."""
+    """The settings that make the run fit, and the GiB that it then needs per GPU."""
     gpu = parse_gpu(gpus)
     changes = remedies(config, shape, gpu)
     if changes is None:

@@ -1,6 +1,6 @@
-"""The rollouts of each step: in turn with the updates, or taken from a queue that is filled while the trainer updates.
+"""The rollouts of each step: sampled in turn with the updates, or taken from a queue that is filled during updates.
 
-A checkpoint holds what is finished in the queue: the weights that sampled it are gone by the time a run is resumed.
+Checkpoints store the finished rollouts of the queue: the weights that sampled them no longer exist after a resume.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from llmrl.train.settings import GRPOConfig
 class RolloutSource:
     """The rollouts of each step, and the weights that sample them.
 
-    With ``rollout.max_staleness`` or ``rollout.oversample`` they come from a `RolloutQueue`; else they are sampled when
-    they are taken.
+    With ``rollout.max_staleness`` or ``rollout.oversample`` rollouts come from a `RolloutQueue`, otherwise `take`
+    samples them.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class RolloutSource:
                 concurrency=settings.concurrency,
                 modes=session.autocast,
             )
-        self._engine.take_gauges()  # those of the first step begin here
-        self._trained = 0  # the version that the rollouts of this step train
+        self._engine.take_gauges()  # resets them: the first step starts here
+        self._trained = 0  # the version that this step's rollouts train
         self._error_reported = False
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample: the number of optimizer steps behind them."""
+        """The version of the sampling weights: the number of optimizer steps that produced them."""
         return self._collector.policy_version
 
     @property
     def takes_weights(self) -> bool:
-        """False while a step is sampled that one version must sample: weights would have to wait for it."""
+        """False while a step that a single version must sample is in progress: new weights must wait for it."""
         return self._queue is None or self._queue.by_group or not self._queue.in_progress
 
     def take(self, version: int) -> TensorDictBase:
-        """The rollouts of a step that trains the weights ``version``; engine and trainer are compared on some."""
+        """The rollouts of a step that trains the weights ``version``; some are used to compare engine and trainer."""
         self._trained = version
         if self._queue is None:
-            self._engine.take_gauges()  # drops those of the probe and of an evaluation
+            self._engine.take_gauges()  # drops those of probe and evaluation
         data = self._queue.take(version) if self._queue else self.sample()
         self._engine.set_probe_rows(data, self._scorer)
         return data
@@ -79,26 +79,27 @@ class RolloutSource:
             return self._collector.rollout()
 
     def end_sampling(self) -> dict[str, float]:
-        """Nothing is sampled before `sync_weights`: an engine on the trainer's GPU sleeps until then.
+        """Ends sampling until `sync_weights`: an engine on the trainer's GPU sleeps until then.
 
-        Returns  the gauges of the engine: of this step's rollouts, or, where they run ahead, of all since the last call
+        Returns  the engine's gauges since the last call: of this step's rollouts, unless rollouts run ahead
         """
         gauges = self._engine.take_gauges()
         self._engine.sleep()
         return gauges
 
     def begin_next(self, steps_left: int) -> None:
-        """Starts sampling the rollouts of the next steps, if they run ahead."""
+        """Starts sampling the rollouts of the next steps, if rollouts run ahead."""
         if self._queue:
             self._queue.begin_next(steps_left)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Publishes the weights of optimizer step ``version`` to the engine, unless it has them.
 
-        Waits for a step that one version must sample; a group on its way is interrupted, and goes on with them.
+        Waits for a step that a single version must sample. Groups in flight are interrupted and continue with the new
+        weights.
 
         Returns  "time/sync", and "mismatch/probe" if engine and trainer were compared
-        Raises   WeightSyncError if the weights do not arrive, or the engine does not score as the trainer does
+        Raises   WeightSyncError if the weights do not arrive, or the engine's scores differ from the trainer's
         """
         if self.version >= version:
             return {}
@@ -109,8 +110,8 @@ class RolloutSource:
         return proof | {"time/sync": time.perf_counter() - clock}
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """The shares of a step that trainer and engine waited for each other, and what became of all groups so far;
-        nothing if they take turns.
+        """The shares of a step that trainer and engine waited for each other, and the counts of all groups so far; {}
+        if they take turns.
         """
         if self._queue is None:
             return {}
@@ -119,48 +120,48 @@ class RolloutSource:
 
     @property
     def first_error(self) -> str:
-        """The first traceback of the env, of a reward function or of a user, if one is kept."""
+        """The first traceback of the environment, a reward function or a user; "" if none was kept."""
         parts = (self._collector, *self._collector.env.transform.leaves())
         errors = [getattr(part, "first_error", None) for part in parts]
         return next((f"First error:\n{error}" for error in errors if error), "")
 
     def warning(self, num_failed: float) -> str:
-        """The engine's warning, and that rollouts failed in this step, with `first_error` the first time."""
+        """The engine's warning, and the number of failed rollouts; `first_error` is included the first time."""
         if not num_failed:
             return self._engine.warning
         error = "" if self._error_reported else self.first_error
-        self._error_reported = self._error_reported or bool(error)  # a reward of None fails without a traceback
+        self._error_reported = self._error_reported or bool(error)  # a reward of None is a failure without traceback
         return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
-        """The collector's state and, if rollouts are on their way, the queues of all ranks.
+        """The collector's state and, if rollouts run ahead, the queues of all ranks.
 
-        With such rollouts "collector" is for a run that has to sample them again: the state before the first of them,
-        with the version of the weights that are saved beside it.
+        "collector" is then the state before the first of these rollouts, with the version of the weights in the same
+        checkpoint, for a run that has to sample them again.
         """
         state = {"collector": self._collector.state_dict(), "ahead": None}
         if self._queue is None or not (self._queue.by_group or self._queue.in_progress):
             return state
         queues = self._session.gather([self._queue.state_dict()])
         parts = [part for queue in queues for part in queue["parts"]]
-        if parts:  # of the first rank, whose state all ranks load
+        if parts:  # the first rank's: all ranks load its state
             state["collector"] = parts[0]["before"] | {"version": self._trained + 1}
         if self._queue.by_group or all(part["rows"] is not None for part in parts):
             state["ahead"] = {"queues": queues}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``; another number of ranks, or way of sampling, restarts what was on its way."""
+        """Continues from ``state``; with another number of ranks or way of sampling, queued rollouts are restarted."""
         self._collector.load_state_dict(state["collector"])
         queues = (state["ahead"] or {}).get("queues", ())
         if self._queue and len(queues) == self._session.world_size and queues[0]["by_group"] == self._queue.by_group:
             self._queue.load_state_dict(queues[self._session.rank], self.version)
 
     def close(self) -> None:
-        """Ends what still samples, an engine of its own, and the environment."""
-        with ExitStack() as stack:  # from the last to the first, each though another one fails
+        """Stops sampling, and closes the engine and the environment."""
+        with ExitStack() as stack:  # runs in reverse order, all even if one fails
             stack.callback(self._collector.env.close)
             if self._queue:
                 stack.callback(self._queue.close)
-            stack.callback(self._engine.close)  # before the queue, whose threads wait for its answers
+            stack.callback(self._engine.close)  # before the queue: its threads wait for the engine
             stack.callback(self._collector.shutdown, close_env=False)

@@ -1,7 +1,7 @@
 """Checkpoints of a recipe: the model in Hugging Face's format, and the state of all other parts in ``trainer.pt``.
 
-Tensors that are sharded over the ranks are in ``shards/`` instead, where each rank writes and reads its own parts; any
-number of ranks can read them. No rank gathers all of them, nor the whole model.
+Sharded tensors are in ``shards/``, where each rank writes and reads its own parts; any number of ranks can read them.
+No rank ever gathers all of them, or the whole model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 _FILE, _SHARDS = "trainer.pt", "shards"
-_FILE_BYTES = 1 << 30  # of a file of the model; the rank that writes holds one at a time
+_FILE_BYTES = 1 << 30  # of one model file; the writing rank holds one in memory at a time
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint holds; its state is the same on every rank, or read on the first only."""
+    """A part of a run that checkpoints store; its state is the same on every rank, or taken from the first."""
 
     def state_dict(self) -> Any: ...
 
@@ -49,7 +49,7 @@ class Stateful(Protocol):
 
 
 class PerRank:
-    """A part that differs from rank to rank: its state is the list of all of them."""
+    """A part whose state differs between ranks; it is saved as the list of all states."""
 
     def __init__(self, session: Session, part: Stateful):
         self._session, self._part = session, part
@@ -58,7 +58,7 @@ class PerRank:
         return self._session.gather([self._part.state_dict()])
 
     def load_state_dict(self, state: list[Any]) -> None:
-        self._part.load_state_dict(state[self._session.rank % len(state)])  # saved by another number of ranks, perhaps
+        self._part.load_state_dict(state[self._session.rank % len(state)])  # the number of ranks may differ now
 
 
 def save_state(
@@ -72,16 +72,16 @@ def save_state(
     whole_model: bool = True,
     background: bool = False,
 ) -> None:
-    """Writes ``checkpoints/step<step>``: all ranks take part, each writes its parts of sharded tensors, the first the
-    rest. In the background it is flushed to the disk and published by a thread (`CheckpointStore.save`).
+    """Writes ``checkpoints/step<step>``. All ranks take part: each writes its parts of sharded tensors, the first rank
+    the rest. With ``background`` a thread flushes it to disk and publishes it (`CheckpointStore.publish`).
 
-    Of a model with adapters those are in ``adapter/``, and only with ``whole_model`` the model with them merged in.
+    Adapters are written to ``adapter/``; the model with them merged in is written only with ``whole_model``.
 
-    ``state`` is of tensors, numbers, strings, None, and lists, tuples and dicts of them.
+    ``state`` consists of tensors, numbers, strings, None, and lists, tuples and dicts of them.
 
-    Raises  CheckpointError if it cannot be written, or holds what could not be read back; earlier checkpoints are whole
+    Raises  CheckpointError if it cannot be written, or could not be read back; earlier checkpoints stay intact
     """
-    disable_progress_bar()  # of writing the weights: it would be the only line of a run that is not ours
+    disable_progress_bar()  # Transformers' own, which would disturb the console
     shards: dict[str, DTensor] = {}
     state = {"step": step, "rng": torch.get_rng_state(), **_take_shards(state, shards)}
 
@@ -98,7 +98,7 @@ def save_state(
         first.write(_write_state, state, path / _FILE)
         first.check()
 
-    # A draft becomes ``step<step>`` by one rename, last of all: a run that dies before leaves earlier ones whole.
+    # The draft is renamed to ``step<step>`` last of all: a run that is killed earlier leaves older checkpoints intact.
     with session.raises_on_all():
         if session.is_first:
             store.begin(step)
@@ -110,7 +110,7 @@ def save_state(
 
 
 class _FirstRank:
-    """Writes on the first rank alone, until that fails; it goes on to take part in what all ranks do together.
+    """Writes on the first rank only. After an error it writes no more, but still takes part in collectives.
 
     `check`, which all ranks call, then raises CheckpointError on each of them.
     """
@@ -135,7 +135,7 @@ class _FirstRank:
 
 
 def _raise_on_all(error: BaseException | None, folder: Path, session: Session) -> None:
-    """Raises CheckpointError on all ranks if there is an ``error`` on one of them, with those of all."""
+    """Raises CheckpointError on all ranks if any rank has an ``error``, with the messages of all."""
     with session.raises_on_all():
         if error is not None:
             ours = isinstance(error, CheckpointError)
@@ -143,13 +143,13 @@ def _raise_on_all(error: BaseException | None, folder: Path, session: Session) -
 
 
 def _save_shards(shards: dict[str, DTensor], path: Path, session: Session) -> None:
-    """Each rank writes its parts below ``path``. Raises CheckpointError on all ranks, naming those that could not."""
-    # A rank holds one file at a time while it writes, so its parts are cut into files of bounded size, from number 1.
+    """Writes each rank's parts below ``path``. Raises CheckpointError on all ranks, naming those that failed."""
+    # A rank holds the file that it writes in memory, so its parts go into files of bounded size, numbered from 1.
     sizes = {name: value.numel() * value.element_size() // session.world_size for name, value in shards.items()}
     files = {name: number + 1 for name, number in _bucket(sizes).items()}
     try:
         save(shards, storage_writer=HuggingFaceStorageWriter(str(path / _SHARDS), files, save_distributed=True))
-    except CheckpointException as error:  # on all ranks, and not an Exception
+    except CheckpointException as error:  # raised on all ranks; it is not an Exception
         failed = error.failures.get(session.rank)
         _raise_on_all(failed[0] if failed else None, path, session)
 
@@ -158,8 +158,8 @@ def write_model(model: PreTrainedModel, folder: Path, session: Session) -> None:
     """Writes the model as Transformers and vLLM read it, with adapters merged in. All ranks take part; the first one
     writes.
 
-    A few weights are gathered at a time, never all: those of one file, of ``_FILE_BYTES`` or one layer of a model whose
-    weights have other names in files.
+    The weights of one file are gathered at a time, never all: at most ``_FILE_BYTES``, or one decoder layer if that is
+    larger.
 
     Raises  CheckpointError on all ranks if it cannot be written
     """
@@ -199,7 +199,7 @@ def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> 
         part = {}
         for name, value in weights.items():
             if unit_files[_unit(name)] == number:
-                gathered = value.make()  # a collective: also on ranks that do not write, and after a failed write
+                gathered = value.make()  # a collective: also without a write, or after a failed one
                 if first.writes:
                     part[name] = gathered.cpu()
         first.write(write_file, part, file)
@@ -216,7 +216,7 @@ def _write_state(state: Mapping[str, Any], file: Path) -> None:
     torch.save(state, file)
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise CheckpointError(
-            f"{_FILE}: a state must be of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
+            f"{_FILE}: a state must consist of tensors, numbers, strings, lists and dicts: got {', '.join(unsafe)}; "
             "correct the state_dict of your environment or transform"
         )
 
@@ -225,7 +225,7 @@ def _write_config(model: PreTrainedModel, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    if hasattr(config, "quantization_config"):  # what is written is not quantised
+    if hasattr(config, "quantization_config"):  # the written weights are not quantised
         del config.quantization_config
     config.save_pretrained(folder)
     if model.can_generate():
@@ -233,12 +233,12 @@ def _write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _unit(name: str) -> str:
-    """The unit that is written at once: a decoder layer, whose weights may be joined or split in files, or a weight."""
+    """The unit that is written at once: a decoder layer (files may join or split its weights), or a single weight."""
     return match[0] if (match := re.match(r".*?\.\d+\.", name)) else name
 
 
 def _bucket(sizes: Mapping[str, int]) -> dict[str, int]:
-    """A file's number for each name, so that files are of at most ``_FILE_BYTES``, or of one name."""
+    """The file number of each name: files have at most ``_FILE_BYTES``, or a single name."""
     numbers, number, size = {}, 0, 0
     for name, num_bytes in sizes.items():
         if size and size + num_bytes > _FILE_BYTES:
@@ -249,7 +249,7 @@ def _bucket(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _take_shards(state: Any, shards: dict[str, DTensor], path: str = "") -> Any:
-    """``state`` with {_SHARDS: name} for each sharded tensor, which goes into ``shards``."""
+    """Copies ``state`` with each sharded tensor replaced by {_SHARDS: name} and moved to ``shards``."""
     if isinstance(state, DTensor):
         shards[path] = state
         return {_SHARDS: path}
@@ -259,7 +259,7 @@ def _take_shards(state: Any, shards: dict[str, DTensor], path: str = "") -> Any:
 
 
 def load_part(folder: Path, part: Stateful, state: Any) -> None:
-    """Gives ``part`` its saved state; tensors that were saved as shards are read as this run shards them, or whole."""
+    """Loads the saved state of ``part``; shards are read in the layout of this run, sharded or whole."""
     names: dict[str, Any] = {}
 
     def restored(saved: Any, own: Any) -> Any:
@@ -269,11 +269,11 @@ def load_part(folder: Path, part: Stateful, state: Any) -> None:
             return names.setdefault(saved[_SHARDS], own)
         return {key: restored(value, own.get(key) if isinstance(own, dict) else None) for key, value in saved.items()}
 
-    if _has_shards(state):  # only then is the part's own state computed, for the layout that this run needs
+    if _has_shards(state):  # the part's current state gives the layout of this run
         state = restored(state, part.state_dict())
         reader = HuggingFaceStorageReader(str(folder / _SHARDS))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process: as meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended with one process
             load(names, storage_reader=reader)
     part.load_state_dict(state)
 
@@ -283,9 +283,9 @@ def _has_shards(state: Any) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The state that `save_state` wrote; the random state of the process is set as it was. Runs no code of the file.
+    """Reads the state that `save_state` wrote, and restores torch's random state. Executes no code from the file.
 
-    Raises  DataError if it is not there, or holds anything but a state
+    Raises  DataError if the file is missing, or contains anything but a state
     """
     try:
         state = torch.load(folder / _FILE, map_location="cpu", weights_only=True, mmap=True)
@@ -293,6 +293,6 @@ def load_state(folder: Path) -> dict[str, Any]:
         cause = "it contains objects that are not a state" if isinstance(error, UnpicklingError) else error
         raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
     torch.set_rng_state(state["rng"])
-    if rounds := state.pop("rounds", None):  # until 2026-11 all parts of a GRPO run but the optimizer were one
+    if rounds := state.pop("rounds", None):  # format before 2026-11: all parts of GRPO but the optimizer
         state |= {**rounds, "rollouts": rounds}
     return state

@@ -1,4 +1,4 @@
-"""Deals rows to steps, and those of a step over the ranks by cost, so that none waits long for another at its end."""
+"""Deals rows to steps, and the rows of a step to ranks by cost, so that ranks finish at about the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def deal_epochs(num_rows: int, config: SFTConfig) -> ReplayBuffer:
-    """A buffer of row numbers: `sample` deals out those of a step, each once per epoch, in another order each time."""
+    """A buffer of row numbers: `sample` returns those of a step, each once per epoch, reshuffled every epoch."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(num_rows),
         sampler=SamplerWithoutReplacement(),
@@ -35,8 +35,8 @@ def deal_epochs(num_rows: int, config: SFTConfig) -> ReplayBuffer:
 def attention_share(model: PreTrainedModel) -> float:
     """The cost of attention between two tokens over that of one token in all other layers.
 
-    A forward pass of T tokens takes about 2 P T operations in P parameters, of a mixture those of the chosen experts,
-    and 2 L H T^2 in causal attention, of L layers and H = heads x head size.
+    A forward pass of T tokens takes about 2 P T operations in P parameters (in a mixture those of the chosen experts),
+    and 2 L H T^2 in causal attention, with L layers and H = heads x head size.
 
     >>> from llmrl.testing import tiny_model
     >>> 0 < attention_share(tiny_model()) < 1e-2
@@ -47,17 +47,17 @@ def attention_share(model: PreTrainedModel) -> float:
 
 
 def row_costs(lengths: Sequence[int], share: float) -> list[float]:
-    """The cost of rows of these lengths, in tokens without attention; ``share`` as of `attention_share`."""
+    """The cost of rows of these lengths, in units of one token without attention; ``share``: `attention_share`."""
     return [length + share * length**2 for length in lengths]
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """The rows of each rank, ascending: the most expensive row first, always to the rank that has least.
+    """The rows of each rank, ascending; dealt from the most expensive row on, always to the least loaded rank.
 
     >>> deal([1.0, 6.0, 5.0, 2.0, 3.0, 1.0], 2)
     [[0, 1, 3], [2, 4, 5]]
     """
-    # Longest processing time first: at most a third above the best distribution, and near it for many rows.
+    # Longest processing time first: at most a third above the optimum, and close to it for many rows.
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     least = [(0.0, rank) for rank in range(num_ranks)]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
@@ -68,7 +68,7 @@ def deal(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 def imbalance(costs: Sequence[float], ranks: Sequence[Sequence[int]]) -> float:
-    """The cost of the rank with most over the mean; 1 if all have the same.
+    """The largest cost of a rank over the mean cost; 1 if all are equal.
 
     >>> imbalance([1.0, 3.0], [[0], [1]])
     1.5
@@ -84,15 +84,15 @@ def deal_batch(
 
     Ranks that split sequences among each other get the same part.
 
-    Reads   ("tokens", "full") for the lengths; rows keep all of their entries, such as group id and advantage
-    Returns on the session's device; None for a rank that gets no row
+    Reads    ("tokens", "full") for the lengths; rows keep all their entries, such as group id and advantage
+    Returns  the part on the session's device, None for a rank without rows; and the imbalance
 
-    batch       None: no row of this rank
-    everywhere  every rank has the same batch, of all rows, so none is sent
+    batch       None: this rank has no rows
+    everywhere  every rank has the same batch, of all rows, so no rows are sent
     """
     if session.world_size == 1:
         return None if batch is None else batch.to(session.device), 1.0
-    # Every rank gets all rows and computes the same distribution, so that only rows are sent, no decisions.
+    # Every rank gets all rows and computes the same distribution, so only rows need to be sent.
     if not everywhere:
         parts = [part for part in session.gather([None if batch is None else batch.cpu()]) if part is not None]
         batch = cat_rows(parts) if parts else None

@@ -1,7 +1,7 @@
 """Per-rank setup: device, precision, collectives; console output on rank 0.
 
-A wrapper of a few lines around accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``.
-FSDP2 is torch's own ``fully_shard``, which works with any backend; accelerate leaves it out on CPUs.
+Wraps accelerate, so that a recipe reads the same under ``llmrl`` and under ``torchrun``. FSDP2 is torch's own
+``fully_shard``, which works with any backend; accelerate does not offer it on CPUs.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from llmrl.train.settings import ModelSource
 
 T = TypeVar("T")
 
-_NUMBERS = itertools.count()  # of this process's sessions: the same on every rank
-_ROLL_CALL_S = 5.0  # ranks that wait for a lost one time out within moments of each other
-_SHARED_WITHIN_S = 8.0  # a network disk shows a new file later than where it was written
-_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # errors of a collective then
+_NUMBERS = itertools.count()  # numbers this process's sessions; ranks count alike
+_ROLL_CALL_S = 5.0  # ranks that wait for a lost rank time out at nearly the same time
+_SHARED_WITHIN_S = 8.0  # a network disk shows a new file to other nodes with a delay
+_LOST = re.compile("timed out|timeout|connection (closed|reset)", re.IGNORECASE)  # errors after a lost rank
 
 
 class Session:
-    """``rank``, ``world_size``, ``device``, ``console`` (silent but on rank 0), and collectives of this process."""
+    """This process's ``rank``, ``world_size``, ``device``, ``console`` (silent except on rank 0), and collectives."""
 
     def __init__(self, config: ModelSource):
         self._timeout_s = config.parallel.timeout_s
@@ -89,42 +89,42 @@ class Session:
 
     @property
     def who(self) -> str | None:
-        """This rank and its machine; None for a process alone."""
+        """This rank and its machine, for messages; None in a run of one process."""
         return f"rank {self.rank} on {socket.gethostname()}" if self.world_size > 1 else None
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of ranks: the ranks of a group have the same rows, and each a slice of every row."""
+        """The number of groups of ranks. The ranks of a group have the same rows; each has one slice of every row."""
         return self.world_size // (self.split.size if self.split else 1)
 
     @property
     def group(self) -> int:
-        """The number of this rank's group."""
+        """The index of this rank's group."""
         return self.rank * self.num_groups // self.world_size
 
     @property
     def leads_group(self) -> bool:
-        """True on the rank that counts for its group, where each row must be counted once."""
+        """True on the first rank of each group, the only one whose rows and sums are counted."""
         return self.split is None or self.split.rank == 0
 
     def split_sequences(self) -> AbstractContextManager[None]:
-        """Around passes that all ranks of a group do in step, on the same rows: see `SequenceSplit`."""
+        """Context for passes that all ranks of a group run together on the same rows: see `SequenceSplit`."""
         return self.split.active() if self.split else nullcontext()
 
     def prepare(self, scorer: nn.Module) -> nn.Module:
         """The module to train instead of ``scorer``: in this session's precision, its gradients averaged over ranks.
 
-        The model of a session that shards is sharded before, by `shard`.
+        A sharded session expects that `shard` has sharded the model already.
         """
         if not self.sharded:
             return self.accelerator.prepare(scorer)
-        scorer.model.reshard()  # what was computed to learn about it left its own unit whole
-        if self.low_precision and hasattr(scorer.model, "peft_config"):  # float32, and not of what FSDP casts
+        scorer.model.reshard()  # earlier forward passes may have left its own unit unsharded
+        if self.low_precision and hasattr(scorer.model, "peft_config"):  # adapters: float32, not cast by FSDP
             scorer.forward = torch.autocast(self.device.type, torch.bfloat16)(scorer.forward)
         return scorer
 
     def average_whole_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Averages over the ranks the gradients that FSDP does not: those of adapters, which are not sharded."""
+        """Averages over the ranks the gradients of unsharded parameters (adapters), which FSDP does not reduce."""
         if not self.sharded:
             return
         own = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
@@ -139,26 +139,26 @@ class Session:
             parameter.grad.copy_(mean.view_as(parameter))
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Leaves this rank its part of each parameter, also of a model on the meta device that is read afterwards.
+        """Shards ``model`` in place with FSDP2; it may be on the meta device, and its weights be read afterwards.
 
-        Each decoder layer is a unit, whole only while it computes; embeddings and head are another, the model's own.
-        ``model.call_whole(function, ...)`` calls ``function(model, ...)`` while that one is whole.
+        Each decoder layer is a unit, gathered only while it computes; embeddings and head are the outermost unit.
+        ``model.call_whole(function, ...)`` calls ``function(model, ...)`` while the outermost unit is gathered.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.low_precision else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offloads else OffloadPolicy()
         units, kind = getattr(model, "_no_split_modules", None) or (), type(model)
-        tower = vision_tower(model)  # part of the outermost unit: a rank without an image does not call it
+        tower = vision_tower(model)  # no unit of its own: a rank without images does not call it
         others = set() if tower is None else set(tower.modules())
         for module in [*(m for m in model.modules() if type(m).__name__ in units and m not in others), model]:
             fully_shard(module, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
-        # FSDP changes the model's class. Transformers maps names of weights in files to the model's by these two.
+        # FSDP changes the model's class; Transformers maps weight names in files to it by these two attributes.
         type(model).__name__, type(model).__module__ = kind.__name__, kind.__module__
         model._call_whole = lambda function, *arguments, **options: function(model, *arguments, **options)
         register_fsdp_forward_method(model, "_call_whole")
 
         def call_whole(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
             result = model._call_whole(function, *arguments, **options)
-            if not torch.is_grad_enabled():  # FSDP shards it again after a backward pass, and none follows here
+            if not torch.is_grad_enabled():  # FSDP reshards only after a backward pass
                 model.reshard()
             return result
 
@@ -167,10 +167,10 @@ class Session:
 
     @contextmanager
     def in_step(self, policy: Any) -> Iterator[None]:
-        """Inside, each rank may call a policy whose model is sharded as often as it needs to; ranks that have finished
-        go on computing with the others.
+        """Context in which each rank may call a policy with a sharded model as often as it needs to.
 
-        Every forward pass is a collective, so before each one the ranks tell each other who still needs one.
+        Every forward pass of such a model is a collective. Before each pass the ranks exchange whether any rank still
+        needs one; ranks that have finished run dummy passes until none does.
         """
         model = getattr(policy, "model", None)
         if not hasattr(model, "call_whole"):
@@ -187,7 +187,7 @@ class Session:
             yield
         finally:
             handle.remove()
-        # This rank is done: it answers the others' calls with passes over one token until none needs more.
+        # This rank is done: it joins the other ranks' passes with one token until no rank needs more.
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             while is_needed(False):
@@ -197,13 +197,13 @@ class Session:
     def no_sync(self, scorer: nn.Module) -> AbstractContextManager[None]:
         """Context in which a backward pass of a prepared module adds to its gradients without averaging them.
 
-        Sharded gradients are averaged nevertheless: whole ones would not fit.
+        Sharded gradients are averaged all the same: unsharded ones would not fit in memory.
         """
         return nullcontext() if self.sharded else self.accelerator.no_sync(scorer)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The precision that the model is trained in, for generating and scoring outside of training."""
-        return nullcontext() if self.sharded else self.accelerator.autocast()  # a sharded model casts its own
+        """Context with the precision of training, for generating and scoring outside of it."""
+        return nullcontext() if self.sharded else self.accelerator.autocast()  # FSDP casts a sharded model
 
     def gather(self, items: list[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank."""
@@ -211,17 +211,17 @@ class Session:
 
     @contextmanager
     def raises_on_all(self) -> Iterator[None]:
-        """Around what ranks do alone, without collectives: an error of one of them ends the block on all.
+        """Context for code that each rank runs alone, without collectives: an error on one rank is raised on all.
 
-        Raises  the rank's own error; on the others its `LLMRLError`, the messages of several joined, or an LLMRLError
-                that names the rank and its error
+        Raises  on a rank that failed its own error; on the others that error if it is an `LLMRLError` (the messages of
+                several are joined), else an LLMRLError that names the rank and its error
         """
         own: Exception | None = None
         try:
             yield
         except Exception as error:
             own = error
-        # Only llmrl's own errors travel: others may not be picklable, or be made without a message.
+        # Only llmrl's own errors are sent: others may not be picklable, or not be constructible from a message.
         known = own if own is None or isinstance(own, LLMRLError) else LLMRLError(f"{self.who}: {own!r}")
         if errors := self.gather([] if known is None else [(type(known), str(known))]):
             if own is not None and len(errors) == 1:
@@ -229,7 +229,7 @@ class Session:
             raise errors[0][0]("; ".join(dict.fromkeys(text for _, text in errors))) from own
 
     def on_first(self, call: Callable[[], T]) -> T:
-        """Calls it on the first rank alone, and returns its result on all. An error is raised on all."""
+        """Runs ``call`` on the first rank only, and returns its result on all ranks. An error is raised on all."""
         results = []
         with self.raises_on_all():
             if self.is_first:
@@ -237,7 +237,7 @@ class Session:
         return self.gather(results)[0]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value added up over the ranks; names ending in ``_max`` take the largest."""
+        """Each value summed over the ranks; for names ending in ``_max``, the largest."""
         parts = self.gather([dict(values)])
         return {
             name: (max if name.endswith("_max") else sum)(part[name] for part in parts)  # type: ignore[operator]
@@ -245,15 +245,18 @@ class Session:
         }
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if it is on one."""
+        """True on every rank if ``flag`` is true on any."""
         return any(self.gather([flag]))
 
     def wait(self) -> None:
-        """Returns when every rank is here."""
+        """A barrier: returns when every rank has called it."""
         self.accelerator.wait_for_everyone()
 
     def _check_same(self, config: ModelSource) -> None:
-        """Comes before the first collective that depends on a setting, in which ranks that differ would hang."""
+        """Raises ConfigError if ranks have different settings or packages.
+
+        Runs before the first collective that depends on a setting: ranks that differ would hang in it.
+        """
         if self.world_size == 1:
             return
         own = flat_settings(config.model_dump(mode="json")) | _versions()
@@ -267,9 +270,9 @@ class Session:
                 )
 
     def check_shared(self, folder: Path) -> None:
-        """Every rank must see in ``folder`` what the first one writes there.
+        """Checks that every rank sees a file that the first rank writes in ``folder``.
 
-        Raises  RunFolderError that names the ranks that do not, within 10 s
+        Raises  RunFolderError, within 10 s, that names the ranks that do not see it
         """
         if self.world_size == 1:
             return
@@ -308,20 +311,20 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if kind is None or self.world_size == 1:  # closing is a collective, which a rank that failed cannot finish
+        if kind is None or self.world_size == 1:  # closing is a collective, which cannot finish once a rank has failed
             self.close()
         elif self._store is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             _call_roll(self._store, "collective", self.rank, self.world_size, _ROLL_CALL_S, self._timeout_s)
 
     def close(self) -> None:
-        """Leaves the process group; another session may begin in this process, and the interpreter may end."""
+        """Leaves the process group. Afterwards this process may open another session, or exit."""
         wait_for_gloo_threads()
         self.accelerator.end_training()
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def check_gpus(processes: int, gpus: int) -> None:
-    """Raises ConfigError if processes of a machine would share a GPU."""
+    """Raises ConfigError if the processes of one machine would have to share GPUs."""
     if gpus and processes > gpus:
         raise ConfigError(
             f"session: each process needs a GPU of its own: got {processes} processes on a machine of {gpus} GPUs; "
@@ -330,14 +333,14 @@ def check_gpus(processes: int, gpus: int) -> None:
 
 
 def _make_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    """All ranks in a row, or ``replicas`` rows: a model is sharded along a row, and each row has all of it."""
+    """A mesh of ``replicas`` rows of ranks: the model is sharded along each row, and every row has a copy of it."""
     if replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replica", "shard"))
 
 
 def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSplit | None:
-    """The split of sequences over this rank and its neighbours; None for one process, or a split over one."""
+    """The split of sequences over groups of ``size`` neighbouring ranks; None for one process or size 1."""
     if world_size == 1 or size == 1:
         return None
     mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("group", "context"))
@@ -345,40 +348,40 @@ def _make_split(device: torch.device, world_size: int, size: int) -> SequenceSpl
 
 
 def _versions() -> dict[str, str]:
-    """What a rank computes with: versions of packages, and a checksum of llmrl's own files."""
+    """Versions of the packages that a rank computes with, and a checksum of llmrl's own files."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     return {"the code of llmrl": code} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def _join(timeout_s: float, *, offloads: bool) -> dist.Store | None:
-    """The process group of a start with several ranks, over keys that no session before used in the launcher's store.
+    """Initialises the process group of several ranks, under a key prefix that is new in the launcher's store.
 
-    Returns  the store with those keys; None for one process, or if there is a group already
-    Raises   DeadlineError that names ranks that do not come
+    Returns  the store with that prefix; None for one process, or if there is a group already
+    Raises   DeadlineError that names the ranks that do not join in time
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return None
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives ranks that are started again
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store survives a restart of the ranks
     store = dist.PrefixStore(f"llmrl/start{start}/session{next(_NUMBERS)}", store)
     _call_roll(store, "start", rank, world_size, timeout_s, timeout_s)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if offloads and backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory
+        backend = "cpu:gloo,cuda:nccl"  # gloo: the norm of gradients in host memory
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
 
 
 def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s: float, timeout_s: float) -> None:
-    """Each running rank sets its key in the store. Those that do not within ``wait_s`` have stopped, hang or are slow.
+    """Sets this rank's key in the store, and waits at most ``wait_s`` for those of all other ranks.
 
-    Raises  DeadlineError that names them; ``timeout_s`` is the deadline that they missed
+    Raises  DeadlineError that names the ranks without a key; ``timeout_s`` is the deadline that it states
     """
     keys = {other: f"{event}/{other}" for other in range(world_size)}
     store.set(keys[rank], "")
-    # Polled, not waited for: the store's own wait would not say which keys are missing.
+    # Polled, because the store's own wait would not report which keys are missing.
     deadline = time.monotonic() + wait_s
     while missing := [f"rank {other}" for other, key in keys.items() if not store.check([key])]:
         if time.monotonic() > deadline:
@@ -390,7 +393,7 @@ def _call_roll(store: dist.Store, event: str, rank: int, world_size: int, wait_s
 
 
 def _abort_at_once(default_hook: Any) -> Any:
-    """An excepthook that leaves at once: destructors would wait for the other ranks, which the launcher then ends."""
+    """An excepthook that exits at once: destructors would wait for the other ranks. The launcher then ends those."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         default_hook(kind, error, traceback)

@@ -1,4 +1,4 @@
-"""The arguments of each rank's vLLM engine: its GPUs, its share of their memory, its length, its sleep; no weights."""
+"""Plans each rank's vLLM engine, without weights: its GPUs, share of their memory, context length and sleep."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 GIB = 2**30
-_SERVER_S = 10.0  # for a server's first answer
+_SERVER_S = 10.0  # timeout of a server's first answer
 _WORKING = GIB  # the engine's activations and CUDA graphs
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
-_SETTINGS = {  # arguments of vLLM that are settings of ours
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM supports
+_SETTINGS = {  # arguments of vLLM that have a setting of their own
     "gpu_memory_utilization": "rollout.gpu_memory",
     "max_model_len": "rollout.max_model_len",
     "tensor_parallel_size": "rollout.tensor_parallel",
@@ -43,7 +43,7 @@ _SETTINGS = {  # arguments of vLLM that are settings of ours
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of one machine, of ``bytes`` each, and the place of this process among the run's ``ranks`` on it."""
+    """The GPUs of one machine, of ``bytes`` each, and the local ``rank`` of this process of ``ranks`` on it."""
 
     count: int = 0
     bytes: int = 0
@@ -53,7 +53,7 @@ class Gpus:
 
     @classmethod
     def of(cls, session: Session) -> Gpus:
-        """Those that this process sees; none on a CPU."""
+        """The GPUs that this process sees; none on a CPU."""
         if session.device.type != "cuda":
             return cls()
         found = torch.cuda.get_device_properties(session.device)
@@ -65,13 +65,13 @@ class Gpus:
 class EnginePlan:
     """The arguments of a rank's engine.
 
-    devices  numbers of its GPUs, which it sees alone; None: those that vLLM takes, or a CPU
-    sleeps   it gives up its memory while the trainer updates
-    length   most tokens of a conversation; None: as many as model and memory have
+    devices  indices of its GPUs, the only ones that it sees; None: vLLM chooses, or a CPU
+    sleeps   it frees its memory while the trainer updates
+    length   maximum tokens of a conversation; None: as many as model and memory allow
     options  arguments of vLLM
-    servers  URLs of engines that run elsewhere; then there is none here
-    apart    number of servers that ``llmrl launch`` is to start; then there is none here either
-    ray      servers that a Ray cluster is to place; then there is none here either
+    servers  URLs of engines that run elsewhere; then this process has no engine
+    apart    number of servers that ``llmrl launch`` starts; then this process has no engine
+    ray      servers that a Ray cluster places; then this process has no engine
     """
 
     own_process: bool = False
@@ -85,7 +85,7 @@ class EnginePlan:
 
     @property
     def place(self) -> str:
-        """In words."""
+        """Where the engine runs, in words."""
         if self.servers:
             return f"vLLM behind {', '.join(self.servers)}"
         if self.ray:
@@ -95,15 +95,15 @@ class EnginePlan:
         return "vLLM in a process of its own" if self.own_process else "vLLM in this process"
 
     def describe(self) -> list[str]:
-        """The parts of the plan that are decided by the machine, in words."""
+        """The parts of the plan that depend on the machine, in words."""
         words = []
         if self.devices:
             words.append(f"GPU {' and '.join(map(str, self.devices))}")
         if share := self.options.get("gpu_memory_utilization"):
             words.append(f"{share:.0%} of the GPU's memory")
-        words.append(f"at most {self.length} tokens" if self.length else "as many tokens as model and memory have")
+        words.append(f"at most {self.length} tokens" if self.length else "as many tokens as model and memory allow")
         if self.options.get("enable_lora"):
-            words.append("adapters alone")
+            words.append("gets adapters only")
         if self.options.get("enable_return_routed_experts"):
             words.append("its choice of experts is replayed")
         return [*words, "asleep during updates"] if self.sleeps else words
@@ -116,12 +116,12 @@ def plan_engine(
     model: PreTrainedModel,
     gpu: GPU | None = None,
 ) -> EnginePlan | None:
-    """The engine of this rank, or of the first one on ``gpu``; None without vLLM. ``model`` needs no weights.
-    ``longest``: tokens of the longest problem that is measured, 0 for none.
+    """The engine of this rank, or of the first rank on ``gpu``; None without vLLM. ``model`` needs no weights.
+    ``longest``: tokens of the longest evaluation problem, 0 for none.
 
-    Raises  ConfigError for settings that this machine or this model cannot keep, and for servers that do not fit
+    Raises  ConfigError for settings that do not work on this machine or model, and for servers that do not match
     """
-    replays_routes(config, model)  # raises if it is on and cannot be
+    replays_routes(config, model)  # raises if replay is on but impossible
     if config.rollout.engine != "vllm":
         return None
     if config.rollout.options:
@@ -141,9 +141,9 @@ def plan_engine(
 
 
 def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:
-    """Whether the trainer takes the experts that the engine chose, by ``rollout.routing_replay``; no weights needed.
+    """True if the trainer replays the engine's choice of experts (``rollout.routing_replay``); needs no weights.
 
-    Raises  ConfigError with the reason if that is on and cannot be
+    Raises  ConfigError with the reason if the setting is on and replay is impossible
     """
     rollout = config.rollout
     if rollout.routing_replay == "off":
@@ -152,11 +152,11 @@ def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:
     if fault is None:
         caches = rollout.engine != "vllm" or rollout.options.get("enable_prefix_caching", True)
         faults = [
-            (rollout.elsewhere, "engines that are servers are not asked for their routes"),
-            (rollout.options.get("enable_lora"), "engines with adapters (enable_lora) are not asked for their routes"),
+            (rollout.elsewhere, "engines that are servers do not report their routes"),
+            (rollout.options.get("enable_lora"), "engines with adapters (enable_lora) do not report their routes"),
             (not caches, "vLLM keeps routes in its prefix cache, which is off"),
             (config.memory.compile, "compiled layers do not replay (memory.compile)"),
-            (vision_tower(model) is not None, "tokens of images are not replayed"),
+            (vision_tower(model) is not None, "image tokens cannot be replayed"),
         ]
         fault = next((text for holds, text in faults if holds), None)
     if fault and rollout.routing_replay == "on":
@@ -176,9 +176,9 @@ def make_engine_plan(
     world_size: int = 1,
     longest_evaluated: int = 0,
 ) -> EnginePlan:
-    """The engine of one rank on a machine with ``gpus``, or those that are servers; ``model`` needs no weights.
+    """The engine of one rank on a machine with ``gpus``, or the servers to start; ``model`` needs no weights.
 
-    longest_evaluated  tokens of the longest problem that is measured, 0 for none
+    longest_evaluated  tokens of the longest evaluation problem, 0 for none
     """
     rollout, sizes = config.rollout, model.config.get_text_config()
     for name, setting in _SETTINGS.items():
@@ -196,7 +196,7 @@ def make_engine_plan(
     overlaps = bool(rollout.max_staleness or rollout.oversample or rollout.concurrency)
     own_process = rollout.own_process
     if own_process is None:
-        # In this process nothing overlaps and there is one GPU; with several ranks it has a process group already.
+        # In this process nothing overlaps, there is one GPU, and with several ranks there is a process group already.
         own_process = overlaps or world_size > 1 or len(devices) > 1
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
@@ -218,7 +218,7 @@ def make_engine_plan(
 
 
 def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
-    """Of an engine that gets adapters alone, because ``rollout.options`` build it for them."""
+    """Options of an engine that receives adapters only, which ``enable_lora`` in ``rollout.options`` selects."""
     if not config.rollout.options.get("enable_lora"):
         return {}
     if config.lora is None or config.lora.quantize:
@@ -231,10 +231,10 @@ def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
 
 
 def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> EnginePlan:
-    """Raises ConfigError for a server that is absent, of another model, or of too short a length."""
+    """The plan of running servers. Raises ConfigError for one that is down, serves another model, or is too short."""
     rollout = config.rollout
-    if (given := rollout.of_engine) and not rollout.gpus:  # llmrl launch starts servers by these settings
-        raise ConfigError(f"rollout.servers: {', '.join(given)} is decided when a server is started: leave it out.")
+    if (given := rollout.of_engine) and not rollout.gpus:  # with gpus llmrl launch uses these settings
+        raise ConfigError(f"rollout.servers: {', '.join(given)} is fixed when a server is started: leave it out.")
     lengths = []
     for url in rollout.servers:
         try:
@@ -247,7 +247,7 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
         lengths.append(int(served["max_model_len"]))
         if lengths[-1] < needed:
             raise ConfigError(
-                f"rollout.servers: {url} must hold what the environment asks, {needed} tokens: it was started with "
+                f"rollout.servers: {url} must hold what the environment needs, {needed} tokens: it was started with "
                 f"--max-model-len {lengths[-1]}."
             )
         theirs = config_of(None, served.get("root") or served["id"])
@@ -261,7 +261,7 @@ def _plan_servers(config: GRPOConfig, own: PretrainedConfig, needed: int) -> Eng
 
 
 def _plan_ray(config: GRPOConfig, session: Session) -> RayPlan:
-    """The first rank connects to the cluster. Raises ConfigError on all ranks if it is not there, or too small."""
+    """Connects the first rank to the cluster. Raises ConfigError on all ranks if there is none, or it is too small."""
     rollout = config.rollout
 
     def place() -> RayPlan:
@@ -276,7 +276,7 @@ def _plan_ray(config: GRPOConfig, session: Session) -> RayPlan:
 
 
 def free_gpus(session: Session) -> AbstractContextManager[None]:
-    """A block in which a local cluster is started on the machine's GPUs that no rank trains on."""
+    """Context in which a local cluster starts on the GPUs of this machine that no rank trains on."""
     gpus = Gpus.of(session)
     if not gpus.count:
         return nullcontext()
@@ -302,7 +302,7 @@ def _check_heads(parts: int, sizes: PretrainedConfig) -> None:
 
 
 def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
-    """The GPUs of this rank's engine: engines lie side by side, so that with one GPU each it is the rank's own."""
+    """The GPUs of this rank's engine. Engines take consecutive GPUs; with one GPU each it is the rank's own."""
     if not gpus.count and parts == 1:
         return ()
     needed = gpus.ranks * parts
@@ -319,26 +319,26 @@ def _place(parts: int, gpus: Gpus) -> tuple[int, ...]:
 
 
 def _needed_length(config: GRPOConfig, longest_evaluated: int) -> int:
-    """Tokens of the longest prompt with its longest answers, and one more, which vLLM needs for scoring. What tools and
-    users say in between is not counted.
+    """Tokens of the longest prompt with its longest answers, plus one that vLLM needs for scoring. Messages of tools
+    and users are not counted.
     """
     evaluated = longest_evaluated + config.eval.max_tokens if longest_evaluated else 0
     return max(longest_row(config), evaluated) + 1
 
 
 def _length(config: GRPOConfig, needed: int, sizes: PretrainedConfig) -> int | None:
-    """``max_model_len``; None: vLLM finds out what model and memory have."""
+    """``max_model_len``; None: vLLM derives it from model and memory."""
     asked, env = config.rollout.max_model_len, config.env
     if asked is None:
-        # What tools and users say has no known bound, and a model with rotary scaling may be able to go beyond the
+        # Messages of tools and users have no known bound, and a model with rotary scaling may support more than the
         # length in its configuration.
         known = getattr(sizes, "max_position_embeddings", None) or 0
         return needed if env.max_turns == 1 and needed <= known else None
     if asked < needed:
         raise ConfigError(
-            f"rollout.max_model_len: must hold what the environment asks, {needed} tokens (env.max_prompt_tokens "
+            f"rollout.max_model_len: must hold what the environment needs, {needed} tokens (env.max_prompt_tokens "
             f"{env.max_prompt_tokens}, {env.max_turns} x sampling.max_tokens {config.sampling.max_tokens}, the "
-            f"problems measured, and one more): got {asked}; raise it, or lower those."
+            f"evaluation problems, and one more): got {asked}; raise it, or lower those."
         )
     return asked
 

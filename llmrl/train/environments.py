@@ -1,4 +1,4 @@
-"""Environments by ``env.name``: an embedded task, a public one, rows of your own, or an environment of your own."""
+"""Environments by ``env.name``: an embedded task, a public one, the user's rows, or a user-defined environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FROM_RECIPE += ("rank", "world_size")
 def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
     """The class of an environment, or a function of the user's that returns one.
 
-    Raises  ConfigError if the name of the user's own cannot be loaded, or is neither of both
+    Raises  ConfigError if a user-defined name cannot be loaded, or is neither of the two
     """
     if ":" not in name:
         return _PUBLIC.get(name, DatasetChatEnv)
@@ -47,15 +47,16 @@ def env_maker(name: str) -> Callable[..., DatasetChatEnv]:
 
 
 def is_task(maker: Callable[..., DatasetChatEnv]) -> bool:
-    """True for a class that knows its rows and its reward, apart from an environment over them."""
+    """True for a `TaskEnv`, whose class methods give its rows and its reward without an environment."""
     return inspect.isclass(maker) and issubclass(maker, TaskEnv)
 
 
 def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_reward: bool) -> None:
-    """Checks that a recipe can make an environment of the user's own, without making it.
+    """Checks that a recipe can make a user-defined environment, without making it.
 
-    Reads   ``options``, the keyword arguments that the settings add; rows and a reward may be given there too
-    Raises  ConfigError for a missing method, parameter, or rows
+    options      keyword arguments from ``env.options``
+    has_dataset  the settings give rows; ``has_reward``: the settings give a reward
+    Raises       ConfigError for a missing method, parameter, or rows
     """
     maker = env_maker(name)
     own = name.partition(":")[2]
@@ -67,8 +68,8 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
     has_own_rows = is_task(maker) and maker.rows.__func__ is not TaskEnv.rows.__func__
     if not has_dataset and getattr(maker, "DATASET", None) is None and not has_own_rows:
         raise ConfigError(
-            f"environment: {own} has no rows of its own: say env.dataset"
-            + (", or give the class a DATASET." if is_task(maker) else "; only a TaskEnv can do without.")
+            f"environment: {own} has no rows of its own: set env.dataset"
+            + (", or give the class a DATASET." if is_task(maker) else "; only a TaskEnv can do without it.")
         )
     if taken := sorted(set(options) & {*_FROM_RECIPE, "compute_reward"}):
         raise ConfigError(f"environment: env.options must not have {', '.join(taken)}: the recipe passes that itself.")
@@ -84,7 +85,7 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
         if lacking := [parameter for parameter in expected if parameter not in known]:
             raise ConfigError(
                 f"environment: {own} must take what a recipe passes, {', '.join(expected)}: {', '.join(lacking)} "
-                f"{'is' if len(lacking) == 1 else 'are'} missing; take **options and hand them on to DatasetChatEnv."
+                f"{'is' if len(lacking) == 1 else 'are'} missing; take **options and pass them to DatasetChatEnv."
             )
     try:
         signature.bind(**dict.fromkeys((*expected, *options)))
@@ -93,7 +94,7 @@ def check_env(name: str, options: Mapping[str, Any], *, has_dataset: bool, has_r
 
 
 def env_rows(name: str, dataset: str | None, *, split: str, config: str | None) -> Sequence[Row]:
-    """The rows of an environment; ``dataset`` stands for its own. Raises DataError for data that cannot be read."""
+    """The rows of an environment, or of ``dataset`` in their place. Raises DataError for data that cannot be read."""
     maker = env_maker(name)
     if is_task(maker):
         return maker.rows(dataset, name=config, split=split)
@@ -108,8 +109,8 @@ def is_file(dataset: str | None) -> bool:
 
 
 def _keywords(maker: Callable[..., DatasetChatEnv]) -> tuple[list[str], bool]:
-    """The keyword parameters, with those of base classes that ``**options`` reach; and whether any other is taken."""
-    # A signature with **options says nothing of what it hands on: the constructors of its bases are read, too.
+    """The keyword parameters, with those of base classes that ``**options`` reach; True if others are accepted too."""
+    # A signature with **options does not show the names that it passes on: read the constructors of base classes too.
     known: list[str] = []
     calls = [base.__init__ for base in maker.__mro__ if "__init__" in vars(base)] if inspect.isclass(maker) else [maker]
     for call in calls:

@@ -1,4 +1,4 @@
-"""Evaluation on problems that are not trained on, with the tools and the user of the training task."""
+"""Evaluation on held-out problems, with the tools and the user of the training task."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Asks ``policy`` every row, the rows dealt out over the ranks: once and greedily, or ``samples`` times.
+    """Samples ``policy``'s answers to all rows, divided over the ranks: once and greedily, or ``samples`` times.
 
-    `run` returns the mean of "success" if the environment writes it, else of the reward. Answers whose scoring
-    failed are left out of the mean and counted in ``failed``. ``metrics`` has that mean for the log, with the scores'
-    standard deviation and their count, and with tools the share of conversations that called one. ``answers`` has the
-    scores (NaN: failed) and the texts of each row's answers.
+    `run` returns the mean of "success" if the environment writes it, else of the reward. Answers whose scoring failed
+    are left out of the mean and counted in ``failed``. ``metrics`` contains the mean, standard deviation and count of
+    the scores, and with tools the share of conversations that called one. ``answers`` contains the scores (NaN: failed)
+    and texts of each row's answers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Evaluator:
         self.metric = f"eval/{env.label}/mean" if split == "test" else f"eval/{env.label}-{split}/mean"
         self.num_rows = len(rows)
         self.failed = 0
-        self.score = self.std = math.nan  # of the last run, as the next ones
+        self.score = self.std = math.nan  # of the last run, like those below
         self.num_scored = 0
         self.answers: list[tuple[list[float], list[str]]] = []
         self.call_rate: float | None = None  # None without tools
@@ -58,7 +58,7 @@ class Evaluator:
         self._has_tools = bool(env.tools)
         self._policy = policy.get_new_version(
             generate_kwargs={"max_new_tokens": settings.max_tokens, "temperature": temperature},
-            prefer_tokens=True,  # nothing is trained, so that a template may rewrite the past
+            prefer_tokens=True,  # nothing is trained, so a template may rewrite earlier turns
         )
         mine = list(rows[session.rank :: session.world_size])
         batches = [mine[start : start + size] for start in range(0, len(mine), size)]
@@ -71,19 +71,19 @@ class Evaluator:
         texts: list[str] = []
         called: list[bool] = []
         for env in self._envs:
-            env.reset_dataloader()  # every evaluation asks the same rows
+            env.reset_dataloader()  # every evaluation uses the same rows
         options = {"policy": self._policy, "yield_only_last_steps": True, "retries": self._retries}
         with self.session.autocast(), self.session.in_step(self._policy):
             results = [LLMCollector(env, **options).rollout() for env in self._envs]
         for rollouts in results:
-            # A conversation may be several records, of which the last has its end; answers to one row stand together.
+            # A conversation may be several records; only the last is done. Sort answers by their row.
             ends = rollouts.get(("next", "done")).flatten().nonzero().flatten()
             ends = ends[rollouts.get("group_id")[ends].argsort(stable=True)]
             texts += completion_texts(rollouts[ends], self.task.tokenizer, who="Evaluator")
             after = rollouts.get("next")
             reward = after.get("reward")[ends].to(torch.float64).flatten(1).sum(1)
             success = after.get("success", None)
-            # A conversation that failed has a reward of NaN: it is left out, and not a wrong answer.
+            # A failed conversation has a reward of NaN: it is left out, not counted as wrong.
             score = reward if success is None else success[ends].to(torch.float64).flatten(1).sum(1)
             scores += score.masked_fill(~reward.isfinite(), math.nan).tolist()
             if self._has_tools:
@@ -102,17 +102,17 @@ class Evaluator:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last run, under the names of the log."""
+        """Metrics of the last run."""
         return eval_metrics(self.metric, self.score, self.std, self.num_scored, call_rate=self.call_rate)
 
     @property
     def summary(self) -> str:
-        """The last run in words."""
+        """The result of the last run, in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
 
 
 def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: float | None = None) -> dict[str, float]:
-    """The metrics of an evaluation, beside ``name`` = ".../mean"; without ``call_rate`` if there are no tools.
+    """The metrics of an evaluation, named like ``name`` = ".../mean"; without ``call_rate`` if it is None.
 
     >>> eval_metrics("eval/sums/mean", 0.75, 0.433, 500)
     {'eval/sums/mean': 0.75, 'eval/sums/std': 0.433, 'eval/sums/count': 500}
@@ -125,7 +125,7 @@ def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: f
 def evaluators(
     config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, policy: LLMWrapperBase
 ) -> Iterator[tuple[Evaluator | None, Evaluator | None]]:
-    """The evaluation that is reported and the one that decides when to stop, for a block; None without ``env``."""
+    """Context with the evaluator that is reported and the one for early stopping; each is None if not configured."""
     if config.env is None:
         yield None, None
         return

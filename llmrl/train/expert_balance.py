@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts over a whole optimizer step, however that is cut."""
+"""The load-balancing loss of a mixture of experts over a whole optimizer step, for any division into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmrl.train.distributed import Session
 
 
 class ExpertBalance:
-    """``coefficient`` times `expert_balance` of all tokens of a step; nothing for a dense model.
+    """``coefficient`` times `expert_balance` of all tokens of a step; 0 for a dense model.
 
     coefficient  None: that of the model's configuration, 0 if it has none
 
     The loss is a product of two means over the step: how often an expert was chosen, which has no gradient, and the
-    probability that it was given. So the gradient of a micro-batch needs the choices of all of them. Where a step is
-    one micro-batch on each rank they are known after its forward pass; otherwise a pass without gradients counts them.
+    probability that the router gave it. So the gradient of one micro-batch needs the choices in all of them. With one
+    micro-batch per rank they are known after its forward pass; otherwise extra passes without gradients count them.
     """
 
     def __init__(self, session: Session, model: nn.Module, coefficient: float | None) -> None:
@@ -31,15 +31,15 @@ class ExpertBalance:
         if coefficient is None:
             coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
         self.coefficient = coefficient if self._routers.count else 0.0
-        self._chosen: Tensor | None = None  # of the whole step, [R, E], once they are known
+        self._chosen: Tensor | None = None  # counts of the whole step, [R, E]; None until known
         self._parts: list[RouterLoad] = []
 
     def watch(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch."""
+        """Context for the forward pass of a micro-batch: records its routers."""
         return self._routers.recording() if self._routers.count else nullcontext()
 
     def begin_step(self, forwards: Sequence[tuple[Callable[[], Any], bool]]) -> None:
-        """Counts the choices of a step by its forward passes, if that is necessary; and whether each has rows."""
+        """Counts a step's choices by running its ``forwards`` if necessary; each comes with a flag: it has rows."""
         self._parts, self._chosen, self._tokens = [], None, None
         if not self.coefficient or not self._session.any(len(forwards) > 1):
             return
@@ -51,7 +51,7 @@ class ExpertBalance:
         self._set_totals(loads)
 
     def term(self, *, is_filled: bool) -> Tensor | float:
-        """The part of the micro-batch that was just watched; those of all micro-batches and ranks add up."""
+        """The loss term of the micro-batch watched last; the terms of all micro-batches and ranks sum to the loss."""
         if not self._routers.count:
             return 0.0
         load = self._load(is_filled)
@@ -64,7 +64,7 @@ class ExpertBalance:
 
     def _load(self, is_filled: bool) -> RouterLoad:
         load = self._routers.load()
-        # The placeholder row of a rank without rows counts nothing, but stays in the graph: its backward is awaited.
+        # The placeholder row of a rank without rows counts 0 but stays in the graph: other ranks wait for its backward.
         return load if is_filled else RouterLoad(*(0 * value for value in load))
 
     def _set_totals(self, loads: Sequence[RouterLoad]) -> None:
@@ -78,7 +78,7 @@ class ExpertBalance:
         return value
 
     def metrics(self) -> dict[str, float]:
-        """Of the step: the loss without its coefficient; the load of the busiest expert over the mean of its layer."""
+        """The step's loss without its coefficient, and the busiest expert's load over the mean load of its layer."""
         if not self._parts:
             return {}
         if self._chosen is None:

@@ -1,6 +1,6 @@
-"""Low-rank adapters (peft) on a model whose own weights stay as they are: made, counted, read again, merged.
+"""Low-rank adapters (peft) on a model with frozen weights: creation, parameter counts, loading, merging.
 
-Each rank has all adapters, also of a sharded model: they are small, and their gradients are averaged like those of DDP.
+Each rank has all adapters, even of a sharded model: they are small, and their gradients are averaged as with DDP.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from llmrl.weight_update.lora import ADAPTER_FILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER = "adapter"  # of a checkpoint: the folder in peft's format
+ADAPTER = "adapter"  # folder in a checkpoint, in peft's format
 
 
 def num_trained(config: ModelSource, shape: ModelShape) -> int:
-    """Parameters that are trained.
+    """The number of parameters that are trained.
 
     Raises  ConfigError for target modules that the model does not have
     """
@@ -53,27 +53,27 @@ def _targets(config: ModelSource, shape: ModelShape) -> list[str]:
 
 
 def lora_rows(config: ModelSource, shape: ModelShape) -> list[tuple[str, str]]:
-    """The plan's row on what is trained; none without adapters.
+    """The plan's row on adapters; none without ``lora``.
 
-    Raises  ConfigError for settings that the model or this run cannot keep; MissingDependencyError
+    Raises  ConfigError for settings that do not work with the model or this run; MissingDependencyError
     """
     lora = config.lora
     if lora is None:
         return []
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning of each import about kernels for CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about CPU kernels at each import
     require("peft", extra="lora", used_by="lora")
     trained, targets = num_trained(config, shape), _targets(config, shape)
     if not targets:
         raise ConfigError("lora: needs linear layers to adapt: target_modules, or the model, has none.")
     if lora.dropout and isinstance(config, GRPOConfig):
         raise ConfigError(
-            f"lora.dropout: must be 0 for grpo: got {lora.dropout:g}; what is trained would not be the policy that was "
-            "sampled from."
+            f"lora.dropout: must be 0 for grpo: got {lora.dropout:g}; the trained policy would differ from the policy "
+            "that sampled."
         )
     if lora.quantize:
         require("bitsandbytes", extra="qlora", used_by="lora.quantize=nf4")
         if isinstance(config.model, TinyModelSettings):
-            raise ConfigError("lora.quantize: needs a model that is read from files: got one that is made on the spot.")
+            raise ConfigError("lora.quantize: needs a model that is read from files: got a tiny random model.")
         if config.parallel.mode == "fsdp2":
             raise ConfigError(
                 "lora.quantize: cannot be used with parallel.mode fsdp2: 4-bit weights are packed as a whole and "
@@ -85,7 +85,7 @@ def lora_rows(config: ModelSource, shape: ModelShape) -> list[tuple[str, str]]:
 
 
 def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
-    """The argument of transformers' ``from_pretrained`` that quantises what it reads, if asked for."""
+    """The argument of transformers' ``from_pretrained`` that quantises weights; {} without ``lora.quantize``."""
     if config.lora is None or config.lora.quantize is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -98,9 +98,9 @@ def quantization(config: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def add_adapters(config: ModelSource, model: PreTrainedModel, saved: Path | None = None) -> Any:
-    """A ``peft.PeftModel`` around ``model``, sharded or not: new adapters, which change nothing yet, the same on every
-    rank, or those of the folder ``saved``. They are float32, and nothing else is trained but the output layer of a
-    reward model, which the adapters' file holds too.
+    """A ``peft.PeftModel`` around ``model``, sharded or not, with adapters from the folder ``saved``, or new ones that
+    are the same on every rank and leave the model's outputs unchanged. Adapters are float32. Nothing else is
+    trained, except the output layer of a reward model, which the adapters' file also contains.
     """
     peft, lora = require("peft", extra="lora", used_by="lora"), config.lora
     tower = next((name for name, module in model.named_modules() if module is vision_tower(model)), None)
@@ -110,22 +110,22 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, saved: Path | None
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         target_modules=_targets(config, model_shape(model)),
-        exclude_modules=rf"{re.escape(tower)}\..*" if tower else None,  # its layers may have the decoder's names
+        exclude_modules=rf"{re.escape(tower)}\..*" if tower else None,  # layer names can equal the decoder's
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # the former also trains a copy of the output
+        task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # SEQ_CLS also trains a copy of the output
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # each rank draws all adapters, so all must draw the same
+        torch.manual_seed(config.seed)  # each rank initialises all adapters, so with one seed
         adapted = peft.get_peft_model(model, settings).eval()
     _own_heads(adapted)
     if saved is not None:
         load_file = require("safetensors.torch", extra="lora", used_by="lora").load_file
         peft.set_peft_model_state_dict(adapted, load_file(saved / ADAPTER_FILE))
-    if lora.dropout:  # all else stays in evaluation mode, as without adapters
+    if lora.dropout:  # all other modules stay in evaluation mode, as without adapters
         for module in adapted.modules():
             module.training = isinstance(module, torch.nn.Dropout) and module.p == lora.dropout
     for module in adapted.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # which repacks weights for inference, without gradients
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # it would repack weights for inference, without gradients
             module.support_avx512bf16_for_cpu = False
     name = model.name_or_path
     settings.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() and name else name
@@ -134,7 +134,7 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, saved: Path | None
 
 @torch.no_grad()
 def _own_heads(adapted: Any) -> None:
-    """Makes peft's copies of output layers float32 and whole on each rank, as the adapters are."""
+    """Makes peft's copies of output layers float32 and unsharded, like the adapters."""
     for copies in (getattr(module, "modules_to_save", None) for module in adapted.modules()):
         for module in copies.modules() if isinstance(copies, torch.nn.ModuleDict) else ():
             for name, value in list(module.named_parameters(recurse=False)):
@@ -145,19 +145,19 @@ def _own_heads(adapted: Any) -> None:
 
 
 def is_adapter(folder: str) -> bool:
-    """True for a checkpoint that has adapters and not the whole model."""
+    """True for a checkpoint with adapters but without the whole model."""
     return (Path(folder) / ADAPTER).is_dir() and not any(Path(folder).glob("model*.safetensors"))
 
 
 def base_of(folder: str) -> str:
-    """The model that a checkpoint's adapters are for."""
+    """The base model of a checkpoint's adapters."""
     return json.loads((Path(folder) / ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 @torch.no_grad()
 def merge_saved(model: PreTrainedModel, folder: str) -> None:
-    """Adds a checkpoint's adapters to the weights of their base, sharded or not; a reward model gets the output layer
-    that they were trained with.
+    """Merges a checkpoint's adapters into the weights of their base model, sharded or not; for a reward model also
+    copies the output layer that was trained with them.
     """
     path = Path(folder) / ADAPTER
     settings = json.loads((path / "adapter_config.json").read_text())

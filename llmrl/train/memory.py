@@ -1,6 +1,6 @@
-"""The bytes that a run needs on each GPU, by cause; whether they fit, and the settings that would make them fit.
+"""The bytes that a run needs on each GPU, by cause; a check that they fit; settings that would make them fit.
 
-A pure function of the model's shape, the settings and the number of GPUs: it plans for machines that are not here.
+Depends only on the model's shape, the settings and the GPUs, so it can also plan for other machines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 _GIB = 2**30
-_GPUS = {  # GiB that a program can have, and dense bfloat16 TFLOP/s; 0: it has no bfloat16
+_GPUS = {  # GiB that a program can allocate, and dense bfloat16 TFLOP/s; 0: no bfloat16
     "T4": (14.6, 0),
     "V100": (31.7, 0),
     "A10": (22.0, 125),
@@ -47,14 +47,14 @@ _GPUS = {  # GiB that a program can have, and dense bfloat16 TFLOP/s; 0: it has 
     "B200": (178.4, 2250),
     "MI300X": (191.5, 1307),
 }
-_USABLE = 0.985  # of the size that a GPU is sold by
+_USABLE = 0.985  # share of the nominal size of a GPU
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
-_ENGINE_GIB = 1.5  # what vLLM computes in, beside weights and cache
+_ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
 
 
 @dataclass(frozen=True)
 class GPU:
-    """``count`` GPUs of ``bytes`` each; ``flops`` a second at their best, None if unknown."""
+    """``count`` GPUs of ``bytes`` each; ``flops`` is the peak per second of one, None if unknown."""
 
     name: str
     bytes: float
@@ -64,7 +64,7 @@ class GPU:
 
 
 def parse_gpu(text: str) -> GPU:
-    """The GPUs of ``--gpu``: a name of the table or gigabytes, and how many.
+    """The GPUs of ``--gpu``: a name of the table or gigabytes, and optionally a number of GPUs.
 
     Raises  ConfigError
 
@@ -83,7 +83,7 @@ def parse_gpu(text: str) -> GPU:
     if counted and size.isdecimal() and int(size) > 0:
         return GPU(f"{int(size)} GB", int(size) * _USABLE * _GIB, int(number or 1))
     raise ConfigError(
-        f"--gpu {text}: must be a name or gigabytes, and a number of GPUs, as H100:8 or 48:2; names: "
+        f"--gpu {text}: must be a name or gigabytes, and a number of GPUs, such as H100:8 or 48:2; names: "
         f"{', '.join(_GPUS)}.{did_you_mean(name, _GPUS)}"
     )
 
@@ -94,7 +94,7 @@ def _named(label: str, count: int, memory: float | None = None) -> GPU:
 
 
 def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
-    """The GPU that ``device`` is; None for a CPU."""
+    """``count`` GPUs like ``device``; None for a CPU."""
     if device.type != "cuda":
         return None
     name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
@@ -110,10 +110,10 @@ class MemoryPlan:
     """Bytes per GPU by cause.
 
     ``training``   at the peak of a backward pass
-    ``resident``   of those, what stays while the engine samples
-    ``sampling``   of the engine; in addition to ``training``, unless it ``sleeps`` during updates
+    ``resident``   the part of ``training`` that stays while the engine samples
+    ``sampling``   of the engine; added to ``training``, unless the engine ``sleeps`` during updates
     ``reserve``    driver, libraries, and what the allocator cannot use
-    ``host``       in host memory, for this GPU, where parameters wait there
+    ``host``       in host memory per GPU, if parameters are offloaded
     """
 
     training: dict[str, float]
@@ -139,20 +139,20 @@ def plan_memory(
     capacity: float | None = None,
     checkpointing: bool | None = None,
 ) -> MemoryPlan:
-    """The plan of a run on ``num_gpus`` of ``capacity`` bytes; None for a CPU, where nothing is reserved.
+    """The plan of a run on ``num_gpus`` of ``capacity`` bytes. ``capacity`` None: a CPU, where nothing is reserved.
 
-    ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit otherwise
+    ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit without it
     """
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity}
     if checkpointing is None:
         checkpointing = config.memory.checkpointing == "on" or config.memory.offload == "activations"
         if config.memory.checkpointing == "auto" and not checkpointing and capacity is not None:
-            # It costs a second forward pass, so it is the last resort: only if the run does not fit without it.
+            # Checkpointing costs a second forward pass, so it is used only if the run does not fit without it.
             checkpointing = plan_memory(config, shape, **given, checkpointing=False).peak > capacity
         return plan_memory(config, shape, **given, checkpointing=checkpointing)
     sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
     arithmetic: Arithmetic = "float32" if not low_precision else "bfloat16" if sharded else "autocast"
-    if config.lora and low_precision:  # weights in bfloat16, and autocast's copies of what adapters read
+    if config.lora and low_precision:  # bfloat16 weights, and autocast's copies of adapter inputs
         arithmetic = "bfloat16" if checkpointing else "autocast"
     ranks = num_gpus // config.parallel.replicas if sharded else 1
     # Master weights, gradients and moments are float32 in every precision of arithmetic: 4 bytes each.
@@ -160,9 +160,9 @@ def plan_memory(
     trained, parts = 4.0 * num_trained(config, shape), 1 if config.lora else ranks  # each rank has all adapters
     held = trained + _frozen(config, shape, low_precision) / ranks if config.lora else whole / ranks
     grpo = config if isinstance(config, GRPOConfig) else None
-    state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]  # moments, in bytes of a weight
+    state = {"adamw": 2.0, "adamw_8bit": 0.5, "adamw_offload": 0.0}[config.optim.name]  # moment bytes per weight byte
     stays = {"weights": held, "optimizer": state * trained / parts}
-    if grpo and grpo.grpo.kl and not config.lora:  # else it is the model without its adapters
+    if grpo and grpo.grpo.kl and not config.lora:  # with lora the reference is the model without its adapters
         stays["reference"] = whole / ranks
     gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:
@@ -170,7 +170,7 @@ def plan_memory(
     if num_gpus > 1 and not sharded:
         stays["DDP's buckets"] = trained
     rollout = grpo.rollout if grpo else RolloutSettings()
-    # Transformers samples by the trainer's weights, and its cache is gone when a batch is sampled.
+    # Transformers samples with the trainer's weights, and frees its cache after each batch.
     sleeps = rollout.engine == "transformers" or (rollout.sleep is not False and not rollout.max_staleness)
     training = stays | {
         "gradients": gradients,
@@ -201,7 +201,7 @@ def _reserve(capacity: float) -> float:
 
 
 def longest_row(config: ModelSource) -> int:
-    """Tokens of the longest row that a run can have."""
+    """Tokens of the longest possible row of a run."""
     if isinstance(config, GRPOConfig):
         return config.env.max_prompt_tokens + config.env.max_turns * config.sampling.max_tokens
     return config.row_length if isinstance(config, SFTConfig) else config.tokens_per_microbatch
@@ -216,26 +216,26 @@ def _rows(config: ModelSource, num_gpus: int) -> int:
 def _activations(
     config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, checkpointing: bool
 ) -> float:
-    """Bytes kept for the backward pass of a micro-batch, and the gradients on their way through one layer."""
+    """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
     longest, split = longest_row(config), config.parallel.context if num_gpus > 1 else 1
     tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus // split) * longest)) / split
     layer = tokens * shape.largest_kept[arithmetic]
-    passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer that is computed again
+    passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
     return passing + shape.activations(tokens, arithmetic, checkpointing=checkpointing)
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:
-    """Bytes of the weights below adapters: in the precision of arithmetic, linear layers in 4 bits if asked for."""
+    """Bytes of the frozen weights below adapters: in the compute precision; linear layers in 4 bits if quantized."""
     width = 2.0 if low_precision else 4.0
     packed = sum(size for size, _ in shape.linears.values()) if config.lora.quantize else 0
-    return width * (shape.parameters - packed) + (0.5 + 4 / 64) * packed  # a float32 factor for each 64
+    return width * (shape.parameters - packed) + (0.5 + 4 / 64) * packed  # a float32 scale for every 64 weights
 
 
 def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, sharded: bool) -> float:
-    """Autocast's copies of all weights; with shards, two whole layers and the outermost parameters, with gradients.
-    Below adapters there are no copies and no gradients, and with layers in 4 bits one whole layer.
+    """Autocast's copies of all weights; with FSDP2 two gathered layers and the outermost parameters, with gradients.
+    Frozen weights below adapters have no copies and no gradients; 4-bit layers are dequantized one at a time.
     """
     if config.lora:
         blocks = 2 * shape.largest_block + shape.outer if sharded else shape.largest_block
@@ -247,7 +247,7 @@ def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmet
 
 
 def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
-    """A chunk of logits three times in float32; and the head's weight with the gradient being added up, if trained."""
+    """Three float32 copies of a chunk of logits; if the head is trained, also its weight with the gradient sum."""
     rows = chunk_rows(shape.vocabulary, "cuda" if on_gpu else "cpu")
     weight = 0 if config.lora else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
     return 3 * 4.0 * rows * shape.vocabulary + weight
@@ -260,7 +260,7 @@ def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision:
 
 
 def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool) -> dict[str, float]:
-    """The least that a vLLM engine needs on each of its GPUs: weights, and a cache for one sequence of full length."""
+    """The minimum that a vLLM engine needs per GPU: weights, workspace, and the cache of one full-length sequence."""
     parts, width = config.rollout.tensor_parallel, 2 if low_precision else 4
     cache = width * shape.cache_numbers(longest_row(config) + 1) / parts
     cache = max(cache, config.rollout.options.get("kv_cache_memory_bytes") or 0)
@@ -268,10 +268,10 @@ def engine_memory(config: GRPOConfig, shape: ModelShape, *, low_precision: bool)
 
 
 def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
-    """Those of the machine's GPUs that train: all but the last ``rollout.gpus``; if a rank's own engine is spread
-    over several, one of those.
+    """The machine's GPUs that train: all but the last ``rollout.gpus``; of the GPUs that a rank's own engine is spread
+    over, one.
 
-    Raises  ConfigError if none is left, or they cannot be shared out
+    Raises  ConfigError if none is left, or they cannot be divided evenly
     """
     rollout = config.rollout if isinstance(config, GRPOConfig) else RolloutSettings()
     taken, parts = rollout.gpus, rollout.tensor_parallel if rollout.engine == "vllm" and not rollout.elsewhere else 1
@@ -285,11 +285,11 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
 
 
 def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> float:
-    """The share of each trainer's GPU that its engine may take: all that the trainer leaves, less the reserve.
+    """The share of each trainer GPU that its engine may take: all memory that trainer and reserve leave.
 
     Raises  ConfigError if that cannot hold the engine's weights and one sequence
     """
-    plan = _plan_on(config, shape, gpu)  # with the checkpointing that the run will use
+    plan = _plan_on(config, shape, gpu)  # with checkpointing as the run will use it
     # An engine that sleeps during updates shares the GPU with what stays resident, not with activations.
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     free, least = gpu.bytes - beside - plan.reserve, sum(plan.sampling.values())
@@ -299,7 +299,7 @@ def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> float:
 
 
 def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
-    """True if decoder layers keep their inputs alone in this run on these GPUs: the same on every rank."""
+    """True if this run checkpoints its decoder layers on these GPUs; the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
     return session.any(_plan_on(config, model_shape(model), gpu, session.world_size).checkpointing)
 
@@ -308,10 +308,10 @@ def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Ses
 
 
 def remedies(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
-    """The fewest settings to change for the run to fit on the GPUs; {} if it fits, None if nothing here makes it fit.
+    """The fewest changes of settings that make the run fit on the GPUs; {} if it fits already, None if none helps.
 
-    Of as many changes, those come first that cost the least time. Where a GPU cannot hold trainer and engine, some of
-    the GPUs are for engines alone; adapters, which train less, come if nothing else helps.
+    Among equally many changes, those that cost the least time come first. If a GPU cannot hold trainer and engine, some
+    GPUs are set aside for engines. Adapters, which train fewer parameters, are the last resort.
     """
     for adapters in ({}, {"lora.r": 16}, {"lora.r": 16, "lora.quantize": "nf4"}):
         if adapters and (config.lora or ("lora.quantize" in adapters and config.parallel.mode == "fsdp2")):
@@ -324,7 +324,7 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any]
 
 
 def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
-    """Those with engines on GPUs of their own."""
+    """`remedies` with engines on separate GPUs."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
     if not apart or config.rollout.elsewhere:
         return None
@@ -339,18 +339,18 @@ def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[st
             if even and sum(_engine_apart(changed, shape, gpu).values()) <= gpu.bytes:
                 if (here := _remedies_here(changed, shape, trainers)) is not None:
                     return changes | here
-                break  # spreading the engine further would leave the trainers as they are
+                break  # a larger tensor_parallel does not change the trainers
     return None
 
 
 def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
-    """As many prompts a step for each rank as for the others."""
+    """The change that makes prompts_per_step a multiple of ``ranks``; {} if it is one."""
     more = -config.prompts_per_step % ranks if isinstance(config, GRPOConfig) else 0
     return {"prompts_per_step": config.prompts_per_step + more} if more else {}
 
 
 def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU) -> str:
-    """The fewest GPUs of the kind, of those that are twice as many each time, and the settings to change there."""
+    """The smallest number of such GPUs (doubled each time) that fits, and the settings to change there, in words."""
     for power in range(1, 7):
         more = replace(gpu, count=gpu.count << power)
         changed = with_changes(config, changes := _even_prompts(config, more.count))
@@ -366,13 +366,13 @@ def _in_words(changes: Mapping[str, Any]) -> str:
 
 
 def _engine_apart(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> dict[str, float]:
-    """The least that a GPU must hold if an engine, or its part of one, has it alone: with one conversation."""
+    """The minimum per GPU of an engine on separate GPUs, with the cache of one conversation."""
     needs = engine_memory(config, shape, low_precision=config.in_bfloat16(gpu.bfloat16))
     return needs | {"reserve": _reserve(gpu.bytes)}
 
 
 def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
-    """Those that leave engines where they are."""
+    """`remedies` that leave the engines where they are."""
     several = gpu.count > 1 and not (config.lora and config.lora.quantize)
     values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"] * several}
     longest = longest_row(config)
@@ -390,8 +390,8 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str
         refused |= "parallel.context" in changes and not needs_split
         return not refused and _plan_on(changed, shape, gpu).peak <= gpu.bytes
 
-    # The search tries some hundred combinations, so a run that all savings together do not fit is given up first. The
-    # two strongest exclude each other: parameters in host memory need AdamW itself, which computes there.
+    # The search tries hundreds of combinations, so first check that all savings together suffice. The two strongest
+    # exclude each other: parameters in host memory need plain AdamW, which then computes there.
     most = {name: options[-1] for name, options in values.items() if options}
     if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
@@ -399,7 +399,7 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str
 
 
 def _splits(config: ModelSource, shape: ModelShape, num_gpus: int) -> list[int]:
-    """Numbers of ranks that could share each sequence of the run, if they do not yet."""
+    """Possible values of parallel.context; none if sequences are split already or cannot be."""
     taken = config.parallel.context > 1 or config.memory.compile or config.packing == "on" or not shape.splits
     sizes = range(2, 1 if taken or isinstance(config, RewardConfig) else num_gpus + 1)
     return [size for size in sizes if num_gpus % size == 0 and can_share_heads(*shape.heads, size)]
@@ -413,7 +413,7 @@ def _fewest_first(values: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
-    """The settings with others in their place, by their dotted names."""
+    """The settings with ``changes`` (dotted name: value) applied."""
     for name, value in changes.items():
         section, _, field = name.rpartition(".")
         update = {field: value}
@@ -426,7 +426,7 @@ def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
 def memory_rows(
     config: ModelSource, shape: ModelShape, session: Session, gpu: GPU | None = None
 ) -> list[tuple[str, str]]:
-    """Rows of the plan for ``gpu``, or for the one that is found; on a CPU they name its memory.
+    """Rows of the plan on memory, for ``gpu`` or the GPU of this machine; on a CPU they state its RAM.
 
     Raises  ConfigError if the run cannot fit on the GPUs, naming the settings that would make it fit
     """

@@ -1,8 +1,8 @@
-"""The sizes of a model that memory and arithmetic follow from, read from its modules; no weights are needed.
+"""The sizes of a model that determine its memory and FLOPs, read from its modules; no weights are needed.
 
-The bytes that a decoder layer keeps for its backward pass are derived from what autograd saves: a norm its input in
-float32 and the normalised values; a linear layer its input, once for each reader if autocast makes a copy of it;
-attention its queries, keys, values and output; a gated MLP four tensors of its inner width.
+The bytes that a decoder layer keeps for its backward pass follow from what autograd saves: for a norm, its input in
+float32 and the normalised values; for a linear layer, its input, once per reader if autocast makes a copy; for
+attention, queries, keys, values and output; for a gated MLP, four tensors of its inner width.
 
 Letters: H hidden size, Q and K the widths of queries and of keys, I the inner width of the MLP.
 """
@@ -21,26 +21,26 @@ from llmrl.modules.llm.vision import vision_tower
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# float32; bfloat16 by autocast over float32 weights (one process, DDP); bfloat16 weights while they compute (FSDP2)
+# float32; bfloat16 by autocast from float32 weights (one process, DDP); weights cast to bfloat16 to compute (FSDP2)
 Arithmetic = Literal["float32", "autocast", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Counts of parameters and values; ``kept`` to ``kept_after`` in bytes per token.
+    """Counts of parameters and values; ``kept``, ``largest_kept`` and ``kept_after`` in bytes per token.
 
-    ``parameters``     each once, even if input and output embeddings are one tensor
-    ``multiplied``     parameters of the layers that each token is multiplied with; of a mixture, its chosen experts'
+    ``parameters``     of the whole model; tied embeddings count once
+    ``multiplied``     decoder parameters that each token is multiplied with; in a mixture only those of chosen experts
     ``largest_block``  parameters of the largest decoder layer
-    ``outer``          parameters that are in no decoder layer
-    ``frozen``         of all parameters, those that are not trained; ``frozen_products``, of those multiplied
+    ``outer``          parameters outside the decoder layers
+    ``frozen``         parameters that are not trained; ``frozen_products``, those of ``multiplied``
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
                        ``kept_after`` by the norm and the output head after them
-    ``linears``        the linear layers of decoder layers, by the last part of their names: how many parameters they
-                       have together, and how many an adapter of rank 1 on each
-    ``heads``          of attention: of queries, and of keys and values
-    ``splits``         its sequences can be split over ranks that share the heads
-    ``cached``         numbers that a token adds to the KV cache, by the window of the layers that keep them (None: all)
+    ``linears``        for linear layers of decoder layers, by the last part of their names: their total parameters,
+                       and the total parameters of rank-1 adapters on them
+    ``heads``          numbers of attention heads: for queries, and for keys and values
+    ``splits``         True if sequences can be split over ranks that share the heads
+    ``cached``         values that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
 
     parameters: int
@@ -62,20 +62,20 @@ class ModelShape:
     frozen_products: int = 0
 
     def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
-        """Bytes kept for the backward pass of ``tokens`` tokens; the output head's logits are not among them."""
-        width = 2 if arithmetic == "bfloat16" else 4  # bytes of a number between the layers
+        """Bytes kept for the backward pass of ``tokens`` tokens, without the logits of the output head."""
+        width = 2 if arithmetic == "bfloat16" else 4  # bytes per value between layers
         blocks = self.num_blocks * width * self.hidden if checkpointing else self.kept[arithmetic]
         return tokens * (blocks + self.kept_after[arithmetic])
 
     def cache_numbers(self, length: int) -> int:
-        """Numbers in the KV cache of one sequence, on all GPUs of an engine together."""
+        """Values in the KV cache of one sequence, summed over the GPUs of an engine."""
         return sum(numbers * min(length, window or length) for window, numbers in self.cached.items())
 
     def training_flops(self, lengths: Sequence[int], num_scored: int) -> float:
-        """Of forward and backward over sequences of these lengths, ``num_scored`` tokens through the output head.
+        """FLOPs of forward and backward over sequences of these lengths, with ``num_scored`` tokens through the head.
 
-        Two for each multiplication, three passes (forward, and two products backward, of which frozen weights have
-        one); causal attention halves the square of the length. What checkpointing computes again is not counted.
+        Two per multiplication, in three passes: one forward and two backward (one for frozen weights). Causal attention
+        halves the square of the length. Recomputation by checkpointing is not counted.
         """
         attention = 6 * self.num_blocks * self.query_width * sum(length**2 for length in lengths)
         layers, head = 3 * self.multiplied - self.frozen_products, (2 if self.frozen_products else 3) * self.vocabulary
@@ -83,7 +83,7 @@ class ModelShape:
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that are checkpointed, compiled and sharded one by one; those that read images are not."""
+    """The decoder layers, which are checkpointed, compiled and sharded one by one; layers of a vision tower are not."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     tower = vision_tower(model)
@@ -92,7 +92,7 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """The shape of a transformers causal language model, on any device, the meta device too."""
+    """The shape of a transformers causal language model, on any device including meta."""
     config = model.config.get_text_config()
     blocks = decoder_blocks(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -121,7 +121,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     )
 
 
-_BYTES: dict[Arithmetic, tuple[int, int]] = {  # of a number between the layers, and in a matrix product
+_BYTES: dict[Arithmetic, tuple[int, int]] = {  # bytes per value between layers, and in a matrix product
     "float32": (4, 4),
     "autocast": (4, 2),
     "bfloat16": (2, 2),
@@ -146,7 +146,7 @@ def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
 
 
 def _elements(weight: nn.Parameter) -> int:
-    """The number of values, also of a weight in 4 bits, which holds two in a byte."""
+    """The number of values, also of a 4-bit weight, which stores two per byte."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else state.shape.numel()
 
@@ -157,26 +157,26 @@ def _chosen(config: Any) -> int:
 
 
 def _multiplied(block: nn.Module, config: Any, *, frozen: bool = False) -> int:
-    """Multiplications per token; ``frozen``: of those, the ones by weights that are not trained."""
+    """Multiplications per token; with ``frozen`` only those by weights that are not trained."""
     weights = [weight for weight in block.parameters() if not (frozen and weight.requires_grad)]
     dense = sum(_elements(weight) for weight in weights if weight.ndim == 2)
     return dense + sum(weight.numel() * _chosen(config) // len(weight) for weight in weights if weight.ndim == 3)
 
 
 def _cached(config: Any, width: int) -> dict[int | None, int]:
-    if rank := getattr(config, "kv_lora_rank", None):  # latent attention keeps one vector for all heads
+    if rank := getattr(config, "kv_lora_rank", None):  # latent attention caches one vector for all heads
         width = rank + config.qk_rope_head_dim
     window = getattr(config, "sliding_window", None)
     windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": None}
     cached: dict[int | None, int] = {}
     for kind in getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers:
-        if kind in windows:  # linear attention keeps no more for a longer sequence
+        if kind in windows:  # the state of linear attention does not grow with length
             cached[windows[kind]] = cached.get(windows[kind], 0) + width
     return cached
 
 
 def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:
-    """Bytes that a norm in ``module`` keeps per number of its input."""
+    """Bytes that a norm in ``module`` keeps per value of its input."""
     between, _ = _BYTES[kind]
     if any(isinstance(part, nn.LayerNorm) for part in module.modules()):
         return between
@@ -184,7 +184,7 @@ def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:
 
 
 def _is_upcast(module: nn.Module) -> bool:
-    """True for a norm that multiplies by its weight in float32, in any precision of its input."""
+    """True if norms in ``module`` multiply by their weight in float32, whatever the precision of the input."""
     return any("Gemma" in type(part).__name__ and "Norm" in type(part).__name__ for part in module.modules())
 
 
@@ -198,21 +198,21 @@ def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic)
     norms = [module for name, module in named_norms if name not in on_heads]
     experts = [weight for weight in block.parameters() if weight.ndim == 3]  # one tensor for all experts, [E, ., .]
 
-    # Norms: the input, in float32, and the normalised values. Linear layers read what two of the norms return, and
-    # autocast copies that for each reader. The output layers of attention and MLP read something else.
+    # Norms: the float32 input, and the normalised values. Linear layers read the outputs of two of the norms, and
+    # autocast copies those for each reader. The output layers of attention and MLP read other tensors.
     norm = _norm_bytes(block, kind)
     readers = len(matrices) - (1 if experts else 2) + bool(experts)
     total = len(norms) * norm * hidden + (2 * max(readers, 1) if kind == "autocast" else 2 * between) * hidden
     if on_heads:
         total += (4 + (2 if low and not _is_upcast(block) else 4)) * (query + key)
-    # Attention: queries, keys, values and output, and a logarithm per head. With a mask, which padded and packed rows
-    # have, keys and values are repeated for each head.
+    # Attention: queries, keys, values and output, and a log-sum-exp per head. With a mask (padded and packed rows) keys
+    # and values are expanded to all heads.
     total += product * 4 * query + 4 * config.num_attention_heads
-    if experts:  # each token's copies in and out, and the gated MLP of each expert that it was sent to
+    if experts:  # copies of each token in and out, and the gated MLP of each chosen expert
         inner = min(min(weight.shape[1:]) for weight in experts)
         width = 4 if kind == "autocast" else product
         return total + width * _chosen(config) * (2 * hidden + 4 * inner)
-    # MLP: gate, its activation, the other half and their product; without a gate, the activation's parts.
+    # MLP: gate, its activation, up projection and their product; without a gate, the activation's intermediates.
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     activation = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", ""))
     gated = any("gate" in name for name, _ in block.named_modules())

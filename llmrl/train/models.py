@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
-    """``latest:RECIPE`` as the newest checkpoint of that recipe below ``runs``, a run's folder as its last checkpoint.
+    """Resolves ``latest:RECIPE`` to the newest checkpoint of that recipe in ``runs``, a run's folder to its last one.
 
-    Raises  DataError if there is none
+    Raises  DataError if there is no checkpoint
     """
     if isinstance(model, TinyModelSettings):
         return model
@@ -57,17 +57,17 @@ def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyMo
     if not found:
         raise DataError(
             f"model {model}: a run of {recipe} with a checkpoint must be in {runs}/: there is none; make one with "
-            f"llmrl sft {recipe}, or say model=FOLDER."
+            f"llmrl sft {recipe}, or set model=FOLDER."
         )
     return str(max(found)[1])
 
 
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The tokenizer of ``config.model``, with the chat template of the run and a padding id; for a model that reads
-    images the processor that contains it.
+    """The tokenizer of ``config.model``, with the run's chat template and a padding id; for a model that reads images,
+    the processor that contains it.
 
-    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for a template if
-            another one is registered for the model
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for a template that
+            differs from the one registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_processor, tiny_tokenizer
@@ -80,12 +80,12 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
         tokenizer.pad_token = tokenizer.eos_token
     asked = config.chat_template
     row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
-    if row.name != "tokenizer":  # saved with every checkpoint, whose path does not name the model
+    if row.name != "tokenizer":  # saved in checkpoints, whose paths do not name the model
         tokenizer.chat_template = row.jinja
     if (taken := find_template(tokenizer)).jinja != row.jinja:
         raise ConfigError(
-            f"chat_template: a run has one template: got {row.name!r}, and {taken.name!r} is registered for models of "
-            f"the name {tokenizer.name_or_path!r}; leave out chat_template, or the keyword."
+            f"chat_template: a run has one template: got {row.name!r}, but {taken.name!r} is registered for models "
+            f"named {tokenizer.name_or_path!r}; leave out chat_template, or the template's keyword."
         )
     if processor is not tokenizer:
         processor.chat_template = tokenizer.chat_template
@@ -101,10 +101,10 @@ def load_model(
     checked: bool = False,
     adapter: Path | None = None,
 ) -> PreTrainedModel:
-    """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded if that shards.
+    """The model of ``config.model``, float32, on the session's device, in evaluation mode; sharded if the session is.
 
-    With ``config.lora`` a ``peft.PeftModel`` around it, in the session's precision: with new adapters, or those of the
-    folder ``adapter``. A folder with checksums must be as it was written, unless that was ``checked`` before.
+    With ``config.lora`` a ``peft.PeftModel`` around it, in the session's precision, with new adapters or those of the
+    folder ``adapter``. The checksums of a folder that has them are verified, unless ``checked``.
 
     Raises  DataError if it cannot be loaded
     """
@@ -124,8 +124,8 @@ def load_model(
 def load_files(
     config: ModelSource, session: Session, *, runs: Path, checked: bool = False, **head: Any
 ) -> PreTrainedModel:
-    """The model of the files that ``config.model`` names; with ``head``, options of a sequence classifier, its layers
-    with such an output, random unless the files have it. For the other arguments see `load_model`.
+    """Loads the model from the files of ``config.model``. ``head``: options of a sequence classifier, whose output
+    layer replaces the head; it is random unless the files have one. For the other arguments see `load_model`.
     """
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
@@ -134,23 +134,23 @@ def load_files(
 
 
 def _read_files(config: ModelSource, source: str, session: Session, head: Mapping[str, Any]) -> PreTrainedModel:
-    if is_adapter(source):  # of a run that did not come to its end
+    if is_adapter(source):  # the checkpoint of an unfinished run
         model = _read_files(config, base_of(source), session, head)
         merge_saved(model, source)
-        model.name_or_path = ""  # its weights are in no file
+        model.name_or_path = ""  # no file has the merged weights
         return model
     from transformers import AutoModelForSequenceClassification
 
-    # What is not trained is held in the precision of arithmetic.
+    # Frozen weights are kept in the compute precision.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
     kind = AutoModelForSequenceClassification if head else loaded(model_class, source)
     load = partial(_load_sharded, session, kind) if session.sharded else partial(_read_all, kind)
     offloads = session.offloads and session.sharded
-    goes_there = session.device.type != "cpu" and not offloads  # without a copy on the CPU
+    goes_there = session.device.type != "cpu" and not offloads  # read to the device directly, without a copy on the CPU
     place = {"device_map": {"": session.device}} if goes_there else {}
     options = place | _attention(config) | quantization(config, dtype)
     model = loaded(load, source, dtype=dtype, **options, **head).eval()
-    if offloads:  # buffers are never sharded, and so not brought to the device as parameters in host memory are
+    if offloads:  # FSDP moves offloaded parameters to the device, but not buffers
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(session.device)
@@ -158,7 +158,7 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
 
 
 def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:
-    """The model, with the part that reads images not trained if ``model_options.freeze_vision`` says so."""
+    """Freezes the vision tower if ``model_options.freeze_vision`` is set, and returns the model."""
     tower = vision_tower(model)
     if tower is not None and config.model_options.freeze_vision:
         tower.requires_grad_(False)
@@ -166,7 +166,7 @@ def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedMode
 
 
 def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
-    """Writes the tiny model of ``config`` into ``folder``, which readers of its adapters need, and returns the path."""
+    """Writes the tiny model of ``config`` to ``folder``, as the base of its adapters, and returns the path."""
 
     def save() -> str:
         from transformers.utils.logging import disable_progress_bar
@@ -181,10 +181,10 @@ def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
 
 
 def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any) -> PreTrainedModel:
-    """The model of ``source``, sharded before it is read: each rank reads its own part of each weight.
+    """The model of ``source``, sharded before it is read: each rank reads only its part of each weight.
 
-    Where Transformers joins or splits weights along the dimension that is sharded, or the file is not of safetensors,
-    rank 0 reads the model and the others get their parts of one weight after the other.
+    If Transformers joins or splits weights along the sharded dimension, or a stack of experts is too small, rank 0
+    reads the whole model and sends the other ranks their parts, one weight at a time.
     """
     from transformers import AutoConfig
 
@@ -201,22 +201,22 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
     def init(self: PreTrainedModel, *arguments: Any, **settings: Any) -> None:
         kind.__init__(self, *arguments, **settings)
-        with torch.device("cpu"):  # not that of the parameters, for all else that is made here
+        with torch.device("cpu"):  # for tensors created while sharding, unlike the parameters
             session.shard(self)
 
-    # Transformers builds the model on the meta device, and gives sharded parameters their part of what it reads.
+    # Transformers builds the model on the meta device, and reads only this rank's part of sharded parameters.
     sharding = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
     return _read_all(sharding, source, **options)
 
 
 def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
-    """``kind.from_pretrained``, with an error for weights that no file has: Transformers draws them and warns."""
+    """``kind.from_pretrained``, but missing weights are an error: Transformers would initialise them and warn."""
     from transformers.utils import logging
 
     has_head, verbosity = "num_labels" in options, logging.get_verbosity()
     with warnings.catch_warnings():
-        if has_head:  # a language model's files lack that output, and have another
-            warnings.filterwarnings("ignore", "DTensor random operators")  # of drawing it, which `_draw` does again
+        if has_head:  # a language model's files have an lm_head, not this output layer
+            warnings.filterwarnings("ignore", "DTensor random operators")  # its initialisation, which `_draw` replaces
             logging.set_verbosity_error()
         try:
             model, found = kind.from_pretrained(source, output_loading_info=True, **options)
@@ -233,7 +233,7 @@ def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _draw(model: PreTrainedModel, names: list[str]) -> None:
-    """Draws these weights from the seed of torch's generator: the same numbers on any number of ranks."""
+    """Initialises these weights from torch's seed: the same values on any number of ranks."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     for name in names:
         own = model.get_parameter(name)
@@ -242,36 +242,36 @@ def _draw(model: PreTrainedModel, names: list[str]) -> None:
 
 
 def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a whole ``value`` into a weight, or into a sharded one this rank's part of it, which is a collective."""
+    """Copies the whole ``value`` into a weight; for a sharded weight, this rank's part of it (a collective)."""
     if isinstance(own, DTensor):
         value = distribute_tensor(value.to(own.device_mesh.device_type), own.device_mesh, own.placements)
     own.copy_(value)
 
 
 def _can_slice(model: PreTrainedModel, session: Session) -> bool:
-    """True if what Transformers does to weights that it reads is the same for the rows [a:b] of them."""
+    """True if each rank can read only its rows of every weight: Transformers' conversions work on slices of rows."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # Sharding cuts the first dimension. What joins or splits weights along it needs rows that another rank reads; only
-    # stacking whole tensors in a new first dimension does not.
+    # Sharding cuts the first dimension. Conversions that join or split weights along it need rows that another rank
+    # reads; the exception is stacking whole tensors in a new first dimension.
     num_parts = session.mesh.size(-1)
     for conversion in get_model_conversion_mapping(model):
         for number, operation in enumerate(getattr(conversion, "operations", ())):
             stacks = number == 0 and type(operation).__name__ == "MergeModulelist" and operation.dim == 0
             if not stacks and getattr(operation, "dim", 0) < 1:
                 return False
-    # of a stack (experts) a rank reads whole members, and has to have one
+    # of a stack (experts) a rank reads whole members, so there must be one for each rank
     return all(len(weight) >= num_parts for weight in model.parameters() if weight.ndim > 2)
 
 
 @torch.no_grad()
 def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel | None) -> PreTrainedModel:
-    """``model``, sharded and on the meta device, with the weights and buffers of rank 0's ``whole``."""
+    """Fills the sharded meta-device ``model`` with the weights and buffers of rank 0's ``whole``."""
     model.to_empty(device="cpu" if session.offloads else session.device)
-    model.tie_weights()  # new memory has untied them
+    model.tie_weights()  # `to_empty` unties them
     values = None if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, own in [*model.named_parameters(), *model.named_buffers()]:
-        # One weight at a time: the other ranks never hold more than one whole weight beside their own parts.
+        # One weight at a time: the other ranks never hold more than one whole weight besides their own parts.
         value = torch.empty(own.shape, dtype=own.dtype) if values is None else values[name]
         value = value.detach().to(session.device)
         if not isinstance(own, DTensor):
@@ -281,7 +281,7 @@ def _deal_out(session: Session, model: PreTrainedModel, whole: PreTrainedModel |
 
 
 def made_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> PreTrainedModel:
-    """The tiny model of ``config``, on the device of this block."""
+    """The tiny model of ``config``, on torch's default device."""
     from llmrl.testing import tiny_model
 
     def make(source: str, **options: Any) -> PreTrainedModel:
@@ -294,7 +294,7 @@ def made_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase | Process
 
 
 def _attention(config: ModelSource) -> dict[str, Any]:
-    """The arguments of transformers' ``from_pretrained`` and ``from_config`` that ``model_options`` asks for."""
+    """The arguments of transformers' ``from_pretrained`` and ``from_config`` from ``model_options``."""
     asked = config.model_options.attn_implementation
     return {} if asked is None else {"attn_implementation": asked}
 
@@ -329,7 +329,7 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
         )
     if config.lora and not config.model_options.freeze_vision and vision_tower(model) is not None:
         raise ConfigError(
-            "model_options.freeze_vision=false: lora trains adapters of the decoder layers alone: use "
+            "model_options.freeze_vision=false: lora trains adapters of the decoder layers only: use "
             "model_options.freeze_vision=true, or leave lora out."
         )
     if config.model_options.router_aux_loss and not router_modules(model):
@@ -344,7 +344,7 @@ def check_model(config: ModelSource, model: PreTrainedModel) -> None:
         )
     if (config.parallel.mode, config.optim.name) == ("fsdp2", "adamw_8bit") and config.lora is None:
         raise ConfigError(
-            "optim.name=adamw_8bit cannot be used with parallel.mode=fsdp2, where checkpoints cannot hold its moments: "
+            "optim.name=adamw_8bit cannot be used with parallel.mode=fsdp2: checkpoints cannot store its moments; "
             "use optim.name=adamw_offload, or parallel.mode=ddp."
         )
     if (size := config.parallel.context) > 1:

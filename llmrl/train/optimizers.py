@@ -1,4 +1,4 @@
-"""AdamW and its relatives that need less memory of a GPU."""
+"""AdamW, and variants that need less GPU memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrl.train.settings import OptimSettings
 
 
 def import_optimizer(optim: OptimSettings) -> Any:
-    """The package of the optimizer, None for torch's own. A checkpoint with its state is read after it is imported.
+    """Imports the optimizer's package; None for torch's own. Checkpoints with its state can be read only afterwards.
 
     Raises  MissingDependencyError for adamw_8bit without torchao
     """
@@ -23,27 +23,27 @@ def import_optimizer(optim: OptimSettings) -> Any:
 
 
 def make_optimizer(parameters: Iterable[Tensor], optim: OptimSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the settings. Raises MissingDependencyError as `import_optimizer`."""
+    """The optimizer of the settings. Raises MissingDependencyError like `import_optimizer`."""
     package = import_optimizer(optim)
     options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
     if optim.name == "adamw_8bit":
         return package.AdamW8bit(parameters, **options)
     if optim.name == "adamw_offload":
         return OffloadedAdamW(parameters, **options)
-    # one kernel for all of a step: the other way makes temporaries of the size of the parameters
+    # fused: one kernel per step, while foreach allocates temporaries of the size of the parameters
     return torch.optim.AdamW(parameters, **options, **({"fused": True} if device.type == "cuda" else {"foreach": True}))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's: part of a compiled step
+        if isinstance(group["lr"], Tensor):  # torchao's compiled step reads a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments wait in host memory, and visit the device for one parameter at a time."""
+    """AdamW with moments in host memory, which are moved to the device for one parameter at a time."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -51,8 +51,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         try:
             for group in groups:
                 for parameter in group["params"]:
-                    # AdamW treats parameters independently, so that one at a time gives the same result; `step` of the
-                    # base class reads self.param_groups.
+                    # AdamW updates parameters independently, so one at a time gives the same result. The base class's
+                    # `step` reads self.param_groups.
                     state = self.state[parameter]
                     _move(state, parameter.device)
                     self.param_groups = [group | {"params": [parameter]}]

@@ -39,8 +39,8 @@ def plan_recipe(
     runs: Path,
     gpu: GPU | None = None,
 ) -> Rows:
-    """Rows of label and text that describe a run of ``config`` on the data that ``tokenize(config, tokenizer)`` reads,
-    on this machine or on ``gpu``. Loads no weights.
+    """Rows of label and text that describe a run of ``config`` on this machine or on ``gpu``, with the data that
+    ``tokenize(config, tokenizer)`` returns. Loads no weights.
     """
     with Session(config) as session:
         return _prepare(tokenize, config, config, session, runs, gpu)[-1]
@@ -53,8 +53,8 @@ def read_data(
     session: Session,
     run: Run,
 ) -> tuple[PreTrainedTokenizerBase, Any, int, int]:
-    """The tokenizer of a run on data, what ``tokenize(config, tokenizer)`` reads, and the optimizer steps of the run
-    and of an epoch. Prints the plan.
+    """Returns the tokenizer, the data of ``tokenize(config, tokenizer)``, and the optimizer steps of the run and of
+    an epoch. Prints the plan.
     """
     tokenizer, data, rows = _prepare(tokenize, config, run.source, session, run.runs)
     run.print_plan(f"{recipe} · {data.source}", rows)
@@ -69,7 +69,7 @@ def _prepare(
     runs: Path,
     gpu: GPU | None = None,
 ) -> tuple[PreTrainedTokenizerBase, TokenizedRows, Rows]:
-    """Tokenizer, data and plan; ``source`` has the model to load, see `Run`."""
+    """Tokenizer, data and plan; ``source`` names the model to load, see `Run`."""
     tokenizer = load_tokenizer(source, runs=runs)
     check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
@@ -78,9 +78,9 @@ def _prepare(
 
 
 def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Asks the problems that are only measured, before weights are loaded.
+    """Reads the evaluation problems, so that their errors are reported before weights are loaded.
 
-    Raises  DataError if ``stop`` has no problems; what `Task.longest_prompt` raises
+    Raises  DataError if ``stop`` has no problems; the errors of `Task.longest_prompt`
     """
     if config.env is None:
         return
@@ -91,8 +91,8 @@ def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         rows = eval_rows(config.env, config.stop_eval)
         if rows is None:
             raise DataError(
-                f"stop needs problems that are not trained on: env {config.env.label} has none of its own; name "
-                "them in eval.dataset, or leave stop out."
+                f"stop needs problems that are not trained on: env {config.env.label} comes with none; name them "
+                "in eval.dataset, or leave stop out."
             )
         task.longest_prompt(rows)
 
@@ -138,7 +138,7 @@ def plan_grpo(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> Rows
 
 
 def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) -> tuple[Rows, EnginePlan | None]:
-    """The rows of `plan_grpo`, and the engine that is in them."""
+    """The rows of `plan_grpo`, and the plan of the engine."""
     tokenizer = load_tokenizer(config, runs=runs)
     with closing(Task(config.env, tokenizer)) as task, Session(config) as session:
         prepared, rows = prepare_grpo(config, config, session, task, runs=runs, gpu=gpu)
@@ -147,7 +147,7 @@ def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) 
 
 @dataclass(frozen=True)
 class PreparedGRPO:
-    """Everything that is decided before weights are loaded: prompts, problems to measure on, engine, algorithm."""
+    """Decisions that are made before weights are loaded: prompts, evaluation problems, engine, algorithm."""
 
     prompts: list[Mapping[str, Any]]
     num_dropped: int  # prompts that were too long
@@ -155,26 +155,26 @@ class PreparedGRPO:
     engine: EnginePlan | None
     replays_routes: bool
     advantage: dict[str, Any]  # keyword arguments of MCAdvantage
-    loss: dict[str, Any]  # and of GRPOLoss
+    loss: dict[str, Any]  # keyword arguments of GRPOLoss
 
 
 def prepare_grpo(
     config: GRPOConfig, source: GRPOConfig, session: Session, task: Task, *, runs: Path, gpu: GPU | None = None
 ) -> tuple[PreparedGRPO, Rows]:
-    """The parts of a run without weights, and its plan; ``source`` has the model to load, see `Run`."""
+    """The parts of a run that need no weights, and its plan; ``source`` names the model to load, see `Run`."""
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped = task.fit_prompts(training_rows(config.env))
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
-    # Transformers samples by the trained module itself: in float32 its log-probs are the trainer's own.
+    # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
     settings = grpo_settings(config, exact=engine is None and not session.low_precision)
     prepared = PreparedGRPO(prompts, dropped, held_out, engine, replays_routes(source, empty), *settings)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 
 
 def _check_processes(config: GRPOConfig, world_size: int) -> None:
-    """Raises ConfigError for settings that this number of processes cannot keep."""
+    """Raises ConfigError for settings that do not work with this number of processes."""
     advantage, _ = grpo_settings(config)
     if config.prompts_per_step % world_size:
         raise ConfigError(
@@ -182,14 +182,14 @@ def _check_processes(config: GRPOConfig, world_size: int) -> None:
         )
     if world_size > 1 and (advantage["scale"] == "batch" or advantage.get("whiten")):
         raise ConfigError(
-            f"algo {config.algo} divides by the spread of a whole batch, and each of the {world_size} processes has a "
-            "part: use one process, or an algorithm that looks at groups"
+            f"algo {config.algo} divides by the spread of a whole batch, but each of the {world_size} processes has "
+            "only a part of it: use one process, or an algorithm that normalises within groups"
         )
     sharded = config.parallel.mode == "fsdp2" and world_size > 1
     if sharded and config.rollout.engine == "transformers" and config.rollout.concurrency:
         raise ConfigError(
             f"rollout.concurrency {config.rollout.concurrency} with parallel.mode fsdp2 needs rollout.engine vllm: the "
-            "processes of a sharded model generate in step with each other"
+            "processes of a sharded model generate in lockstep"
         )
 
 
@@ -240,32 +240,32 @@ def _grpo_plan(
 def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
 
-    ``exact``: the log-probs of sampling are the trainer's own to float32 rounding, and need not be computed again.
+    ``exact``: the sampling log-probs equal the trainer's up to float32 rounding, and need not be recomputed.
 
     Raises  ConfigError for settings that contradict each other
     """
     preset = PRESETS[config.algo]
     own = {name: value for name, value in config.grpo.model_dump().items() if value}  # 0 and null: the preset's
     advantage = {**preset.advantage, "min_group_size": config.min_group_size}
-    advantage["policy_version_key"] = None  # a group is one draw; its answers may be by several versions
+    advantage["policy_version_key"] = None  # one draw is one group, even if several versions sampled it
     if "scale" in own:
         advantage["scale"] = own.pop("scale")
-    if config.env.max_records > 1:  # only the last record of a conversation has its reward; all get its advantage
+    if config.env.max_records > 1:  # the last record of a conversation has the reward; all get its advantage
         advantage["trajectory_return"] = "sum"
-    if advantage["scale"] != "raw":  # with raw rewards the group is not a baseline, and equal rewards teach too
+    if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
         advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
     loss = preset.settings
-    if loss.proximal == "detach" and loss.surrogate != "reinforce":  # which has no ratio to clip
+    if loss.proximal == "detach" and loss.surrogate != "reinforce":  # reinforce has no ratio to clip
         if config.rollout.max_staleness > 1:
-            # Clip against the weights that sampled: else several updates on rollouts of the same old weights would
-            # each move as far as the clip allows, in the same direction.
+            # Clip against the weights that sampled: otherwise each of several updates on rollouts of the same old
+            # weights could move as far as the clip allows, all in the same direction.
             own.setdefault("proximal", "behaviour")
         elif config.updates_per_step > 1:
-            # The first update compares weights with themselves, later ones need log-probs from before it: the
-            # engine's if they are the trainer's own, else computed again.
+            # The first update compares the weights with themselves; later ones need log-probs from before it: the
+            # engine's if they equal the trainer's, else recomputed ones.
             own.setdefault("proximal", "behaviour" if exact else "recomputed")
     if own.get("proximal", loss.proximal) == "behaviour":
-        own.setdefault("correction", None)  # the ratio contains the engine's difference already
+        own.setdefault("correction", None)  # the ratio already includes the engine's mismatch
     if own.get("aggregation", loss.aggregation) == "dr_grpo":
         own["max_length"] = config.sampling.max_tokens
     return advantage, replace(loss, **own).keywords()
@@ -274,10 +274,10 @@ def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, 
 def check_template(
     renderer: Renderer, *, share: float | None = None, several_turns: bool = False, new_records: bool = False
 ) -> str:
-    """The template's verdict in words.
+    """The properties of the chat template, in words.
 
-    Raises  TemplateError if nothing would be trained, or if several turns need a prefix that the template does not
-            keep, unless such turns may be ``new_records``
+    Raises  TemplateError if nothing would be trained, or if the template rewrites earlier turns of conversations of
+            several turns, unless such turns may be ``new_records``
     """
     report = renderer.check()
     share = report.trained_share if share is None else share
@@ -286,8 +286,8 @@ def check_template(
     if several_turns and not report.prefix_preserving and not new_records:
         raise TemplateError(
             f"template: several turns need one that leaves earlier turns as they are: {report.reason}; use "
-            "chat_template=qwen or another that does, env.on_rewrite=new_record, which trains such a turn as a record "
-            "of its own, or env.max_turns=1."
+            "chat_template=qwen or another that does, env.on_rewrite=new_record, which trains such a turn as a "
+            "separate record, or env.max_turns=1."
         )
     stop = "yes" if report.stop_token_trained else "NO"
     kept = "yes" if report.prefix_preserving else "NO: each turn is a record of its own" if several_turns else "NO"
@@ -320,7 +320,7 @@ def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: S
         return []
     held = sum(value.nbytes for row in media for value in row.values())
     size = f" · {held / 2**30:.2g} GiB of tensors in RAM" if held else ""
-    frozen = f"the part that reads them is {'frozen' if config.model_options.freeze_vision else 'trained'}"
+    frozen = f"the vision tower is {'frozen' if config.model_options.freeze_vision else 'trained'}"
     part = f"{frozen} ({shape.frozen / 1e6:.2g}M parameters)" if shape.frozen else frozen
     return [("images", f"{part} · batches with images are padded, never packed{size}")]
 
@@ -347,7 +347,7 @@ def _sampling(config: GRPOConfig) -> str:
 def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
     words = [] if engine is None else [engine.place, _staleness(config), *engine.describe()]
     if config.rollout.concurrency:
-        words.append(f"{config.rollout.concurrency} conversations at a time, each on its own")
+        words.append(f"{config.rollout.concurrency} conversations at a time, each independent")
     return [("engine", " · ".join(words))] if words else []
 
 
@@ -357,10 +357,10 @@ def _staleness(config: GRPOConfig) -> str:
     if rollout.max_staleness == 1 and not rollout.oversample:
         words = "the next rollouts are sampled during the update, one version behind"
     elif rollout.max_staleness:
-        begun = "answers on their way are waited for" if rollout.elsewhere else "answers go on with new weights"
+        begun = "answers in flight are waited for" if rollout.elsewhere else "answers continue with new weights"
         words = f"rollouts are sampled ahead, at most {rollout.max_staleness} versions behind; {begun}"
     if rollout.oversample:
-        words += f"; {rollout.oversample:.0%} more groups than a step takes, the slowest are given up"
+        words += f"; {rollout.oversample:.0%} more groups than a step takes, the slowest are dropped"
     if rollout.max_staleness and loss.proximal != "behaviour" and loss.engine_correction["kind"] == "none":
         words += "; NOTHING CORRECTS FOR OLDER WEIGHTS (grpo.correction)"
     return words

@@ -1,4 +1,4 @@
-"""Pairs of answers: rendered and tokenised once, and their log-probs under the reference of DPO."""
+"""Pairs of answers, rendered and tokenised once, and their log-probs under DPO's reference model."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class TokenizedPairs(TokenizedRows):
 
     num_chosen: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)  # if the data have them
-    held_out: TokenizedPairs | None = None  # those that are only measured; ``measured`` says what they are
+    held_out: TokenizedPairs | None = None  # evaluation pairs; ``measured`` describes them
     unit: ClassVar[str] = "pairs"
 
     def columns(self) -> dict[str, Any]:
-        """As `DPOLoss` and `RewardLoss` read them, without the reference, and "row", the number of the pair."""
+        """The columns that `DPOLoss` and `RewardLoss` read, except the reference, and "row", the index of the pair."""
         margins = {"margin": torch.tensor(self.margins)} if self.margins else {}
         numbers = {"num_chosen": torch.tensor(self.num_chosen), "row": torch.arange(len(self.ids))}
         return super().columns() | numbers | margins
 
     def samples(self, count: int) -> list[Sample]:
-        """Both conversations of the first pairs, with the tokens that count marked."""
+        """Both conversations of the first pairs, with the tokens that count in the loss marked."""
         found = []
         for ids, mask, cut in list(zip(self.ids, self.masks, self.num_chosen, strict=True))[:count]:
             for label, part in (("chosen", slice(None, cut)), ("rejected", slice(cut, None))):
@@ -56,23 +56,24 @@ class TokenizedPairs(TokenizedRows):
 
 
 def tokenize_with_held_out(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs:
-    """The pairs to train on, with `held_out_pairs` as ``held_out``; ``measured`` says what these are."""
+    """The pairs to train on, with `held_out_pairs` as ``held_out``, which ``measured`` describes."""
     held_out, part = held_out_pairs(config, tokenizer)
     pairs = tokenize_pairs(config, tokenizer, part=part)
     pairs.held_out = held_out
-    pairs.measured = "none; eval.dataset=FILE names pairs to measure" if held_out is None else held_out.measured
+    pairs.measured = "none; eval.dataset=FILE names pairs to evaluate" if held_out is None else held_out.measured
     return pairs
 
 
 def held_out_pairs(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenizedPairs | None, range | None]:
-    """The pairs that are only measured, and the rows that are left to train on (None: the first ``data.rows``).
+    """The held-out pairs for evaluation (None: there are none), and the rows left to train on (None: the first
+    ``data.rows``).
 
-    They are the pairs of ``eval.split``, or of ``eval.dataset``. A dataset of the hub without that split gives the last
-    pairs of the one that is trained on, a tenth at most; fewer than ten pairs, or a file alone, give none.
+    Held-out pairs are those of ``eval.split`` or ``eval.dataset``. If a hub dataset does not have that split, they are
+    the last pairs of the training split, at most a tenth. Fewer than ten pairs, or a local file alone, have none.
 
-    Raises  DataError as `tokenize_pairs`, and if a split would be measured that is trained on
+    Raises  DataError like `tokenize_pairs`, and if the evaluation split is the training split
     """
     data, held_out = config.data, config.eval
     if held_out.dataset is None and data.path not in _EMBEDDED and is_file(data.path):
@@ -85,14 +86,14 @@ def held_out_pairs(
     try:
         rows = load_split(measured.data, held_out.split, _EMBEDDED)
     except DataError:
-        # Only the default split may be missing: one that was asked for is an error.
+        # Only the default split may be missing: a missing split that the user named is an error.
         if data.path in _EMBEDDED or held_out.model_fields_set & {"dataset", "split"}:
             raise
         rows = load_split(data, data.split, _EMBEDDED)
         count = min(data.rows or len(rows), len(rows))
         first = count - min(held_out.rows or count, count // 10)
         if first == count:
-            return None, None  # of fewer than ten pairs all are needed
+            return None, None  # fewer than ten pairs: all are trained on
         other = tokenize_pairs(config, tokenizer, rows, range(first, count))
         place = f"the last {len(other)} pairs of split {data.split}"
         other.measured = f"{place}, not trained on: there is no split {held_out.split}"
@@ -108,11 +109,11 @@ def tokenize_pairs(
     rows: Sequence[Row] | None = None,
     part: range | None = None,
 ) -> TokenizedPairs:
-    """The pairs of ``rows``, by default the data of ``config``; those at ``part``, by default the first ``data.rows``.
-    Of each conversation the last answer counts, its end of turn included.
+    """The pairs of ``rows`` (default: the data of ``config``) at ``part`` (default: the first ``data.rows``). The loss
+    counts the last answer of each conversation, including its end of turn.
 
     Raises  DataError for data that are missing, empty or too long, or for a pair that cannot be compared; TemplateError
-            if the template does not say what the assistant wrote
+            if the template does not mark the assistant's tokens
     """
     data = config.data
     rows = load_split(data, data.split, _EMBEDDED) if rows is None else rows
@@ -132,7 +133,7 @@ def tokenize_pairs(
 
 
 def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: int, config: PairsConfig) -> bool:
-    """False for a pair that is dropped."""
+    """Appends a pair; returns False if it is dropped."""
     longest = max(len(chosen.ids), len(rejected.ids))
     if longest > config.max_length:
         if config.too_long == "error":
@@ -148,7 +149,7 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: in
         )
     if chosen.media is not None:
         places = torch.cat([chosen.media[POSITIONS], rejected.media[POSITIONS] + len(chosen.ids)])
-        pairs.media.append({**chosen.media, POSITIONS: places})  # the images are the prompt's: both have the same
+        pairs.media.append({**chosen.media, POSITIONS: places})  # images are in the prompt: both have the same
     pairs.ids.append(torch.cat([chosen.ids, rejected.ids]))
     pairs.masks.append(torch.cat([last_answer(chosen), last_answer(rejected)]))
     pairs.num_chosen.append(len(chosen.ids))
@@ -168,7 +169,7 @@ def _margin(row: Mapping[str, Any], column: str, number: int) -> float:
 class ReferenceLogProbs:
     """The log-probs of all answers under the model that a run starts from, float32[N, 2].
 
-    They are computed once, before the first step, by the model that is going to be trained, and kept in checkpoints: a
+    They are computed once, before the first step, with the model that is then trained, and stored in checkpoints, so a
     second model is never loaded.
     """
 
@@ -176,7 +177,7 @@ class ReferenceLogProbs:
         self.values: Tensor | None = None
 
     def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict) -> None:
-        """Scores ``rows`` (`TokenizedPairs.as_rows`), dealt over the ranks; does nothing if a checkpoint had them."""
+        """Scores ``rows`` (`TokenizedPairs.as_rows`), divided over ranks; does nothing if a checkpoint had them."""
         if self.values is not None:
             return
         self.values = torch.empty(len(rows), 2)

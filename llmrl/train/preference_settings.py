@@ -19,26 +19,26 @@ class PreferenceData(Settings):
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
     rows: int | None = Field(None, ge=1, description="only the first pairs, this many; null: all")
-    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
-    chosen_column: str = Field("chosen", description="where the better answer is")
-    rejected_column: str = Field("rejected", description="where the worse answer is")
-    margin_column: str | None = Field(None, description="llmrl reward: where the least difference of the rewards is")
-    system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
+    prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
+    chosen_column: str = Field("chosen", description="column of the better answer")
+    rejected_column: str = Field("rejected", description="column of the worse answer")
+    margin_column: str | None = Field(None, description="llmrl reward: column of the minimum reward difference")
+    system_prompt: str | None = Field(None, description="system message of conversations without one")
 
 
 class DPOSettings(Settings):
-    """The loss of a pair."""
+    """The DPO loss of a pair."""
 
     kind: Literal["sigmoid", "ipo", "hinge"] = Field(
         "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC"
     )
-    beta: float = Field(0.1, gt=0, description="more keeps the model nearer to the reference")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are labelled wrong; for sigmoid")
+    beta: float = Field(0.1, gt=0, description="larger values keep the model closer to the reference")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed share of wrong labels; for sigmoid")
     normalize_by_seq_length: bool | None = Field(
-        None, description="log-probs as means over an answer's tokens, not sums; null: for ipo"
+        None, description="mean log-prob over an answer's tokens, not the sum; null: true for ipo"
     )
     reference: Literal["start", "none"] = Field(
-        "start", description="start: the model that the run starts from, scored once; none: uniform"
+        "start", description="start: the starting model, scored once; none: a uniform distribution"
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class DPOSettings(Settings):
 
 
 class PairsConfig(SFTConfig):
-    """The settings that both recipes have."""
+    """The settings common to both recipes."""
 
     data: PreferenceData
     max_length: int = Field(2048, ge=2, description="longest conversation of a pair, in tokens")
@@ -71,8 +71,8 @@ class DPOConfig(PairsConfig):
     @property
     def loss_in_words(self) -> str:
         dpo = self.dpo
-        smoothed = f", {dpo.label_smoothing:.0%} of the labels taken for wrong" if dpo.label_smoothing else ""
-        reference = "the model of the start, scored once" if dpo.reference == "start" else "none"
+        smoothed = f", {dpo.label_smoothing:.0%} of the labels assumed wrong" if dpo.label_smoothing else ""
+        reference = "the starting model, scored once" if dpo.reference == "start" else "none"
         return f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}"
 
 
@@ -80,7 +80,7 @@ class RewardLossSettings(Settings):
     """The loss of a reward model."""
 
     level: Literal["sequence", "token"] = Field(
-        "sequence", description="sequence: the reward of the whole answer; token: from where answers part on"
+        "sequence", description="sequence: one reward for the answer; token: one per token from the first difference on"
     )
     first_share: float = Field(
         0.0, ge=0, le=1, description="with token, the share of the loss at the first token that differs"
@@ -100,7 +100,7 @@ class RewardConfig(PairsConfig):
 
     @property
     def loss_in_words(self) -> str:
-        tokens = "mean over the tokens from where answers part"
+        tokens = "mean over the tokens from the first difference on"
         place = "after the last token" if self.reward.level == "sequence" else tokens
         share = self.reward.first_share
         first = f"; {share:.0%} of it at the first of them" if share else ""
@@ -109,9 +109,9 @@ class RewardConfig(PairsConfig):
     @model_validator(mode="after")
     def _cannot_generate(self) -> RewardConfig:
         if self.env is not None:
-            raise ValueError("env is for models that answer: a reward model is measured on pairs of eval.split")
+            raise ValueError("env is for models that generate: a reward model is evaluated on pairs of eval.split")
         given = {"packing": self.packing == "on", "parallel.context": self.parallel.context > 1}
         given["model_options.float32_head"] = self.model_options.float32_head
         if names := [name for name, is_given in given.items() if is_given]:
-            raise ValueError(f"{names[0]} is for models that answer: leave it out")
+            raise ValueError(f"{names[0]} is for models that generate: leave it out")
         return self

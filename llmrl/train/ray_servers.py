@@ -1,4 +1,4 @@
-"""vLLM servers in Ray actors: the engines of ``rollout.ray``, which a cluster places."""
+"""vLLM servers in Ray actors, placed by a cluster: the engines of ``rollout.ray``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.optional import require
 
-_REACHED_S = 5.0  # for the address of a cluster to answer
-_ENDING_S = 30.0  # for a server to end by itself
+_REACHED_S = 5.0  # timeout of a connection to the cluster's address
+_ENDING_S = 30.0  # for a server to exit by itself
 _PERIOD_S = 0.5
 
 
 @dataclass(frozen=True)
 class RayPlan:
-    """The servers that a cluster is to place: how many, and Ray's resources for each."""
+    """The servers that a cluster is to place: their number, and Ray's resources for each."""
 
     address: str
     engines: int
@@ -36,9 +36,9 @@ class RayPlan:
 
 def connect(address: str, starting: AbstractContextManager[Any] | None = None) -> Any:
     """The module ``ray``, connected to the cluster at ``address``: "auto" finds one on this machine or in RAY_ADDRESS,
-    "local" starts one, inside ``starting``. A process that is connected already stays so.
+    "local" starts one inside the context ``starting``. An existing connection is kept.
 
-    Raises  ConfigError, within seconds, if no cluster is there
+    Raises  ConfigError, within seconds, if there is no cluster
     """
     ray = require("ray", extra="ray", used_by="rollout.ray")
     if ray.is_initialized():
@@ -54,7 +54,7 @@ def connect(address: str, starting: AbstractContextManager[Any] | None = None) -
                 services = require("ray._private.services", extra="ray", used_by="rollout.ray")
                 address = services.canonicalize_bootstrap_address_or_die("auto")
             host, _, port = address.removeprefix("ray://").rpartition(":")
-            with socket.create_connection((host, int(port)), _REACHED_S):  # Ray itself would wait for minutes
+            with socket.create_connection((host, int(port)), _REACHED_S):  # Ray would wait for minutes
                 pass
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
@@ -62,14 +62,14 @@ def connect(address: str, starting: AbstractContextManager[Any] | None = None) -
             f"rollout.ray: a Ray cluster must be at {address!r}: {type(error).__name__}: {error}; {remedy}."
         ) from error
     finally:
-        for number, handler in handlers.items():  # Ray sets its own, and a run ends by saving
-            with suppress(ValueError):  # not the main thread
+        for number, handler in handlers.items():  # Ray replaces them, but on a signal a run saves a checkpoint
+            with suppress(ValueError):  # raised outside the main thread
                 signal.signal(number, handler)
     return ray
 
 
 def check_room(nodes: Sequence[Mapping[str, Any]], plan: RayPlan) -> None:
-    """Raises ConfigError if the nodes of the cluster, as of ``ray.nodes()``, cannot hold all servers even when idle."""
+    """Raises ConfigError if the cluster's nodes (``ray.nodes()``) could not hold all servers even when idle."""
     nodes = [node["Resources"] for node in nodes if node["Alive"]]
     wanted = {name: count for name, count in plan.resources.items() if count}
     most = len(nodes) * plan.engines
@@ -83,7 +83,7 @@ def check_room(nodes: Sequence[Mapping[str, Any]], plan: RayPlan) -> None:
 
 
 class _Server:
-    """The actor: a vLLM server on the resources that Ray gave it, which ends with it."""
+    """A Ray actor that runs a vLLM server on the resources of the actor, and ends it with itself."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         from llmrl.modules.llm.engines.vllm.compat import server_command
@@ -92,13 +92,13 @@ class _Server:
         with socket.socket() as free:
             free.bind((host, 0))
             url = f"http://{host}:{free.getsockname()[1]}"
-        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115  open as long as the server
+        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115  stays open as long as the server
         words, variables = server_command(model, options, host=host, port=int(url.rpartition(":")[2]))
         self._server = ServerProcess(url, words, variables, output, strictly=True)
         self._server.start()
 
     def url(self) -> str | None:
-        """Its URL; None until it answers. Raises WorkerError, with the end of its log, if it has ended."""
+        """The server's URL; None until it answers. Raises WorkerError, with the end of its log, if it has exited."""
         if (code := self._server.exitcode) is not None:
             raise WorkerError(self._server.last_lines(f"its vLLM server ended with code {code}:"))
         return self._server.url if self._server.answers() else None
@@ -111,9 +111,9 @@ class RayServers:
     """Servers of ``model``, a folder or hub name that every node can read, on a cluster that `connect` returned.
 
     options  arguments of vLLM
-    wait_s   for all of them to answer
+    wait_s   timeout for all of them to answer
     urls     of the servers
-    Raises   WorkerError, naming the actor, if one ends before it answers, or is not placed in time
+    Raises   WorkerError, naming the actor, if a server exits before it answers, or is not placed in time
     """
 
     def __init__(self, ray: Any, plan: RayPlan, model: str, options: Mapping[str, Any], *, wait_s: float) -> None:
@@ -131,7 +131,7 @@ class RayServers:
     def _wait(self, end: float, wait_s: float) -> Sequence[str]:
         urls: dict[int, str] = {}
         while len(urls) < len(self._actors):
-            # All are asked in turn, so that one that ends is noticed while others still load.
+            # Poll all in turn, so that a server that exits is noticed while others still load.
             for number in [number for number in range(len(self._actors)) if number not in urls]:
                 actor = self._actors[number]
                 name = f"rollout.ray: engine {number} of {len(self._actors)} (Ray actor {actor._actor_id.hex()[:8]})"
@@ -139,8 +139,8 @@ class RayServers:
                     url = self._ray.get(actor.url.remote(), timeout=max(_PERIOD_S, end - time.monotonic()))
                 except self._ray.exceptions.GetTimeoutError as error:
                     raise WorkerError(
-                        f"{name} must answer within {wait_s:g} s: Ray has not placed it, or it loads for longer; ray "
-                        "status tells what is free."
+                        f"{name} must answer within {wait_s:g} s: Ray has not placed it, or it is still loading; `ray "
+                        "status` shows free resources."
                     ) from error
                 except self._ray.exceptions.RayError as error:
                     cause = getattr(error, "cause", None) or error
@@ -153,7 +153,7 @@ class RayServers:
         return [urls[number] for number in range(len(self._actors))]
 
     def close(self) -> None:
-        """Ends the servers and their actors; the cluster goes on, unless this process started it."""
+        """Stops the servers and their actors; and the cluster, if this process started it."""
         if self._ray.is_initialized():
             with suppress(self._ray.exceptions.RayError):
                 stopping = [actor.stop.remote() for actor in self._actors]

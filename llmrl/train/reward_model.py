@@ -1,4 +1,4 @@
-"""Loads a reward model, a language model's layers with one number for each token, and measures it on pairs."""
+"""Loads a reward model (a language model with one output per token), and evaluates it on held-out pairs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def load_reward_model(
     checked: bool = False,
     adapter: Path | None = None,
 ) -> PreTrainedModel:
-    """The layers of ``config.model`` with an output of one number, random unless the files have one; float32, on the
-    session's device, in evaluation mode; sharded if that shards.
+    """The layers of ``config.model`` with a scalar output layer, random unless the files have one; float32, on the
+    session's device, in evaluation mode; sharded if the session is.
 
-    With ``config.lora`` a ``peft.PeftModel`` around it, as by `load_model`; its output is trained in full.
+    With ``config.lora`` a ``peft.PeftModel`` around it, as in `load_model`; the output layer is trained in full.
 
     Raises  DataError if it cannot be loaded
     """
@@ -59,7 +59,7 @@ def load_reward_model(
 
 
 class PairEvaluator:
-    """The share of held-out pairs whose chosen answer gets the larger reward; used as an `Evaluator`."""
+    """Measures the share of held-out pairs whose chosen answer gets the larger reward; used as an `Evaluator`."""
 
     call_rate = None
     failed = 0
@@ -73,7 +73,7 @@ class PairEvaluator:
         right = 0.0
         for start in range(0, self.num_rows, AT_ONCE):
             mine, _ = self.updater.deal(self.rows[start : start + AT_ONCE], everywhere=True)
-            with evaluating(self.updater.scorer):  # without the dropout of adapters
+            with evaluating(self.updater.scorer):  # turns off the dropout of adapters
                 rewards = self.updater.score(mine, self.loss.pair_rewards)
             own = 0 if mine is None else sum(float(chosen > rejected) for chosen, rejected in rewards)
             right += self.updater.session.sum({"right": own})["right"]

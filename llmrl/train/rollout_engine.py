@@ -1,4 +1,4 @@
-"""The engine that samples during a run: the trainer's own weights, or a vLLM engine with a copy of them."""
+"""The engine that samples during a run: Transformers with the trainer's weights, or vLLM with a copy of them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from llmrl.weight_update import SyncProbe, adapter_folder, publish
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows of each rank, sampled tokens of each
-_SILENCE_S = 30.0  # of a server that a whole run keeps busy
-_PROBED_VERSIONS = 20  # that rows are compared for, before newer ones take their place
+_NUM_PROBES, _PROBE_TOKENS = 8, 64  # rows per rank, sampled tokens per row
+_SILENCE_S = 30.0  # a server is given up after this time; a whole run keeps it busy
+_PROBED_VERSIONS = 20  # versions for which rows are compared before newer rows replace them
 
 
 class RolloutEngine:
-    """The policy that samples, and the way of new weights to its engine.
+    """The policy that samples, and the transfer of new weights to its engine.
 
-    ``model``   as it was loaded: vLLM reads the files that it came from
+    ``model``   as it was loaded: vLLM reads the same files
     ``plan``    of a vLLM engine (`plan_engine`); None: the trainer's module samples
-    ``reports_routes``  for Transformers; the plan of a vLLM engine says it itself
+    ``reports_routes``  for Transformers: record routes; with vLLM the plan decides
     ``policy``  for the collector; without vLLM it shares the trainer's module
-    ``warning`` what the probe found after the last push; "" if nothing was wrong
+    ``warning`` the problem that the probe found after the last push; "" if none
     """
 
     warning = ""
@@ -59,11 +59,11 @@ class RolloutEngine:
         self.session, self.model = session, model
         self.is_vllm, plan = plan is not None, plan or EnginePlan()
         self._takes_adapter, self._sleeps = bool(plan.options.get("enable_lora")), plan.sleeps
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # with their model, until it is garbage
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of Ray servers; deleted when collected
         self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
-        self._probed: TensorDictBase | None = None  # the newest rollouts, of which rows may be compared
-        self._probed_images: list[dict[str, Any]] = []  # of the rows that are compared
-        self._probed_since: int | None = None  # the version that rows are compared from
+        self._probed: TensorDictBase | None = None  # the newest rollouts, the source of compared rows
+        self._probed_images: list[dict[str, Any]] = []  # of the compared rows
+        self._probed_since: int | None = None  # the first version for which these rows are compared
         with ExitStack() as self._parts:  # closed by `close`, or at once if a later part fails
             self._build(config, plan, tokenizer, reports_routes)
             self._parts = self._parts.pop_all()
@@ -71,7 +71,7 @@ class RolloutEngine:
     def _build(
         self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase, reports_routes: bool
     ) -> None:
-        """Servers, engine and policy; engines whose weights may be others than the trainer's get those."""
+        """Creates servers, engine and policy; sends the trainer's weights to engines that may have others."""
         session = self.session
         servers = self._place_servers(config, plan, tokenizer) if plan.ray else plan.servers
         self._on_servers = bool(servers)
@@ -85,46 +85,46 @@ class RolloutEngine:
             self.policy = TransformersWrapper(self.model, **wrapping)
             self.policy.engine.reports_routes = reports_routes
         engine = self.policy.engine
-        # A server scores at 1 only, and a change of temperature would wait for answers that go on with new weights.
+        # Servers score at temperature 1 only. Changing the temperature would have to wait for answers in flight.
         interrupts = getattr(engine, "in_flight", None) == "continue"
         self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
-        # Of the ranks that use the same engine one sends: the first of those that name the same servers.
+        # Of the ranks that share an engine (the same server addresses) only the first sends weights.
         place = getattr(engine, "address", None) or f"rank {session.rank}"
         self._sends = session.gather([place]).index(place) == session.rank
         if servers or (config.lora and self.is_vllm):
-            self._send(engine.version)  # servers have unknown weights, an engine of ours those of the base alone
+            self._send(engine.version)  # servers have unknown weights, a local engine only the base model's
 
     def _make_vllm(
         self, config: GRPOConfig, plan: EnginePlan, servers: Sequence[str], tokenizer: PreTrainedTokenizerBase
     ) -> VLLMEngine | AsyncVLLMEngine:
-        """The engine of the plan. Raises DataError if the model is in no files that vLLM could read."""
+        """The engine of the plan. Raises DataError if there are no files of the model that vLLM can read."""
         settings, session, model = config.rollout, self.session, self.model
         if config.lora and not servers and not model.name_or_path:
             raise DataError(
-                f"model {config.model}: its run must have come to its end, for vLLM to read the model under new "
-                "adapters: its newest checkpoint has adapters alone; go on with llmrl resume."
+                f"model {config.model}: its run must have finished, because vLLM reads the whole model from files: its "
+                "newest checkpoint has adapters only; finish it with llmrl resume."
             )
-        begin = session.rank % len(servers) if servers else 0  # each rank asks another one first
-        source = [*servers[begin:], *servers[:begin]] or model.name_or_path or model  # the files that it came from
+        begin = session.rank % len(servers) if servers else 0  # each rank calls another server first
+        source = [*servers[begin:], *servers[:begin]] or model.name_or_path or model  # a path: its files
         common = {"tokenizer": tokenizer, "devices": plan.devices, "seed": config.seed, "silence_s": _SILENCE_S}
         by_group = settings.max_staleness > 1 or settings.oversample > 0
         overlaps = bool(settings.max_staleness) and session.device.type == "cpu"
         with _half_the_threads() if overlaps else nullcontext():
-            if by_group and not servers:  # groups that are sampled when new weights come go on with them
+            if by_group and not servers:  # groups in flight continue with new weights
                 ages = {"in_flight": "continue", "max_age": settings.max_staleness}
                 engine = AsyncVLLMEngine(source, **ages, **common, **plan.options)
             else:
                 built = {} if servers else plan.options
                 engine = VLLMEngine(source, own_process=plan.own_process, **common, **built)
-        engine.update_s = 0.9 * config.parallel.timeout_s  # it gives up before the ranks that wait for it do
+        engine.update_s = 0.9 * config.parallel.timeout_s  # it times out before the ranks that wait for it
         return engine
 
     def _place_servers(self, config: GRPOConfig, plan: EnginePlan, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-        """The URLs of servers that Ray places for the first rank. Raises WorkerError on all ranks if one fails."""
+        """The URLs of servers that the first rank starts through Ray. Raises WorkerError on all ranks if one fails."""
 
         def place() -> Sequence[str]:
             model, options = self.model.name_or_path, dict(plan.options)
-            if not model:  # made on the spot: its weights are sent before the first rollout
+            if not model:  # no files: its weights are sent before the first rollout
                 self._folder = tempfile.TemporaryDirectory(prefix="llmrl-model-")
                 model, options["load_format"] = self._folder.name, "dummy"
                 for part in (self.model.config, tokenizer):
@@ -136,17 +136,18 @@ class RolloutEngine:
         return self.session.on_first(place)
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
-        """Keeps the rollouts ``data`` for the probe, and the first time takes rows of them: no push has come since."""
+        """Keeps the rollouts ``data`` for the probe; the first call, before any push, also selects rows from them."""
         if self.is_vllm:
             self._probed = data
             if self._probed_since is None:
                 self._use_probed_rows(scorer)
 
     def push(self, scorer: TokenScorer) -> dict[str, float]:
-        """New weights to the engine ("perf/sync_gb_s"), and the proof: "mismatch/probe", the mean |log-prob difference|
-        on rows of this run; "mismatch/probe_warnings", 1 if it looked wrong, and the weights were pushed once more.
+        """Sends new weights to the engine and checks that they arrived.
 
-        Raises  WeightSyncError if they do not arrive, or the probe says so for several versions
+        Returns  "perf/sync_gb_s", the speed; "mismatch/probe", the mean |log-prob difference| on rows of this run;
+                 "mismatch/probe_warnings", 1 if that looked wrong and the weights were sent once more
+        Raises   WeightSyncError if they do not arrive, or the probe fails for several versions
         """
         engine = self.policy.engine
         version = engine.version + 1
@@ -160,15 +161,15 @@ class RolloutEngine:
         return {"mismatch/probe": mean, "mismatch/probe_warnings": float(bool(self.warning))} | self._speed()
 
     def _speed(self) -> dict[str, float]:
-        """Of the last push; nothing if the engine shares the trainer's weights, or takes adapters."""
+        """Speed of the last push; empty if the engine shares the trainer's weights, or receives adapters."""
         speed = getattr(self.policy.engine, "load_speed", 0.0)
         return {"perf/sync_gb_s": speed / 1e9} if speed else {}
 
     def _send(self, version: int) -> None:
-        """The weights, once to each engine. Raises WeightSyncError on all ranks if it fails on one."""
+        """Sends the weights once to each engine. Raises WeightSyncError on all ranks if that fails on any."""
         engine, sends = self.policy.engine, self._sends
         if self._on_servers:
-            self.session.wait()  # no rank samples: its rows would be of two versions
+            self.session.wait()  # no rank may sample now: a row would mix two versions
         error, labels = "", None
         try:
             if self._takes_adapter:
@@ -181,18 +182,18 @@ class RolloutEngine:
         except WeightSyncError as caught:
             error = str(caught)
             if self._on_servers and "llmrl resume" not in error:
-                error += " Start the server again; a run goes on from its newest checkpoint by llmrl resume."
-        # Failures are exchanged, not raised at once: the other ranks would wait for the one that raised.
+                error += " Start the server again, then continue from the newest checkpoint with llmrl resume."
+        # Failures are exchanged before they are raised: otherwise the other ranks would wait for this one.
         answers = self.session.gather([(error, labels)])
         if error := next((error for error, _ in answers if error), ""):
             raise WeightSyncError(error)
-        if self._on_servers and not sends:  # by which this rank knows servers that have other weights
+        if self._on_servers and not sends:  # this rank uses them to recognise servers with other weights
             engine.core.labels = next(labels for _, labels in answers if labels is not None)
 
     def _use_probed_rows(self, scorer: TokenScorer) -> None:
-        """Compares rows of the newest rollouts from now on; engine and trainer have the same weights."""
+        """Selects rows of the newest rollouts for the probe; engine and trainer must have the same weights now."""
         rows = _probe_rows(self._probed)
-        # Scoring may be a collective: ranks with fewer rows score as many, of nothing.
+        # Scoring may be a collective: ranks with fewer rows score placeholder rows.
         missing = max(self.session.gather([len(rows)])) - len(rows)
         rows += [(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), {})] * missing
         sequences, masks = [ids for ids, _, _ in rows], [mask for _, mask, _ in rows]
@@ -201,47 +202,47 @@ class RolloutEngine:
         self._probed_since = self.policy.engine.version
 
     def _engine_scores(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Row by row: rounding depends on what is scored together, and equal weights must give equal bits."""
+        """The engine's log-probs, row by row: rounding depends on the batch, and equal weights must give equal bits."""
         score = partial(self.policy.engine.score, temperature=self._temperature)
         return [score([ids.cpu()], **images)[0] for ids, images in zip(sequences, self._probed_images, strict=True)]
 
     def _first_problem(self, problem: str) -> str:
-        """That of the first rank that has one: by it all ranks push again, or all raise."""
+        """The problem of the first rank that has one, so that all ranks push again, or all raise."""
         return next(filter(None, self.session.gather([problem])), "")
 
     def _score(self, scorer: TokenScorer, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """The trainer's log-prob of each token after those before it; all ranks do it in step."""
+        """The trainer's log-prob of each token given the previous ones; all ranks must call it together."""
         scores = []
         for ids, images in zip(sequences, self._probed_images, strict=True):
             ids_1T = ids[None].to(self.session.device)
             everywhere = torch.ones_like(ids_1T, dtype=torch.bool)
             scores.append(scorer(ids_1T, everywhere, everywhere, temperature=self._temperature, **images).log_probs[0])
-        # FSDP2 keeps the outermost parameters whole for a backward pass, which does not follow here; a checkpoint
-        # that is written now needs them as the optimizer knows them.
+        # FSDP2 keeps the outermost parameters gathered for a backward pass, and there is none here; a checkpoint that
+        # is written now needs them sharded, as the optimizer has them.
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
 
     def take_gauges(self) -> dict[str, float]:
-        """Metrics of the vLLM engines of all ranks since the last call, each engine counted once; a collective."""
+        """Metrics of all ranks' vLLM engines since the last call, each engine counted once; a collective."""
         if not self.is_vllm:
             return {}
         own = [self.policy.engine.take_gauges()] if self._sends else []
         return gauge_metrics(merged(self.session.gather(own)))
 
     def sleep(self) -> None:
-        """Leaves the GPU to the update, if both share one; the next `push` wakes the engine."""
+        """Frees the engine's GPU memory for the update, if they share a GPU; the next `push` wakes the engine."""
         if self._sleeps:
             self.policy.engine.sleep(keep_weights=self._takes_adapter)
 
     def close(self) -> None:
-        """Ends an engine of its own, and servers that were placed for it. A second call does nothing."""
+        """Stops the local engine, and servers that were started for it. A second call does nothing."""
         self._parts.close()
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """One row of each group up to some sampled tokens, the mask of those tokens, and "media" if it has images."""
+    """One row per group, cut after some sampled tokens; the mask of those tokens; and "media" if it has images."""
     media = read_media(data)
     ids, masks = data.get(("tokens", "full"), as_list=True), data.get(("masks", "all_assistant_mask"), as_list=True)
     chosen: dict[int, tuple[Tensor, Tensor, dict[str, Any]]] = {}
@@ -251,7 +252,7 @@ def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, An
             end = sampled[:_PROBE_TOKENS][-1] + 1
             images = {}
             if media is not None and len(places := media[row][POSITIONS]):
-                if int(places[-1]) >= end:  # an image of a later turn, of which the cut row has no place
+                if int(places[-1]) >= end:  # an image of a later turn, beyond the cut
                     continue
                 images = {"media": [media[row]]}
             chosen[group] = ids[row][:end].cpu(), masks[row][:end].cpu(), images
@@ -260,10 +261,10 @@ def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, An
 
 @contextmanager
 def _half_the_threads() -> Iterator[None]:
-    """Processes started inside compute with half of this one's threads.
+    """Context in which started processes use half of this process's number of threads.
 
-    Where both compute at the same time on one CPU, two that take every core cost both a third of their speed. The
-    trainer keeps all: the engine waits for it, and it is alone on the CPU once the rollouts are there.
+    When trainer and engine compute at the same time on one CPU, with all cores each, both lose a third of their speed.
+    The trainer keeps all threads: the engine waits for it, and it has the CPU to itself once rollouts are finished.
     """
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // 2))

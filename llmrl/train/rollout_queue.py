@@ -1,4 +1,4 @@
-"""Rollouts ahead of the trainer: begun in order, sampled by threads, taken as they are finished."""
+"""Rollouts ahead of the trainer: begun in order, sampled by threads, taken when they are finished."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restar
 class _Part:
     """Conversations that are begun, sampled and taken together.
 
-    number   in the order in which they were drawn
-    before   the collector's state before them: a resumed run restarts there if they are not finished
-    run      samples them in the thread that calls it; None if they are finished
-    version  of the weights when they were begun
+    number   position in the order in which parts were drawn
+    before   the collector's state before the part: a resumed run restarts there if the part is unfinished
+    run      samples the conversations in the calling thread; None if they are finished
+    version  of the weights when the part was begun
     """
 
     number: int
@@ -45,16 +45,16 @@ class _Part:
 class RolloutQueue:
     """The rollouts of the next steps of one rank, sampled while the trainer updates.
 
-    A part is a group, and weights may change while it is sampled; or, with ``max_staleness`` 1 and no ``oversample``,
-    all groups of a step, which one version samples.
+    A part is one group, during which weights may change; or, with ``max_staleness`` 1 and no ``oversample``, all groups
+    of a step, sampled by one version.
 
-    groups         that a step takes, of ``group_size`` conversations each
-    max_staleness  k: rollouts of at most k steps wait or are being sampled, of fewer if the trainer does not wait for
-                   them: begun earlier, they would only be older. A group is dropped if its oldest token was sampled by
-                   weights more than k versions older than those it would train
+    groups         per step, of ``group_size`` conversations each
+    max_staleness  k: rollouts of at most k steps are queued or in flight; of fewer if the trainer does not have to wait
+                   for them, because an earlier start would only make them older. A group is dropped if its oldest token
+                   was sampled by weights more than k versions older than those it would train
     oversample     groups begun beyond those of a step, as a share of them; those that no step waits for are dropped
-    concurrency    the largest number of conversations at a time; None: all
-    modes          a context that each thread enters, such as autocast
+    concurrency    the maximum number of concurrent conversations; None: all
+    modes          returns a context that each thread enters, such as autocast
     """
 
     def __init__(
@@ -85,56 +85,55 @@ class RolloutQueue:
         self._changed = threading.Condition()
         self._closed = False
         self._num_drawn = 0
-        self._drawn: list[_Part] = []  # of a resumed run, not sampled yet
+        self._drawn: list[_Part] = []  # in a resumed run: not sampled yet
         self._unfinished: list[_Part] = []
         self._finished: list[_Part] = []
-        self._ended = time.perf_counter()  # when the last thread had nothing to do
+        self._ended = time.perf_counter()  # when the last thread became idle
         self._trainer_idle = self._engine_idle = 0.0
         self.counts = dict.fromkeys(_COUNTS, 0)  # of parts, since the run began
 
     @property
     def in_progress(self) -> bool:
-        """True while something is being sampled, or waits to be taken."""
+        """True while a part is being sampled, or waits to be taken."""
         return bool(self._unfinished or self._finished)
 
     # --- the trainer's side -------------------------------------------------------------------------------------------
 
     def begin_next(self, steps_left: int) -> None:
-        """Begins what the next steps need, no further ahead than the trainer needs and ``max_staleness`` allows."""
+        """Begins the parts of the next steps, only as far ahead as the trainer needs and ``max_staleness`` allows."""
         steps = min(self._max_staleness, self._steps_ahead, steps_left)
         self._fill(steps * self._parts_per_step + (self._surplus if steps else 0))
 
     def take(self, version: int) -> TensorDictBase:
-        """Groups that are finished and not too old, for a step that trains the weights ``version``, in the order in
-        which they were begun.
+        """Waits for the groups of a step that trains the weights ``version``, and returns them in the order of begin.
 
-        Begins more if too few are on their way. Then stops those that only a later step could take, for which they
-        would be too old.
+        Drops groups that are too old, and begins more if too few are in flight. Then stops unfinished groups that
+        would be too old for the next step.
 
-        Raises  what sampling raised; RolloutError if the queue is closed
+        Raises  the error of sampling; RolloutError if the queue is closed
         """
         with self._changed:
             self._check_open()
-            # How far ahead is decided by who waits: one step more if the trainer is about to, one less if a whole step
-            # lies finished, which only grows older.
+            # Adapt how far to sample ahead: one step more if the trainer is about to wait, one less if a whole spare
+            # step is finished, because it only gets older.
             spare = len(self._finished) - self._parts_per_step
             if spare < 0 and self.in_progress:
                 self._steps_ahead = min(self._steps_ahead + 1, self._max_staleness)
             elif spare >= self._parts_per_step:
-                self._steps_ahead = max(1, self._steps_ahead - 1)  # at 0 nothing would ever be in progress again
+                self._steps_ahead = max(1, self._steps_ahead - 1)  # at 0 no part would ever be begun again
         self._fill(self._parts_per_step + self._surplus)
         taken: list[_Part] = []
         while len(taken) < self._parts_per_step:
             part = self._next_finished()
             if version - min(oldest_versions(part.data)) > self._max_staleness:
                 self.counts["dropped_old"] += 1
-                # Another is begun for it: a step always trains as many groups, however long that takes.
+                # Begin another: every step trains the full number of groups, however long that takes.
                 self._fill(self._parts_per_step - len(taken))
             else:
                 self.counts["delivered"] += 1
                 taken.append(part)
         with self._changed:
-            # The next step trains version + 1, so that what was begun k versions ago is too old for it.
+            # The next step trains version + 1, so parts that were begun k versions ago are too old for it.
             for part in [p for p in self._unfinished if self.by_group and p.version <= version - self._max_staleness]:
                 part.stopped.set()
                 self._unfinished.remove(part)
@@ -144,30 +143,30 @@ class RolloutQueue:
         return cat_rows([part.data for part in taken])
 
     def wait(self) -> None:
-        """Returns when nothing is being sampled, or the queue is closed."""
+        """Returns when no part is being sampled, or the queue is closed."""
         clock = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._unfinished)
         self._trainer_idle += time.perf_counter() - clock
 
     def idle(self, seconds: float) -> dict[str, float]:
-        """The shares of ``seconds`` that each side waited for the other, since this was last asked."""
+        """The shares of ``seconds`` that each side waited for the other since the last call."""
         trainer, engine = self._trainer_idle, self._engine_idle
         self._trainer_idle = self._engine_idle = 0.0
         return {"async/trainer_idle": min(1.0, trainer / seconds), "async/engine_idle": min(1.0, engine / seconds)}
 
     def totals(self) -> dict[str, int]:
-        """`counts`, and "queued" parts: produced = delivered + dropped_old + dropped_stragglers + queued."""
+        """`counts`, and "queued": produced = delivered + dropped_old + dropped_stragglers + queued."""
         with self._changed:
             return {**self.counts, "queued": len(self._finished)}
 
     def sample(self) -> TensorDict:
-        """A batch that is sampled now, of the columns that a restored one has."""
+        """A batch that is sampled now, with the columns of a restored one."""
         with self._modes():
             return _from_plain(_plain(self._collector.rollout()))
 
     def close(self) -> None:
-        """Stops what is being sampled and waits for its threads. Calls that wait end: `take` with an error."""
+        """Stops sampling and waits for the threads. Blocked calls of `wait` return, those of `take` raise."""
         with self._changed:
             self._closed = True
             for part in self._unfinished:
@@ -178,7 +177,7 @@ class RolloutQueue:
     # --- the threads' side --------------------------------------------------------------------------------------------
 
     def _fill(self, count: int) -> None:
-        """Begins parts until ``count`` are on their way."""
+        """Begins parts until ``count`` are in flight or finished."""
         while len(self._unfinished) + len(self._finished) < count:
             part = self._drawn.pop(0) if self._drawn else self._draw()
             part.version = self._collector.policy_version
@@ -186,7 +185,7 @@ class RolloutQueue:
                 if not self._unfinished:
                     self._engine_idle += time.perf_counter() - self._ended
                 self._unfinished.append(part)
-                self._check_open()  # under the lock: a pool that `close` has shut down takes no more
+                self._check_open()  # under the lock: `close` may shut down the pool
                 self._pool.submit(self._sample, part)
 
     def _draw(self) -> _Part:
@@ -199,12 +198,12 @@ class RolloutQueue:
         data = error = None
         try:
             with self._modes():
-                # By way of a checkpoint's format, so that a resumed run trains on exactly the same columns.
+                # Converted to the checkpoint format and back, so that a resumed run trains on exactly the same columns.
                 data = None if part.stopped.is_set() else _from_plain(_plain(part.run(part.stopped)))
         except BaseException as caught:
             error = caught  # raised when the part is taken
         with self._changed:
-            if part.stopped.is_set():  # by `take`, which has counted it as dropped, or by `close`
+            if part.stopped.is_set():  # by `take`, which counted it as dropped, or by `close`
                 return
             part.data, part.error = data, error
             self._unfinished.remove(part)
@@ -222,7 +221,7 @@ class RolloutQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._finished)
             self._check_open()
-            # First begun, first taken: short answers finish early, and long ones would grow too old behind them.
+            # First begun, first taken: otherwise long answers would become too old while short ones overtake them.
             part = min(self._finished, key=lambda part: part.number)
             self._finished.remove(part)
         self._trainer_idle += time.perf_counter() - clock
@@ -233,13 +232,13 @@ class RolloutQueue:
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError(
-                "RolloutQueue: must be open: got a call after close(), or one that waited when it was closed."
+                "RolloutQueue: must be open: got a call after close(), or one that was waiting when it was closed."
             )
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows of what is finished, and where the collector was before the rest; whole steps are waited for."""
+        """The rows of finished parts, and the collector's state before the others; waits unless parts are groups."""
         if not self.by_group:
             self.wait()
         with self._changed:
@@ -250,10 +249,10 @@ class RolloutQueue:
             return state | {"by_group": self.by_group}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
-        """Continues from ``state``; what was not finished is restarted, with the weights ``version``."""
+        """Continues from ``state``; unfinished parts are restarted with the weights ``version``."""
         self.counts |= state["counts"]
         for part in state["parts"]:
-            # The collector goes back to before each part, to draw those again that were not finished.
+            # Reset the collector to before each part, so that unfinished parts are drawn again.
             self._collector.load_state_dict(part["before"] | {"version": version})
             if part["rows"] is None:
                 self._drawn.append(self._draw())
@@ -276,7 +275,7 @@ _RAGGED = {
 
 
 def _plain(data: TensorDictBase) -> dict[str, Any]:
-    """The columns that a training step reads of its rollouts, as tensors, strings, lists and dicts alone.
+    """Converts the columns that a training step reads to plain tensors, strings, lists and dicts.
 
     Returns  "ragged", lists of rows by "container.field"; "root" and "next", tensors[B, ...] and nested dicts of them
     """
@@ -290,7 +289,7 @@ def _plain(data: TensorDictBase) -> dict[str, Any]:
 
 
 def _from_plain(plain: dict[str, Any]) -> TensorDict:
-    """The rollouts that `_plain` took apart."""
+    """Rebuilds the rollouts from the result of `_plain`."""
     columns: dict[str, dict[str, Any]] = {}
     for path, rows in plain["ragged"].items():
         container, name = path.split(".")

@@ -1,4 +1,4 @@
-"""The settings of ``rollout``: the engine that samples, where it is, and how far it may be behind the trainer."""
+"""The settings of ``rollout``: the engine that samples, its place, and its lag behind the trainer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class RolloutSettings(Settings):
     """The engine that samples, and the number of versions it may be behind the trainer."""
 
     engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers: by the weights that are trained; vllm: faster, by a copy of them"
+        "transformers", description="transformers: with the trained weights; vllm: faster, with a copy of them"
     )
     own_process: bool | None = Field(
         None,
-        description="vllm in a process of its own, where conversations advance independently; null: if max_staleness, "
+        description="vllm in a separate process, where conversations advance independently; null: if max_staleness, "
         "oversample, concurrency or several processes need it",
     )
     max_staleness: int = Field(
         0,
         ge=0,
-        description="how many versions the weights that sample may be behind those trained. 1: the next step is "
-        "sampled during the update; more: groups are queued, and go on with new weights; needs vllm",
+        description="versions that sampling weights may be behind those trained. 1: the next step is sampled during "
+        "the update; more: groups are queued, and continue with new weights; needs vllm",
     )
     oversample: float = Field(
         0.0,
         ge=0,
-        description="groups begun beyond those of a step, as a share of them; the slowest are given up; needs vllm",
+        description="extra groups begun per step, as a share of its groups; the slowest are dropped; needs vllm",
     )
     concurrency: int | None = Field(
         None, ge=1, description="max concurrent conversations; null: all advance in lockstep"
@@ -38,32 +38,32 @@ class RolloutSettings(Settings):
         None,
         gt=0,
         le=1,
-        description="vllm's share of a GPU, for all that it holds; null: what the trainer leaves",
+        description="vllm's share of a GPU's memory; null: what the trainer leaves",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="tokens of vllm's longest conversation; null: what env asks, or, with turns, memory holds",
+        description="tokens of vllm's longest conversation; null: what env needs, or, with turns, memory allows",
     )
     gpus: int = Field(
-        0, ge=0, description="the machine's last GPUs hold engines alone, the others train; needs llmrl launch"
+        0, ge=0, description="the machine's last GPUs run engines only, the others train; needs llmrl launch"
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs that each vllm engine is spread over")
     sleep: bool | None = Field(
         None, description="vllm frees its memory during updates; null: if it shares a GPU with the trainer"
     )
     options: dict[str, Any] = Field({}, description="more arguments of vllm's engine, by name: {enforce_eager: true}")
-    servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of an engine here")
+    servers: list[str] = Field([], description="URLs of running vllm servers, which sample instead of a local engine")
     ray: str = Field(
         "",
-        description="vllm in actors of the Ray cluster there: auto (of this machine, or RAY_ADDRESS), local (one is "
-        "started), or host:port of its head",
+        description="vllm in actors of a Ray cluster: auto (on this machine, or RAY_ADDRESS), local (starts one), or "
+        "host:port of its head",
     )
-    ray_engines: int = Field(1, ge=1, description="such actors, each with an engine")
+    ray_engines: int = Field(1, ge=1, description="number of such actors, each with an engine")
     ray_resources: dict[str, float] = Field(
         {},
-        description="of each: {CPU: 4, GPU: 1, big_disk: 1}; by default CPU: 1, and GPU: tensor_parallel if nodes "
-        "have GPUs",
+        description="resources of each actor, such as {CPU: 4, GPU: 1, big_disk: 1}; by default CPU: 1, and GPU: "
+        "tensor_parallel if nodes have GPUs",
     )
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -79,19 +79,19 @@ class RolloutSettings(Settings):
 
     @property
     def elsewhere(self) -> bool:
-        """True if engines are servers, and none is on a trainer's GPU."""
+        """True if engines are servers, so that no engine is on a trainer's GPU."""
         return bool(self.servers or self.gpus or self.ray)
 
     @property
     def of_engine(self) -> list[str]:
-        """The settings of an engine that this run starts itself, if they do not have their defaults."""
+        """The settings with non-default values that apply only to an engine that this run starts itself."""
         names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="before")
     @classmethod
     def _read_old_names(cls, section: Any) -> Any:
-        """Reads files from when the memory for keys and values was ``kv_cache_gb``, and the probe had a bound."""
+        """Accepts files of older runs: ``kv_cache_gb`` becomes an option of vLLM, ``probe_bound`` is ignored."""
         if not isinstance(section, dict):
             return section
         section = {name: value for name, value in section.items() if name != "probe_bound"}

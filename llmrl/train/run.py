@@ -1,6 +1,6 @@
-"""`Run`: run folder, logs, checkpoints, display, interruption and summary, which every recipe's loop shares.
+"""`Run`: run folder, logs, checkpoints, display, interruption and summary, shared by all recipes.
 
-It is not a trainer: it knows the number of a step, its metrics, and the ``state_dict`` of the recipe's parts.
+It is not a trainer: it handles only step numbers, metrics, and the ``state_dict`` of the recipe's parts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def run_recipe(
     resume: bool = False,
     on_start: Callable[[], None] | None = None,
 ) -> int:
-    """Trains by ``train(config, session, run)`` and returns the exit code: 0, or 130 after an interruption that left a
-    checkpoint. ``on_start`` is called on the first rank when all is loaded, before the first step.
+    """Trains by ``train(config, session, run)``; returns exit code 0, or 130 after an interruption that left a
+    checkpoint. ``on_start`` is called on the first rank when everything is loaded, before the first step.
     """
     with Session(config) as session, Run(config, session, run_dir, resume=resume, on_start=on_start) as run:
         train(config, session, run)
@@ -68,10 +68,10 @@ Part = TypeVar("Part", bound=_Closable)
 
 @dataclass
 class RunTotals:
-    """Sums and first values of a run, saved in its checkpoints, so that a resumed run ends in the same summary."""
+    """Sums and first values of a run, saved in its checkpoints so that a resumed run prints the same summary."""
 
-    before: float | None = None  # score of the evaluation before the first step
-    called_before: float | None = None  # share of its conversations that called a tool
+    before: float | None = None  # score of the evaluation before training
+    called_before: float | None = None  # share of conversations with a tool call in it
     first_reward: float | None = None
     rollouts: int = 0
     trained: int = 0  # tokens
@@ -80,16 +80,16 @@ class RunTotals:
 class Run(AbstractContextManager):
     """A run of ``config`` in the folder ``path``; ``session`` is this process's part in it. Used as a context manager.
 
-    ``resume``    continues from the newest whole checkpoint; damaged ones are named and set aside
+    ``resume``    continues from the newest intact checkpoint; damaged ones are reported and set aside
     ``on_start``  called on the first rank by `begin`, when everything is loaded
     ``source``    ``config`` with the model to load: the checkpoint, or what ``config.model`` names
-    ``adapter``   folder of the adapters to go on with: of a run with ``config.lora``, whose ``source`` is the base
-    ``origin``    the model that the run started from, also after a resumption
-    ``start``     number of steps that were done before a resumption
+    ``adapter``   folder of the adapters to continue from, in a resumed run with ``config.lora``; ``source`` is the base
+    ``origin``    the model that the run started from, also after it is resumed
+    ``start``     number of steps that were done before it was resumed
     ``exit_code`` 0, or 130 after an interruption
 
-    The order of calls: `print_plan`, `begin`, `evaluate_before`, then for each of `steps` perhaps `due` and `evaluate`,
-    and `finish_step`; after the loop `print_end`.
+    Order of calls: `print_plan`, `begin`, `evaluate_before`; then for each of `steps` optionally `due` and `evaluate`,
+    and always `finish_step`; after the loop `print_end`.
 
     Raises  DataError if there is no checkpoint to resume from, or it cannot be read
     """
@@ -135,7 +135,7 @@ class Run(AbstractContextManager):
         self._total = self._step = self.start
         self._metrics: dict[str, float] = {}  # of the last step
         self._ending = self._interrupted = False
-        self._interrupt_checked = 0  # the last step at which the ranks agreed on whether to stop
+        self._interrupt_checked = 0  # the last step in which the ranks agreed on whether to stop
         self._notes: list[str] = []
         self._plan: list[list[str]] = []
         self._report: ReportRefresher | None = None  # on the first rank, during the steps
@@ -143,12 +143,12 @@ class Run(AbstractContextManager):
         self._eval_seconds = 0.0
 
     def close_at_end(self, part: Part) -> Part:
-        """Takes care of ``part``: its ``close`` is called when the run ends, however it ends, the last part's first."""
+        """Registers ``part``: its ``close`` is called when the run ends, even by an error; last in, first out."""
         self._stack.callback(part.close)
         return part
 
     def print_plan(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Prints the plan; called before any weights are loaded."""
+        """Prints the plan; to be called before any weights are loaded."""
         self._plan = [list(row) for row in rows]
         print_plan(self.session.console, title, rows, right=str(self.path))
 
@@ -164,22 +164,22 @@ class Run(AbstractContextManager):
             log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
             self._log = self._stack.enter_context(log)
             self._rollout_log = RolloutLog(self.path, **options)
-            if self._on_start:  # last: what it writes must not be written if a log could not be opened
+            if self._on_start:  # last: it must write nothing if a log could not be opened
                 self._on_start()
             self._write_info(plan=self._plan, ended=None)
 
     def evaluate_before(self, evaluator: Evaluator | None) -> None:
-        """Evaluates as step 0, unless the run is resumed."""
+        """Evaluates and logs as step 0, unless the run is resumed."""
         if evaluator and not self.resume:
             self.totals.before = evaluator.run()
             self.totals.called_before = evaluator.call_rate
             self._log.log(0, evaluator.metrics)
 
     def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
-        """The numbers of the steps that are left of ``total``; ends early after Ctrl-C, or `evaluate_to_stop`.
+        """The numbers of the remaining steps of ``total``; ends early after Ctrl-C, or `evaluate_to_stop`.
 
-        Meanwhile signals only set a flag, so that a step is finished and saved. Before the first step there is nothing
-        to save, and Ctrl-C ends the run at once.
+        During the loop signals only set a flag, so that the step is finished and saved. Before the first step there is
+        nothing to save, and Ctrl-C ends the run at once.
         """
         self._total = total
         self._display = StepDisplay(
@@ -200,10 +200,10 @@ class Run(AbstractContextManager):
         self._in_steps.close()
 
     def _profile(self, step: int) -> None:
-        """Begins the trace with the first of its steps; `_end_profile` writes it after the last."""
+        """Starts the trace at its first step; `_end_profile` writes it after the last."""
         asked = self.config.profile
         if asked and step == max(asked.steps[0], self.start + 1) <= asked.steps[1]:
-            self._profiler = torch.profiler.profile()  # of all that this machine has
+            self._profiler = torch.profiler.profile()  # every activity that it supports here
             self._profiler.start()
 
     def _end_profile(self) -> None:
@@ -215,19 +215,19 @@ class Run(AbstractContextManager):
     @property
     def _is_last(self) -> bool:
         """True if the run ends with this step."""
-        # Signals reach the ranks at different times, so they agree, once in each step: one that stopped alone would
-        # leave the others in a collective.
+        # Signals reach the ranks at different times, so the ranks agree once in each step: one that stopped alone would
+        # leave the others waiting in a collective.
         if self._interrupt_checked != self._step:
             self._interrupted = self.session.any(self._guard.requested)
             self._interrupt_checked = self._step
         return self._interrupted or self._ending or self._step == self._total
 
     def due(self, every: int) -> bool:
-        """True if this step is to be evaluated: every ``every`` steps (0: none) and the last, unless interrupted."""
+        """True if an evaluation is due: after every ``every`` steps (0: none) and the last, unless interrupted."""
         return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        """The evaluator's metrics; its summary ends the line of this step."""
+        """Runs the evaluator and returns its metrics; its summary is appended to the line of this step."""
         clock = time.perf_counter()
         evaluator.run()
         self._eval_seconds += time.perf_counter() - clock
@@ -239,7 +239,7 @@ class Run(AbstractContextManager):
         return self.evaluate(evaluator) if evaluator and self.due(every) else {}
 
     def evaluate_to_stop(self, evaluator: Evaluator | None, stop: StopSettings | None) -> dict[str, float]:
-        """`evaluate`, if there is an evaluator for it; makes this step the last one if its score is good enough."""
+        """`evaluate` every ``stop.every`` steps; a score of at least ``stop.at_least`` makes this step the last one."""
         if not evaluator or self._step < stop.after or self._step % stop.every:
             return {}
         metrics = self.evaluate(evaluator)
@@ -248,17 +248,17 @@ class Run(AbstractContextManager):
 
     @property
     def step_seconds(self) -> float:
-        """Since this step began."""
+        """Seconds since this step began."""
         return time.perf_counter() - self._began
 
     def finish_step(
         self, step: int, metrics: dict[str, float], *, rollouts: Sequence[Rollout] | None = None, warning: str = ""
     ) -> None:
-        """Logs and shows the step, and writes a checkpoint if one is due; ends the run if the last one has failed.
+        """Logs and displays the step, and writes a checkpoint if one is due; first checks the previous one.
 
-        Raises  RunFolderError, CheckpointError if something cannot be written
+        Raises  RunFolderError, CheckpointError if something cannot be written, or the previous checkpoint failed
         """
-        is_last, every = self._is_last, self.config.checkpoint.every  # a collective, before what ranks do alone
+        is_last, every = self._is_last, self.config.checkpoint.every  # a collective: before the block without any
         with self.session.raises_on_all():
             self._store.check()
             self._log_step(step, metrics, rollouts)
@@ -286,15 +286,15 @@ class Run(AbstractContextManager):
         self.totals.trained += int(metrics["tokens/trained"])
 
     def _save(self, step: int) -> None:
-        state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives, on every rank
+        state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives: on every rank
         state["course"] = asdict(self.totals)
         state["origin"] = self.origin if isinstance(self.origin, str) else None
-        later = self.config.checkpoint.asynchronous and not self._is_last  # the last one is waited for
+        later = self.config.checkpoint.asynchronous and not self._is_last  # the run waits for the last one
         options = {"whole_model": self._is_last, "background": later}
         save_state(self._store, step, self.session, self._model, self._tokenizer, state, **options)
 
     def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
-        """Prints sample conversations and the summary: what was done, what changed, what to run next."""
+        """Prints sample conversations and the summary: totals, scores before and after, commands to run next."""
         with self.session.raises_on_all():
             self._write_info(ended="interrupted" if self._interrupted else "done")
         console, totals = self.session.console, self.totals
@@ -323,9 +323,9 @@ class Run(AbstractContextManager):
         )
 
     def _write_info(self, **values: Any) -> None:
-        """Adds to ``run.json``: the plan, and how the run ended, which is missing if it was killed."""
+        """Adds ``values`` to ``run.json``: the plan, and how the run ended (missing if it was killed)."""
         folder = RunDir(self.path)
-        if self.session.is_first and folder.info.exists():  # made by the command; a loop of your own may have none
+        if self.session.is_first and folder.info.exists():  # the command creates it; a user's own loop may not
             known = folder.read_info() | values
             folder.write_info({name: value for name, value in known.items() if value is not None})
 
@@ -334,5 +334,5 @@ class Run(AbstractContextManager):
         return 130 if self._interrupted else 0
 
     def __exit__(self, *exception: object) -> None:
-        with self._stack:  # everything is closed, though something else fails
+        with self._stack:  # closes all parts, even if one fails
             self._in_steps.close()

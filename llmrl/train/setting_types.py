@@ -1,4 +1,4 @@
-"""Base class of the sections, and the types of values that name a function, a tool, an environment or a format."""
+"""Base class of settings sections, and types of values that name a function, tool, environment or format."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ TOOL_FORMATS += ("function", "tagged", "xml", "python")
 
 
 class Settings(BaseModel):
-    """A section of a recipe: unknown names are errors, and nothing changes after it was read."""
+    """A section of a recipe: immutable; unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _check_own(name: str) -> str:
-    """Checks the form of a user's name; it is loaded last, when everything else is right."""
+    """Checks the form of a user's name. The object is loaded later, once all other settings are valid."""
     try:
         split_name(name, what="name")
     except ConfigError as error:
-        raise ValueError(str(error).partition(": ")[2]) from None  # without its first word: the setting is named
+        raise ValueError(str(error).partition(": ")[2]) from None  # no prefix: the error names the setting
     return name
 
 
 def _check_known(name: str, known: Iterable[str], what: str) -> str:
-    """Accepts a name that is ``known``, or one of the user's."""
+    """Accepts a ``known`` name, or a well-formed name of the user's."""
     if name in known or ":" in name:
         return name if name in known else _check_own(name)
     listed = f"{', '.join(known)}, or package.module:name"
@@ -40,7 +40,7 @@ def _check_known(name: str, known: Iterable[str], what: str) -> str:
 
 
 def _check_tool(tool: Tool) -> Tool:
-    from llmrl.tools.load import BUILT_IN  # here and not above: most runs have no tools
+    from llmrl.tools.load import BUILT_IN  # imported here: most runs have no tools
 
     if isinstance(tool, dict) and len(tool) != 1:
         raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")

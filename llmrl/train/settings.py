@@ -24,7 +24,7 @@ from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Setting
 
 
 class TinyModelSettings(Settings):
-    """A random model and a byte-level BPE tokenizer, made on the spot: what the embedded task trains."""
+    """A random model and a byte-level BPE tokenizer, created in memory; the embedded tasks train it."""
 
     architecture: Literal["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen2_vl"] = Field(
         "qwen2", description="family of the layers; qwen2_vl reads images"
@@ -40,20 +40,20 @@ class SamplingSettings(Settings):
     max_tokens: int = Field(
         1024, ge=1, description="longest completion, in tokens", json_schema_extra={"also": ["max_new_tokens"]}
     )
-    temperature: float = Field(1.0, gt=0, description="of the softmax that is sampled from, and trained")
+    temperature: float = Field(1.0, gt=0, description="of the softmax, in sampling and in training")
     top_p: float = Field(1.0, gt=0, le=1, description="1 keeps the whole distribution; less makes training off-policy")
     top_k: int = Field(0, ge=0, description="0 keeps the whole distribution; more makes training off-policy")
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """The same for a policy."""
+        """These settings as keyword arguments of a policy's generation."""
         return self.model_dump(exclude={"max_tokens"}) | {"max_new_tokens": self.max_tokens}
 
 
 class RewardSettings(Settings):
-    """One reward of several: exactly one of ``fn``, ``judge``, ``reward_model`` and ``code``, and how it counts."""
+    """One reward of several: exactly one of ``fn``, ``judge``, ``reward_model`` and ``code``, and its weight."""
 
-    fn: FunctionName | None = Field(None, description="a plain function, as my_pkg.rewards:exact")
+    fn: FunctionName | None = Field(None, description="a plain function, such as my_pkg.rewards:exact")
     judge: dict[str, Any] | None = Field(None, description="a model behind a URL: the arguments of JudgeReward")
     reward_model: dict[str, Any] | None = Field(None, description="the arguments of RewardModelScorer.load")
     code: dict[str, Any] | None = Field(None, description="tests in a sandbox: the arguments of CodeReward")
@@ -65,9 +65,9 @@ class RewardSettings(Settings):
     retries: int | None = Field(None, ge=0, description="null: env.retries")
     concurrency: int | None = Field(None, ge=1, description="rows that are scored at a time")
     answer_key: str | None = Field(None, description="column of the reference; null: answer")
-    batched: bool | None = Field(None, description="whether it is called once, with lists of all rows")
+    batched: bool | None = Field(None, description="true: called once, with lists of all rows")
     process: bool | None = Field(
-        None, description="whether fn runs in a process of its own, which can be killed; null: unless it is llmrl's"
+        None, description="run fn in a separate process, which can be killed; null: unless the function is llmrl's"
     )
 
     @model_validator(mode="before")
@@ -90,46 +90,46 @@ class EnvSettings(Settings):
     name: EnvName = Field(
         "chat",
         description="sums, big_sums, colours: embedded tasks; gsm8k, math, countdown, ifeval: with their prompts and "
-        "rewards; chat: dataset and reward of your own; my_pkg.envs:MyEnv: a class of your own",
+        "rewards; chat: your own dataset and reward; my_pkg.envs:MyEnv: your own class",
     )
-    options: dict[str, Any] = Field({}, description="arguments of an environment of your own, by name")
+    options: dict[str, Any] = Field({}, description="arguments of your own environment, by name")
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
-    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
-    answer_column: str | None = Field(None, description="where the reference answer is, if it goes by another name")
+    prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
+    answer_column: str | None = Field(None, description="column of the reference answer, if it has another name")
     system_prompt: str | None = Field(None, description="first message of every conversation")
     reward: FunctionName | None = Field(
-        None, description="a plain function, as my_pkg.rewards:exact; called with completion, answer"
+        None, description="a plain function, such as my_pkg.rewards:exact; called with completion, answer"
     )
     rewards: list[RewardSettings] | None = Field(
         None,
         min_length=1,
-        description="several, added up; each {fn: NAME, weight: 1.0}, or judge, reward_model or code for fn",
+        description="several, added up; each {fn: NAME, weight: 1.0}, or judge, reward_model or code in place of fn",
     )
     reward_deadline_s: float = Field(20.0, gt=0, description="seconds that the rewards of one batch may take")
     tools: list[ToolName] = Field(
         [],
-        description="what the model can call: calculator, python, my_pkg.tools:lookup, {python: {limits: {cpu_s: 9}}}",
+        description="tools the model can call: calculator, python, my_pkg.tools:lookup, {python: {limits: {cpu_s: 9}}}",
     )
     tool_format: FormatName = Field(
         "auto",
-        description="how it writes calls: hermes, llama, mistral, deepseek, harmony, function, tagged, python, or "
-        "my_pkg.calls:MyFormat; auto: as the chat template tells it",
+        description="format of tool calls: hermes, llama, mistral, deepseek, harmony, function, tagged, python, or "
+        "my_pkg.calls:MyFormat; auto: as the chat template teaches it",
     )
     tool_timeout_s: float = Field(10.0, gt=0, description="seconds that one call may take")
     declare_tools: bool | None = Field(
-        None, description="whether prompts describe the tools; null: if the chat template teaches the format"
+        None, description="describe the tools in prompts; null: if the chat template teaches the format"
     )
     user: FunctionName | None = Field(
-        None, description="speaks between turns, as my_pkg.users:reply; called with the messages; None ends it"
+        None, description="replies between turns, such as my_pkg.users:reply; called with the messages; None ends it"
     )
     max_turns: int = Field(1, ge=1, description="answers of the policy per conversation; tools and a user need 2")
-    retries: int = Field(2, ge=0, description="how often a conversation, a reward or a user that failed is tried again")
+    retries: int = Field(2, ge=0, description="how often a failed conversation, reward or user reply is retried")
     on_rewrite: Literal["error", "new_record"] = Field(
         "error",
-        description="several turns, and a template that writes earlier ones differently later: stop, or train turns "
-        "that do not continue the one before as records of their own",
+        description="if a template rewrites earlier turns of a conversation: stop, or train each turn that does not "
+        "continue the one before as a separate record",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
     too_long: Literal["error", "drop"] = Field("error", description="longer prompts end the run, or are dropped")
@@ -151,7 +151,7 @@ class EnvSettings(Settings):
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> EnvSettings:
         if self.reward is not None and self.rewards is not None:
-            raise ValueError("env has reward and rewards: put the one into the list")
+            raise ValueError("env has reward and rewards: put the single one into the list")
         given = {"dataset": self.dataset is not None, "reward": self._has_reward}
         if self.name == "chat" and not all(given.values()):
             raise ValueError(f"env {self.name} needs {' and '.join(key for key in given if not given[key])}")
@@ -162,12 +162,12 @@ class EnvSettings(Settings):
             raise ValueError(f"env.options is for an environment of your own: {self.name} takes none")
         for name, value in (("tools", self.tools), ("user", self.user)):
             if value and self.max_turns < 2:
-                raise ValueError(f"env.{name} needs max_turns of at least 2, to go on after what was answered: got 1")
+                raise ValueError(f"env.{name} needs max_turns of at least 2, to continue after a reply: got 1")
         return self
 
     @model_validator(mode="after")
     def _names_can_be_loaded(self) -> EnvSettings:
-        """Loads every name of the user's, and reports each fault at its place: last, because it runs their modules."""
+        """Loads every name that the user gave, and reports each fault at its setting; last: it runs user code."""
         from llmrl.tools.load import check_tool
 
         functions = {("reward",): self.reward, ("user",): self.user}
@@ -176,7 +176,7 @@ class EnvSettings(Settings):
         for number, tool in enumerate(self.tools):
             name, options = (tool, None) if isinstance(tool, str) else next(iter(tool.items()))
             checks["tools", number] = partial(check_tool, name, options)
-        if ":" in self.name:  # here and not above: these two know torch
+        if ":" in self.name:  # imported here: these two import torch
             from llmrl.train.environments import check_env
 
             given = {"has_dataset": self.dataset is not None, "has_reward": self._has_reward}
@@ -198,24 +198,24 @@ class EnvSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Greedy accuracy on problems that are never trained on."""
+    """Evaluation: greedy accuracy on problems that are never trained on."""
 
     dataset: str | None = Field(None, description="a file or hub name; none: the environment's own held-out split")
     split: str = Field("test", description="the split that is measured")
     rows: int | None = Field(500, ge=1, description="only the first problems, this many; null: all")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
-    batch_size: int = Field(512, ge=1, description="conversations generated side by side")
+    batch_size: int = Field(512, ge=1, description="conversations generated at the same time")
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
 
 
 class ModelSource(Settings):
     """Fields of all recipes: the model, precision, optimizer, checkpoints, processes."""
 
-    FIXED: ClassVar[tuple[str, ...]] = ("model", "seed", "lora")  # what a resumed run cannot change
+    FIXED: ClassVar[tuple[str, ...]] = ("model", "seed", "lora")  # cannot change when a run is resumed
 
     model: str | TinyModelSettings = Field(
-        description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest of "
-        "that recipe; or a tiny model's sizes"
+        description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest "
+        "checkpoint of that recipe; or a tiny model's sizes"
     )
     chat_template: str | None = Field(
         None, description="a registered template's name or jinja text; null: the tokenizer's own"
@@ -223,31 +223,31 @@ class ModelSource(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of weights and arithmetic; auto: bfloat16 if the GPU has it, else float32"
     )
-    seed: int = Field(0, ge=0, description="everything random follows from it")
+    seed: int = Field(0, ge=0, description="seed of all random numbers")
     tokens_per_microbatch: int = Field(
-        16384, ge=1, description="padded tokens that go through the model at once; changes memory, never the result"
+        16384, ge=1, description="padded tokens per forward pass; changes memory, never the result"
     )
     packing: Literal["auto", "on", "off"] = Field(
-        "auto", description="sequences end to end instead of padded; auto: if that saves a fifth and the model can"
+        "auto", description="sequences packed end to end, not padded; auto: if it saves a fifth and the model can"
     )
     model_options: ModelOptions = ModelOptions()
-    lora: LoraSettings | None = Field(None, description="adapters to train instead of the model; null: all of it")
+    lora: LoraSettings | None = Field(None, description="adapters to train instead of the model; null: all weights")
     memory: MemorySettings = MemorySettings()
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     parallel: ParallelSettings = ParallelSettings()
     log: list[Literal["wandb", "tensorboard", "mlflow"]] = Field(
-        [], description="mirrors of metrics.jsonl, which is always written"
+        [], description="loggers besides metrics.jsonl, which is always written"
     )
     profile: ProfileSettings | None = Field(None, description="steps that torch's profiler traces; null: none")
 
     def in_bfloat16(self, gpu_has_it: bool | None) -> bool:
-        """The arithmetic, of a GPU that has bfloat16 or not; None: of a CPU.
+        """True if the run computes in bfloat16. ``gpu_has_it``: the GPU supports bfloat16; None: a CPU.
 
         Raises  ConfigError for bfloat16 on a GPU that does not have it
         """
         if self.dtype == "bfloat16" and gpu_has_it is False:
-            raise ConfigError("dtype: bfloat16 needs a GPU that computes in it: got an older one; use dtype=float32.")
+            raise ConfigError("dtype: bfloat16 needs a GPU that supports it: got an older one; use dtype=float32.")
         return self.dtype == "bfloat16" or (self.dtype == "auto" and bool(gpu_has_it))
 
     @model_validator(mode="before")
@@ -259,46 +259,46 @@ class ModelSource(Settings):
 
 
 class AlgorithmSettings(Settings):
-    """Settings of `GRPOSettings` by the same names, and the advantage's ``scale``; null: what ``algo`` chose."""
+    """Overrides of `GRPOSettings`, by the same names, and the advantage's ``scale``; null: the value of ``algo``."""
 
     clip: tuple[float, float] | None = Field(None, description="how far below and above 1 the ratio may go")
-    scale: Literal["group", "batch", "none"] | None = Field(None, description="what divides the centred reward")
+    scale: Literal["group", "batch", "none"] | None = Field(None, description="whose spread divides the centred reward")
     aggregation: Literal["token", "seq-mean", "dr_grpo"] | None = Field(
         None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
     )
-    kl: float = Field(0.0, ge=0, description="weight of the divergence from the starting model, kept as reference")
+    kl: float = Field(0.0, ge=0, description="weight of the KL divergence from the starting model, the reference")
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    kl_inference: float = Field(0.0, ge=0, description="weight of the divergence from the engine that sampled")
+    kl_inference: float = Field(0.0, ge=0, description="weight of the KL divergence from the engine that sampled")
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
-        None, description="how a divergence is estimated from sampled tokens"
+        None, description="estimator of a KL divergence from sampled tokens"
     )
     proximal: Literal["behaviour", "detach", "recomputed"] | None = Field(
         None,
-        description="what the ratio compares with: the engine's log-probs, the current ones, or those that the trainer "
+        description="denominator of the ratio: the engine's log-probs, the current ones, or those that the trainer "
         "computes before its first update; null: behaviour with max_staleness above 1, else detach with one update per "
-        "step, else whichever costs no accuracy",
+        "step, else whichever loses no accuracy",
     )
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
     correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(
-        None, description="weight for what engine and trainer disagree on"
+        None, description="importance weight for the difference between engine and trainer"
     )
-    correction_cap: float | None = Field(None, gt=0, description="where the weight is cut; null: 2")
-    correction_band: tuple[float, float] | None = Field(None, description="what mask and geo-mask keep")
+    correction_cap: float | None = Field(None, gt=0, description="upper bound of that weight; null: 2")
+    correction_band: tuple[float, float] | None = Field(None, description="the weights that mask and geo-mask keep")
     correction_veto: tuple[float, float] | None = Field(
-        None, description="sequences with any token's weight outside are left out, [1e-4, 100] say"
+        None, description="sequences with a token weight outside this range are left out, such as [1e-4, 100]"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _rename_loss(cls, section: Any) -> Any:
-        """Reads files of runs from when ``aggregation`` was called ``loss``."""
+        """Accepts ``loss``, the former name of ``aggregation``, in files of older runs."""
         if isinstance(section, dict) and "loss" in section and "aggregation" not in section:
             section = {"aggregation" if name == "loss" else name: value for name, value in section.items()}
         return section
 
 
 class GRPOConfig(ModelSource):
-    """Group-relative policy optimisation. The defaults are those of the literature; a run prints what they become."""
+    """Group-relative policy optimisation. Defaults are those of the literature; a run prints the resolved values."""
 
     FIXED: ClassVar[tuple[str, ...]] = (
         *ModelSource.FIXED,
@@ -308,7 +308,7 @@ class GRPOConfig(ModelSource):
     algo: Literal[
         *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),
         "reinforce++-baseline",
-    ] = Field("grpo", description="preset of the four choices below")
+    ] = Field("grpo", description="preset of advantage, ratio, aggregation and KL; the grpo section overrides it")
     env: EnvSettings
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
@@ -322,19 +322,21 @@ class GRPOConfig(ModelSource):
     )
     zero_variance: Literal["drop", "keep", "refill"] = Field(
         "drop",
-        description="groups of equal rewards: left out of the step, counted in its mean, or replaced by others",
+        description="groups of equal rewards: left out of the step, kept in its mean, or replaced by others",
     )
     refill_rounds: int = Field(
-        3, ge=1, description="with refill, how often more rollouts are collected for a step before it is taken as it is"
+        3,
+        ge=1,
+        description="with refill, at most this many extra rounds of rollouts per step; then it trains what it has",
     )
     overlong_buffer: int = Field(
-        0, ge=0, description="this many tokens before sampling.max_tokens cost reward, up to 1 at the limit; 0: none do"
+        0, ge=0, description="tokens before sampling.max_tokens that cost reward, up to 1 at the limit; 0: none"
     )
     truncated: Literal["train", "mask"] = Field(
-        "train", description="answers that ran into sampling.max_tokens: trained like others, or left out of the loss"
+        "train", description="answers cut off at sampling.max_tokens: trained like others, or left out of the loss"
     )
     updates_per_step: int = Field(
-        1, ge=1, description="optimizer updates on the rollouts of one step, each on its own part"
+        1, ge=1, description="optimizer updates on the rollouts of one step, each on a different part"
     )
     max_failed: float = Field(0.5, ge=0, le=1, description="share of failed rollouts in a step that ends the run")
     sampling: SamplingSettings = SamplingSettings()
@@ -343,7 +345,7 @@ class GRPOConfig(ModelSource):
     eval: EvalSettings = EvalSettings()
     samples: int = Field(2, ge=0, description="conversations printed at the end with their trained tokens marked")
     token_records: int = Field(
-        16, ge=0, description="conversations per step that rollouts/*.parquet holds token by token; whole groups first"
+        16, ge=0, description="conversations per step that rollouts/*.parquet stores token by token; whole groups first"
     )
 
     @model_validator(mode="after")
@@ -374,22 +376,22 @@ class SFTData(Settings):
     name: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", description="split of a hub dataset or of an embedded task")
     rows: int | None = Field(None, ge=1, description="only the first conversations, this many; null: all")
-    prompt_column: str | None = Field(None, description="where the prompt is, if it goes by another name")
-    completion_column: str | None = Field(None, description="where the answer is, if it goes by another name")
-    system_prompt: str | None = Field(None, description="first message of conversations that have none of their own")
+    prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
+    completion_column: str | None = Field(None, description="column of the answer, if it has another name")
+    system_prompt: str | None = Field(None, description="system message of conversations without one")
     train_on: Literal["assistant", "last"] = Field(
         "assistant", description="assistant: every turn of the assistant; last: the last one only"
     )
 
 
 class StopSettings(Settings):
-    """Stops as soon as the evaluation, on a split of its own, is good enough."""
+    """Early stopping, once the score on a separate split is high enough."""
 
     at_least: float = Field(description="mean score at which training ends")
-    split: str = Field("validation", description="problems that are neither trained on nor reported")
+    split: str = Field("validation", description="split that is neither trained on nor reported")
     rows: int = Field(200, ge=1, description="how many of them")
-    every: int = Field(10, ge=1, description="steps between looks")
-    after: int = Field(0, ge=0, description="first step that looks")
+    every: int = Field(10, ge=1, description="steps between evaluations")
+    after: int = Field(0, ge=0, description="first step that is evaluated")
 
 
 class SFTConfig(ModelSource):
@@ -400,19 +402,19 @@ class SFTConfig(ModelSource):
     data: SFTData
     max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")
     too_long: Literal["error", "split", "truncate"] = Field(
-        "error", description="a longer one: an error; cut into pieces; its end cut off"
+        "error", description="longer conversations: an error; split into pieces; or truncated"
     )
     batch_size: int = Field(64, ge=1, description="conversations per optimizer step, over all processes")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(None, ge=1, description="optimizer steps; null: as many as the epochs have")
-    env: EnvSettings | None = Field(None, description="the task that evaluation asks; null: no evaluation")
+    env: EnvSettings | None = Field(None, description="the task that is evaluated; null: no evaluation")
     eval: EvalSettings = EvalSettings()
-    stop: StopSettings | None = Field(None, description="end early")
+    stop: StopSettings | None = Field(None, description="early stopping; null: none")
     samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
 
     @property
     def row_length(self) -> int:
-        """Most tokens of a row that goes through the model."""
+        """The largest number of tokens in a row of a batch."""
         return self.max_length
 
     @property

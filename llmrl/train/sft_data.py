@@ -1,4 +1,4 @@
-"""Conversations for SFT: rows of a dataset, rendered and tokenised once, with the tokens to train marked."""
+"""Conversations for SFT: rows of a dataset, rendered and tokenised once, with a mask of the trained tokens."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ AT_ONCE = 1024  # rows per call of the tokenizer
 
 @dataclass
 class TokenizedRows:
-    """``ids`` int64[T] and ``masks`` bool[T] per row of ``source``: True where the token counts in the loss."""
+    """``ids`` int64[T] and ``masks`` bool[T] (True: the token counts in the loss) of each row of ``source``."""
 
     source: str
     renderer: Renderer
     ids: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
-    media: list[Media] = field(default_factory=list)  # of each row, if the model reads images
+    media: list[Media] = field(default_factory=list)  # one per row, if the model reads images
     num_too_long: int = 0  # rows that were longer than allowed
-    measured: str = ""  # the rows that are only measured, in words
-    unit: ClassVar[str]  # what a row is called
+    measured: str = ""  # the evaluation rows, in words
+    unit: ClassVar[str]  # name of a row in messages
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -61,7 +61,7 @@ class TokenizedRows:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
 
     def render(self, chats: Sequence[Sequence[Any]], first: int) -> list[Rendered]:
-        """The conversations of the rows from number ``first`` on. Raises TemplateError that names them."""
+        """Renders the conversations of the rows from number ``first`` on. Raises TemplateError that names them."""
         try:
             return self.renderer.render(chats)
         except TemplateError as error:
@@ -81,7 +81,7 @@ class TokenizedChats(TokenizedRows):
 
 
 def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor) -> list[tuple[str, bool]]:
-    """The text of a token stream, cut where ``mask`` changes."""
+    """The decoded text of a token sequence, split where ``mask`` changes, with the mask of each piece."""
     changes = (mask[1:] != mask[:-1]).nonzero().flatten() + 1
     bounds = [0, *changes.tolist(), len(ids)]
     return [
@@ -92,24 +92,24 @@ def marked_pieces(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor)
 
 
 def load_split(data: SFTData | PreferenceData, split: str, embedded: Mapping[str, Callable[[str], Any]]) -> Any:
-    """The rows of a split: of an ``embedded`` task, of a file, or of a dataset of the hub."""
+    """The rows of a split of an ``embedded`` task, a file, or a hub dataset."""
     if data.path in embedded:
         return embedded[data.path](split)
     return load_rows(data.path, split=split, name=data.name)
 
 
 def last_answer(rendered: Rendered) -> Tensor:
-    """bool[T]: the last answer of a conversation, its end of turn included."""
+    """bool[T]: True in the last answer of a conversation, including its end of turn."""
     mask = torch.zeros_like(rendered.assistant_mask)
     mask[slice(*rendered.spans[-1])] = True
     return mask
 
 
 def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedChats:
-    """The data of ``config``.
+    """The data of ``config``, tokenised.
 
     Raises  DataError for data that are missing, empty or too long, or have a row without an assistant turn;
-            TemplateError if the template does not say what the assistant wrote
+            TemplateError if the template does not mark the assistant's tokens
     """
     data = config.data
     rows = load_split(data, data.split, _EMBEDDED)
@@ -139,9 +139,9 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, c
                 f"has {len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
             )
         chats.num_too_long += 1
-        if config.too_long == "split":  # a piece begins with the last token of the one before, which it does not train
+        if config.too_long == "split":  # pieces overlap by a token, trained in the earlier one
             starts = range(0, len(ids) - 1, max(limit - 1, 1))
-    # Of a long conversation, a piece that trains nothing is left out.
+    # Pieces of a long conversation without a trained token are dropped.
     for start in starts:
         piece = mask[start : start + limit].clone()
         piece[0] &= start == 0  # the first token of a row has no log-prob

@@ -42,14 +42,14 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
-    """The columns that advantages and loss read; the rest of a rollout need not be stored."""
+    """Selects the columns that advantages and loss read; the others need not be stored."""
     some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # top-p, several versions, experts
     given = [key for key in some if data.get(key, None, as_list=True) is not None]
     return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
 
 
 def oldest_versions(data: TensorDictBase) -> list[int]:
-    """Of each row, the version of the weights that sampled its oldest token."""
+    """For each row, the version of the weights that sampled its oldest token."""
     versions = data.get("policy_version").tolist()
     rows = data.get(("log_probs", "versions"), None, as_list=True)
     if rows is None:
@@ -64,11 +64,11 @@ def oldest_versions(data: TensorDictBase) -> list[int]:
 class StepRollouts:
     """The rollouts ``data`` of this rank and, through the session, of the others.
 
-    A conversation is a row, or several next to each other, of which the last is done (``yield_only_last_steps``).
-    ``buffer`` holds the rows that reached the loss, with advantages. The tokens of ``keep_tokens`` conversations are
-    kept, over all ranks.
+    A conversation is one row, or several consecutive rows of which the last is done (``yield_only_last_steps``).
+    ``buffer`` holds the rows that the loss trains on, with advantages. The tokens of ``keep_tokens`` conversations,
+    over all ranks, are kept.
 
-    ``records``  one per conversation of all ranks; on every rank, in the order of the ranks; without tokens
+    ``records``  one per conversation of all ranks, in rank order, on every rank; without tokens
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepRollouts:
         keep_tokens: int = 0,
     ):
         self._session, self._data, self._tokenizer = session, data, text_tokenizer(tokenizer)
-        self._advantages: dict[int, float] = {}  # by the seed of the row
+        self._advantages: dict[int, float] = {}  # by the row's seed
         if len(buffer):
             kept = buffer[:]
             values = kept.get("advantage").flatten(1)[:, 0].tolist()
@@ -95,7 +95,7 @@ class StepRollouts:
         groups, versions = data.get("group_id").tolist(), oldest_versions(data)
         reasons = data.get("stop_reason").tolist()
         prompt_ids: dict[int, str] = {}
-        for row in self._first:  # a group has one prompt, which is hashed once
+        for row in self._first:  # a group has one prompt: hash it once
             if groups[row] not in prompt_ids:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
         calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
@@ -122,21 +122,21 @@ class StepRollouts:
         self._num_kept = sum(session.gather([len(kept_groups)]))
 
     def _choose(self, mine: list[Rollout], keep_tokens: int) -> TokenWatch:
-        """The rows whose tokens are kept, of all ranks; ``_kept`` are the conversations of this one."""
+        """Chooses the rows of all ranks whose tokens are kept; ``_kept`` are this rank's conversations of them."""
         sizes = self._session.gather([len(mine)])
         self._offset = sum(sizes[: self._session.rank])
         lengths = [len(self._ids[row]) for row in self._last]
-        count = math.ceil(keep_tokens / self._session.world_size)  # each rank chooses among its own
+        count = math.ceil(keep_tokens / self._session.world_size)  # each rank chooses among its own conversations
         self._kept = sorted(choose_conversations([r.group for r in mine], [r.prompt_id for r in mine], lengths, count))
         rows = [(self._seeds[self._last[place]], lengths[place]) for place in self._kept]
         return TokenWatch(set(self._session.gather(rows)))
 
     def watch(self, loss: GRPOLoss) -> AbstractContextManager[None]:
-        """Around the step's updates with ``loss``: what it computes at the tokens is kept, of some conversations."""
+        """Context for the step's updates: keeps the loss's per-token numbers of the chosen conversations."""
         return self._watch.active(loss)
 
     def records_with_tokens(self) -> list[Rollout]:
-        """`records`, some of them with their tokens; a collective."""
+        """`records`, with the tokens of the chosen conversations; a collective."""
         found = {row: numbers for part in self._session.gather([self._watch.found]) for row, numbers in part.items()}
         engine = self._data.get(("log_probs", "full"), as_list=True)
         history = self._data.get("history", None)
@@ -156,14 +156,14 @@ class StepRollouts:
         return records
 
     def metrics(self, *, version: int, seconds: float) -> dict[str, float]:
-        """Over the rollouts of all ranks; ``seconds`` is what collecting them took."""
+        """Metrics of the rollouts of all ranks, which took ``seconds`` to collect."""
         rows = self.records
         rewards = [row.reward for row in rows if row.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else math.nan
         groups: dict[int, set[float | None]] = {}
         for row in rows:
             groups.setdefault(row.group, set()).add(row.reward)
-        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())  # failed ones aside
+        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())  # ignores failed ones
         tokens = sum(row.tokens for row in rows)
         ages = [version - row.version for row in rows]
         p10, p50, p90 = torch.tensor(rewards or [math.nan], dtype=torch.float64).quantile(_QUANTILES).tolist()
@@ -188,7 +188,7 @@ class StepRollouts:
         }
 
     def check_failed(self, max_failed: float, step: int, first_error: str) -> None:
-        """Raises RolloutError if more than the share ``max_failed`` of the rollouts failed."""
+        """Raises RolloutError if a larger share of the rollouts than ``max_failed`` failed."""
         failed = sum(row.reward is None for row in self.records)
         if failed > max_failed * len(self.records):
             raise RolloutError(
@@ -197,8 +197,8 @@ class StepRollouts:
             )
 
     def samples(self, count: int) -> list[Sample]:
-        """Conversations of this rank with their sampled tokens marked: by turns of the highest and lowest advantage."""
-        # The best, the worst, the second best and so on: what was encouraged beside what was discouraged.
+        """Conversations of this rank with sampled tokens marked, alternating between highest and lowest advantage."""
+        # The best, the worst, the second best and so on: encouraged answers next to discouraged ones.
         best = sorted(self._last, key=lambda row: -self._advantages.get(self._seeds[row], 0.0))
         order = [best[-1 - place // 2] if place % 2 else best[place // 2] for place in range(min(count, len(best)))]
         return [
@@ -212,7 +212,7 @@ class StepRollouts:
 
 
 def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int]]:
-    """The rows that each conversation begins and ends in, and the number of tokens sampled in all rows of it."""
+    """The first and last row of each conversation, and the number of tokens sampled in all its rows."""
     ends: list[int] = []
     lengths: list[int] = []
     sampled = 0
@@ -227,23 +227,23 @@ def _conversations(data: TensorDictBase) -> tuple[list[int], list[int], list[int
 
 
 def _reward_parts(data: TensorDictBase) -> dict[str, torch.Tensor]:
-    """float64[B] of each reward function, if there are several or one has a name."""
+    """float64[B] for each reward function, if there are several or one has a name."""
     after = data.get("next")
     keys = sorted(key for key in after.keys() if key.startswith("reward_"))
     return {key: after.get(key).double().flatten(1).sum(1) for key in keys}
 
 
 def _num_turns(data: TensorDictBase) -> list[int]:
-    """The number of answers in each row: of runs of sampled tokens."""
+    """The number of answers in each row: its runs of sampled tokens."""
     masks = data.get(("masks", "all_assistant_mask"), as_list=True)
     return [int((mask[1:] & ~mask[:-1]).sum()) + int(mask[:1].sum()) for mask in masks]
 
 
 def _env_metrics(session: Session, data: TensorDictBase) -> dict[str, float]:
-    """Metrics of what the environment wrote in addition to the reward: values of each reward function, tool calls.
+    """Metrics that the environment writes besides the reward: values of each reward function, tool calls.
 
     Reads    ("next", "reward_<name>") float32[B, 1, 1] and ("next", "tool_use"), if present, of rows that are done
-    Returns  "reward/<name>/mean": of a conversation's last turn, without those that failed; what `tool_metrics` returns
+    Returns  "reward/<name>/mean" over conversations (their last turn) that did not fail; the metrics of `tool_metrics`
     """
     after = data.get("next")
     done = after.get("done").flatten()

@@ -1,4 +1,4 @@
-"""Environments from the ``env`` section: prompts to train on, problems to evaluate on, tools, a user, and rewards."""
+"""Environments from the ``env`` section: training prompts, evaluation problems, tools, a user, and rewards."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-_AT_ONCE = 1024  # prompts that are measured together
+_AT_ONCE = 1024  # prompts that are tokenised together
 
 
 def training_rows(env: EnvSettings) -> Sequence[Row]:
-    """The rows that rollouts start from. Raises DataError for data that are missing or empty."""
+    """The rows whose prompts rollouts start from. Raises DataError for data that are missing or empty."""
     return env_rows(env.name, env.dataset, split=env.split, config=env.config)
 
 
 def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
-    """The rows that are only measured; None if the settings name none: a local file has no other split."""
+    """The evaluation rows; None if the settings name none: a local file has no other split."""
     if settings.dataset is None and (env.name == "chat" or is_file(env.dataset)):
         return None
     rows = env_rows(env.name, settings.dataset or env.dataset, split=settings.split, config=env.config)
@@ -50,11 +50,11 @@ def eval_rows(env: EnvSettings, settings: EvalSettings) -> Sequence[Row] | None:
 
 
 class Task:
-    """Tools, user and rewards of the settings, loaded once, and the environments over them.
+    """Tools, user and rewards of the settings, loaded once, and the environments that use them.
 
     Raises  ConfigError for an environment, a tool, a user or a reward that cannot be used; MissingDependencyError for a
-            package that one of them needs; DataError for the files of a reward model: all when prompts are measured.
-            Its weights are loaded for the first environment that scores
+            package that one of them needs; DataError for the files of a reward model: all when prompt lengths are
+            computed. The weights of a reward model are loaded by the first `make_env`
     """
 
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
@@ -62,9 +62,9 @@ class Task:
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
-        """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``, and how many were left out.
+        """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others.
 
-        Raises  DataError that names the first that does not, if ``too_long`` is "error"
+        Raises  DataError that names the first row that does not fit, if ``too_long`` is "error"
         """
         limit, lengths = self.settings.max_prompt_tokens, self._prompt_lengths(rows)
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
@@ -80,34 +80,34 @@ class Task:
         return kept, len(rows) - len(kept)
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
-        """Of these rows, in tokens; 0 without rows. Raises DataError for images that a reward cannot read, and
-        TemplateError for those that the model cannot.
+        """The length of the longest prompt of these rows, in tokens; 0 without rows. Raises DataError for images that a
+        reward cannot read, and TemplateError for images that the model cannot read.
         """
         return max(self._prompt_lengths(rows), default=0) if rows else 0
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
-        """The environment over ``rows``: prompts, tools, user and rewards; ``options`` are those of `DatasetChatEnv`.
+        """An environment on ``rows``, with tools, user and rewards; ``options`` are those of `DatasetChatEnv`.
 
-        Environments of one task share its tools and reward functions, each with conversations of its own.
+        Environments of one task share its tools and reward functions, but not conversations.
         """
         env = self._asking(rows, (*self._acting, *self._scoring), **options)
         if not env.reward_keys:
             raise ConfigError(
                 f"environment: {self.settings.label} gives no reward: append a transform with a reward, which declares "
-                "it in transform_reward_spec, or say env.reward."
+                "it in transform_reward_spec, or set env.reward."
             )
         return env
 
     def close(self) -> None:
-        """Ends what tools and rewards hold, if they were loaded."""
+        """Closes tools and rewards, if they were loaded."""
         made = [each for name in ("_acting", "_planned", "_scoring") for each in self.__dict__.get(name, ())]
-        with ExitStack() as stack:  # each is closed, though another one fails
+        with ExitStack() as stack:  # closes all, even if one fails
             for transform in {id(each): each for each in made}.values():
                 stack.callback(transform.close)
 
     @property
     def tools(self) -> ToolTransform | None:
-        """The transform that environments have copies of."""
+        """The tool transform, of which each environment has a copy; None without tools."""
         return next((transform for transform in self._acting if isinstance(transform, ToolTransform)), None)
 
     def _asking(self, rows: Sequence[Row], transforms: Iterable[Transform], **options: Any) -> DatasetChatEnv:
@@ -116,7 +116,7 @@ class Task:
         if maker is DatasetChatEnv:
             options |= {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
         elif is_task(maker):
-            options["compute_reward"] = False  # it comes after the tools
+            options["compute_reward"] = False  # appended later, after the tools
         env = maker(dataset=rows, **options, **settings.options)
         if not isinstance(env, DatasetChatEnv):
             raise ConfigError(f"environment: {settings.label} must return a DatasetChatEnv: got {type(env).__name__}.")
@@ -126,7 +126,7 @@ class Task:
 
     @cached_property
     def _acting(self) -> list[Transform]:
-        """Tools, then the user: who answers the policy."""
+        """The transforms that answer the policy: tools, then the user."""
         settings = self.settings
         acting: list[Transform] = []
         if settings.tools:
@@ -147,7 +147,7 @@ class Task:
 
     @cached_property
     def _planned(self) -> list[Transform]:
-        """As `_scoring`, but without the weights of reward models: only their files are checked."""
+        """Like `_scoring`, but only checks the files of reward models, without loading their weights."""
         return self._make_rewards(load=False) if self._has_reward_model else self._scoring
 
     @property
@@ -173,16 +173,16 @@ class Task:
         if is_task(maker):
             return [maker.scorer(self.tokenizer)]
         if maker is not DatasetChatEnv:
-            return []  # an environment of the user's, which has its own
+            return []  # a user-defined environment has its own reward
         reward = colours_reward if self.settings.name == "colours" else sums_reward
         return [RewardFunction(reward, name="correct", **shared)]
 
     def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
-        """In tokens, as the environment asks them: with system prompt and tools."""
+        """Lengths of the prompts in tokens, with system prompt and tools."""
         options = {"shuffle": False, "num_envs": min(_AT_ONCE, len(rows))}
         judged = self._has_reward_model
         transforms = (*self._acting, *self._planned)
-        # `make_env` would load a reward model's weights, which comes after the plan.
+        # `make_env` would load a reward model's weights, which must happen after the plan.
         env = self._asking(rows, transforms, **options) if judged else self.make_env(rows, **options)
         rewards = [getattr(transform, "fn", None) for transform in self._planned]
         judges = [(each, column) for each in rewards if isinstance(each, JudgeReward) for column in each.columns]

@@ -1,7 +1,7 @@
-"""Per-token records of some conversations of a step: the engine's numbers, and those that the loss computes.
+"""Per-token records of some conversations of a step: log-probs of the engine, and numbers that the loss computes.
 
-The loss hands its numbers over by `GRPOLoss.on_tokens`, so that nothing is computed for the log alone. A row may be
-trained on another rank than the one that sampled it: rows are found by their seed.
+The loss passes its numbers to the callback `GRPOLoss.on_tokens`, so that nothing is computed just for the log. A row
+may be trained on another rank than the one that sampled it, so rows are identified by their seed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = tuple[int, int]  # seed and number of tokens: records of one conversation 
 
 
 class TokenWatch:
-    """Keeps what the loss computes at the tokens of some rows; ``found`` has lists of "trained" and of the numbers."""
+    """Keeps the loss's per-token numbers for some rows; ``found`` has lists of "trained" and of the numbers."""
 
     def __init__(self, rows: set[Row]):
         self.rows = rows
@@ -41,7 +41,7 @@ class TokenWatch:
 
     @contextmanager
     def active(self, loss: GRPOLoss) -> Iterator[None]:
-        """Inside, the loss's forward passes are watched."""
+        """Context in which the loss's forward passes are watched."""
         loss.on_tokens = self._keep if self.rows else None
         try:
             yield
@@ -50,7 +50,7 @@ class TokenWatch:
 
     def _keep(self, batch: TensorDictBase, mask_BT: Tensor, known: Mapping[str, Tensor]) -> None:
         seeds = batch.get("seed", None)
-        if seeds is None:  # an empty batch, which a rank computes because the others have rows
+        if seeds is None:  # the placeholder batch of a rank without rows
             return
         lengths = [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
         for place, row in enumerate(zip(seeds.tolist(), lengths, strict=True)):
@@ -64,9 +64,9 @@ class TokenWatch:
 def choose_conversations(
     groups: Sequence[int], prompt_ids: Sequence[str], lengths: Sequence[int], count: int
 ) -> set[int]:
-    """The places of at most ``count`` conversations whose tokens are kept: group by group, by the id of the prompt.
+    """The indices of at most ``count`` conversations whose tokens are kept: whole groups in the order of prompt ids.
 
-    The order of ids is as good as random, and the same at every step, so that a prompt is met again.
+    That order is as good as random but the same at every step, so the same prompts are chosen again.
 
     >>> sorted(choose_conversations([0, 0, 1, 1], ["b", "b", "a", "a"], [9, 9, 9, 9], 3))
     [0, 2, 3]
@@ -82,7 +82,7 @@ def choose_conversations(
 
 
 def prompt_id(ids: Tensor, mask: Tensor) -> str:
-    """Sixteen hexadecimal digits that stand for the tokens before the first sampled one, ``mask`` True.
+    """A hash, in 16 hexadecimal digits, of the tokens before the first sampled one (``mask`` True).
 
     >>> prompt_id(torch.tensor([5, 6, 7]), torch.tensor([False, False, True]))
     'fdf469c97e4865d2'
@@ -99,9 +99,9 @@ def token_record(
     messages: Sequence[Mapping[str, Any]] | None,
     found: Mapping[str, list[Any]] | None,
 ) -> TokenRecord:
-    """The record of one conversation; ``mask``: what was sampled, ``messages``: its history, if it has one.
+    """The record of one conversation; ``mask``: the sampled tokens, ``messages``: its history, if it has one.
 
-    ``found`` is what `TokenWatch` has of it; None for one that was not trained on.
+    ``found`` is the entry of `TokenWatch`; None for a conversation that was not trained on.
     """
     numbers, sampled = ids.tolist(), mask.tolist()
     found = found or {"trained": [False] * len(numbers)}
@@ -128,7 +128,7 @@ def token_record(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token as the tokenizer decodes it alone; bytes that are not a character are written <0xE2>.
+    """The text of each token, decoded alone; bytes that are not a complete character are written as <0xE2>.
 
     >>> from llmrl.testing import tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
@@ -153,7 +153,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
+    """Maps each letter of a byte-level vocabulary to its byte: GPT-2's table."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -165,26 +165,26 @@ def _from_bytes(token: str) -> str | None:
     if not all(letter in known for letter in token):
         return None
     raw = bytes(known[letter] for letter in token)
-    # surrogateescape keeps a byte that is not UTF-8 as one code point U+DC80 + byte - 0x80, which is written as <0xNN>.
+    # surrogateescape decodes a byte that is not UTF-8 as code point U+DC80 + byte - 0x80, which is written as <0xNN>.
     return re.sub(
         "[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) & 0xFF:02X}>", raw.decode("utf-8", "surrogateescape")
     )
 
 
 def _roles_and_turns(sampled: Sequence[bool], roles: Sequence[str] | None) -> tuple[list[str], list[int]]:
-    """The role and the turn of each token. The runs of sampled tokens are the last answers of the conversation.
+    """The role and the turn of each token; the runs of sampled tokens are the last answers of the conversation.
 
     >>> _roles_and_turns([False, True, False, True], ["system", "user", "assistant", "tool", "assistant"])
     (['system+user', 'assistant', 'tool', 'assistant'], [0, 0, 1, 1])
     """
-    # Tokens of templates and messages cannot be told apart, so everything between two answers gets the roles of the
-    # messages between them.
+    # Template tokens cannot be assigned to single messages, so all tokens between two answers get the joined roles of
+    # the messages between them.
     starts = {place for place, drawn in enumerate(sampled) if drawn and not (place and sampled[place - 1])}
-    before = ["prompt"] + ["environment"] * len(starts)  # each run, and the end
+    before = ["prompt"] + ["environment"] * len(starts)  # before each run, and at the end
     if roles is not None:
         parts: dict[int, list[str]] = defaultdict(list)
         answers = 0
-        for role in reversed(roles):  # from the end: an earlier record may have more answers than are sampled here
+        for role in reversed(roles):  # from the end: the first answers may belong to an earlier record
             if role == "assistant" and answers < len(starts):
                 answers += 1
             else:

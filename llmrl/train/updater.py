@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.distributed import Session
 
-_METRICS = {  # names of the losses' outputs: names in the log
+_METRICS = {  # names in the losses' outputs: names in the log
     "loss": "policy/loss",
     "grad_norm": "policy/grad_norm",
     "lr": "policy/lr",
@@ -67,19 +67,19 @@ _METRICS = {  # names of the losses' outputs: names in the log
     "expert_replayed": "router/replayed_frac",
     "expert_differing": "router/differ_frac",
 }
-# Between engine and trainer: after the first update of a step these would measure what the updates changed.
+# Engine against trainer: after the first update of a step these would also measure the change by the updates.
 _BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS", "expert_differing")
 Loss = GRPOLoss | SFTLoss | DPOLoss | RewardLoss
-_FLOOR = 0.05  # of the peak learning rate, where a schedule ends
+_FLOOR = 0.05  # final learning rate of a schedule, as a share of the peak
 
 
 class Updater:
-    """The optimizer of ``scorer``, which it wraps for the ranks of the session: use ``updater.scorer`` from then on.
+    """The optimizer of ``scorer``, which it wraps for distributed training: use ``updater.scorer`` afterwards.
 
-    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time, never the
-    result, because every term of the loss is divided by counts of the whole step; nor does ``config.packing``.
+    ``config.tokens_per_microbatch`` bounds the padded tokens of one forward pass. It changes memory and time but never
+    the result, because every loss term is divided by counts of the whole step. Nor does ``config.packing``.
 
-    Raises  ConfigError for packing="on" if the model cannot be packed
+    Raises  ConfigError for packing="on" if the model does not support it
     """
 
     def __init__(self, session: Session, scorer: TokenScorer, config: ModelSource, *, steps: int):
@@ -93,27 +93,27 @@ class Updater:
         self._trained = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         place = torch.device("cpu") if session.offloads else session.device
         self.optimizer = make_optimizer(self._trained, config.optim, place)
-        self._counted: defaultdict[str, float] = defaultdict(float)  # since `speed` was called
+        self._counted: defaultdict[str, float] = defaultdict(float)  # since the last `speed`
         self._gpu = find_gpu(session.device, session.world_size)
-        is_known = self._gpu and self._gpu.flops and session.low_precision  # the table has the peak of bfloat16
+        is_known = self._gpu and self._gpu.flops and session.low_precision  # the peak in the table is for bfloat16
         self._shape = model_shape(self._model) if is_known else None
 
     def deal(self, batch: TensorDictBase | None, *, everywhere: bool = False) -> tuple[TensorDictBase | None, float]:
-        """`deal_batch` over the ranks, by what rows cost this model."""
+        """`deal_batch` over the ranks, by the cost of rows for this model."""
         return deal_batch(self.session, batch, self._attention, everywhere=everywhere)
 
     def step(self, loss: Loss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
-        """Trains on this rank's part of the batch (None: nothing is left of it) as optimizer step number ``step``.
+        """Trains on this rank's part of the batch (None: it has no rows) as optimizer step number ``step``.
 
-        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; nothing if no rank has
-                 a token to train: the model then stays as it is
-        Raises   TrainingError if the gradient is not finite; the model stays as it is
+        Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; {} if no rank has a
+                 token to train: the model is then unchanged
+        Raises   TrainingError if the gradient is not finite; the model is unchanged
         """
         is_filled = batch is not None
         batch = batch if is_filled else _empty_batch(self.session.device)
 
-        # Every term is divided by counts of the whole step, so they are added up over the ranks before any forward
-        # pass. Ranks that share sequences have the same rows: one of each group counts them.
+        # Every loss term is divided by counts of the whole step, so counts are summed over the ranks before any forward
+        # pass. The ranks of a group have the same rows: one of them counts.
         counts = (loss.count_step(batch) if self.session.leads_group else StepCounts()).over_ranks()
         if counts.tokens == 0:
             return {}
@@ -122,7 +122,7 @@ class Updater:
         rate = learning_rate(self.settings, step, self.steps)
         set_learning_rate(self.optimizer, rate)
 
-        # The norm is over all ranks and so is what follows: they all step, or all raise.
+        # The norm is over all ranks, so all ranks step or all raise.
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not norm.isfinite():
@@ -134,7 +134,7 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        # Outputs are parts of sums over the step. Ratios of them (`derived`) are taken when they are complete.
+        # Outputs are partial sums of the step; their ratios (`derived`) are computed from the complete sums.
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
         metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
@@ -146,26 +146,26 @@ class Updater:
         return metrics | experts | {"grad_norm": float(norm), "lr": rate}
 
     def train(self, loss: Loss, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
-        """A `step` on each of the batches; the metrics of all of them together, with their time and `speed`."""
+        """Runs a `step` on each batch; returns their combined metrics, with the time and `speed`."""
         clock = time.perf_counter()
         updates = [self.step(loss, batch, step) for batch in batches]
         seconds = time.perf_counter() - clock
         return step_metrics(updates, seconds) | self.speed(seconds)
 
     def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
-        """The loss's output on each micro-batch; the gradients of all of them are added up and averaged over ranks."""
+        """Runs forward and backward on each micro-batch, averages gradients over ranks; returns the loss's outputs."""
         parts = self._parts(batch)
-        # Micro-batches are sliced one by one, in `_forward`: all at once would copy the batch.
+        # `_forward` slices its micro-batch when it runs: slicing all beforehand would copy the batch.
         forwards = [(partial(self._forward, loss, batch, rows, counts), is_filled and bool(rows)) for rows in parts]
         self._balance.begin_step(forwards)
         outputs = []
         for number, (forward, has_rows) in enumerate(forwards, 1):
-            # Gradients travel between the ranks once, with those of the last micro-batch.
+            # Gradients are reduced over the ranks once, in the backward pass of the last micro-batch.
             with nullcontext() if number == len(parts) else self.session.no_sync(self.scorer):
                 with self._balance.watch():
                     output = forward()
                 total = total_loss(output) + self._balance.term(is_filled=has_rows)
-                # DDP and FSDP average over the ranks; the loss is a part of a sum, divided by the counts already.
+                # DDP and FSDP average over ranks, but the loss is a partial sum, already normalised over all ranks.
                 self.session.accelerator.backward(total * self.session.world_size)
             outputs.append(output)
         self.session.average_whole_gradients(self._trained)
@@ -177,9 +177,9 @@ class Updater:
 
     @contextmanager
     def _measured(self, batch: TensorDictBase, num_tokens: float) -> Iterator[None]:
-        """Counts for `speed` what the model computes inside: positions with padding, tokens without, operations."""
+        """Counts, for `speed`, the model's work inside the block: padded positions, real tokens, FLOPs."""
         lengths, counted = _lengths(batch), self._counted
-        share = self.session.num_groups / self.session.world_size  # of its rows that this rank computes
+        share = self.session.num_groups / self.session.world_size  # of the rows of its group
         scored = sum(int(mask.sum()) for mask in batch.get(("masks", "all_assistant_mask"), as_list=True))
 
         def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
@@ -214,9 +214,9 @@ class Updater:
         return metrics
 
     def add_proximal(self, loss: GRPOLoss, batch: TensorDictBase | None) -> None:
-        """Writes ("proximal_log_probs", "full"), the log-probs of the weights as they are, for a later `step`.
+        """Writes ("proximal_log_probs", "full"), the log-probs under the current weights, for a later `step`.
 
-        Cut as that step will cut the batch, so that in every precision its first ratios are 1.
+        Uses the same micro-batches as that step, so that its first ratios are exactly 1 in every precision.
         """
         scores = self.score(batch, loss.proximal_log_probs)
         if batch is not None:
@@ -224,7 +224,7 @@ class Updater:
             batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
 
     def score(self, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]) -> list[Tensor]:
-        """A row of ``function``'s result for each row of the batch, without a gradient; a collective."""
+        """``function``'s result for each row of the batch, without gradients; a collective."""
         batch = _empty_batch(self.session.device) if batch is None else batch
         scores: list[Tensor] = [None] * len(_lengths(batch))  # type: ignore[list-item]
         for rows in self._parts(batch):
@@ -236,18 +236,18 @@ class Updater:
         return scores
 
     def _parts(self, batch: TensorDictBase) -> list[list[int]]:
-        """The rows of each micro-batch; if every forward pass is a collective, equally many on each rank."""
+        """The rows of each micro-batch; if sharded, equally many on each rank: every forward pass is a collective."""
         parts = microbatches(_lengths(batch), self._budget)
         if self.session.sharded:
             parts += [[]] * (max(self.session.gather([len(parts)])) - len(parts))
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own tensors by parameter name, sharded as they are."""
+        """The optimizer's state by parameter name; sharded tensors stay sharded."""
         return get_optimizer_state_dict(self.scorer, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, sharded or whole on every rank; betas and weight decay stay as in the settings."""
+        """Loads ``state``, sharded or whole on every rank; betas and weight decay are those of the settings."""
         tensors = (value for values in state["state"].values() for value in values.values())
         options = StateDictOptions(full_state_dict=not any(isinstance(value, DTensor) for value in tensors))
         set_optimizer_state_dict(self.scorer, self.optimizer, state, options=options)
@@ -256,7 +256,7 @@ class Updater:
 
 
 def make_updater(config: ModelSource, session: Session, policy: TransformersWrapper, *, steps: int) -> Updater:
-    """The updater of a policy's model, by the settings; the policy then scores with the module that is trained."""
+    """The updater of a policy's model, by the settings; the policy then scores with the updater's module."""
     model = policy.scorer.model
     if uses_checkpointing(config, model, session):
         random = config.lora is not None and config.lora.dropout > 0
@@ -270,10 +270,10 @@ def make_updater(config: ModelSource, session: Session, policy: TransformersWrap
 
 
 def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = False) -> None:
-    """Makes each decoder layer keep only its input, and compute again in the backward pass.
+    """Makes each decoder layer keep only its input, and recompute the rest in the backward pass.
 
-    Also in evaluation mode, which trained models are in; nothing in them is ``random`` then but the dropout of
-    adapters. ``offload``: the inputs wait in host memory. A copy of the model does the same.
+    This also works in evaluation mode, in which models are trained. ``random``: the layers use random numbers (dropout
+    of adapters). ``offload``: the inputs are kept in host memory. Copies of the model do the same.
     """
     # Transformers' own gradient checkpointing works in training mode only.
     for block in decoder_blocks(model):
@@ -283,14 +283,14 @@ def recompute_blocks(model: nn.Module, *, offload: bool = False, random: bool = 
 def _recompute(forward: Callable[..., Any], offload: bool, random: bool, *inputs: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    if (routes := active_routes()) is not None:  # the backward pass comes when they are no longer active
+    if (routes := active_routes()) is not None:  # they are no longer active in the backward pass
         options["context_fn"] = lambda: (nullcontext(), same_routes(routes))
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
 def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
-    """The metrics of a step from those of its updates, which took ``seconds``: means over their tokens, largest maxima.
+    """The metrics of a step from those of its updates, which took ``seconds``: means by tokens, and maxima.
 
     >>> updates = [{"loss": 1.0, "ratio_max": 1.0, "ESS": 1.0, "lr": 0.1, "tokens": 30.0}]
     >>> updates += [{}, {"loss": 2.0, "ratio_max": 1.5, "ESS": 0.8, "lr": 0.1, "tokens": 10.0}]
@@ -298,7 +298,7 @@ def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict
     >>> metrics["policy/loss"], metrics["mismatch/ess"], metrics["perf/train_tok_s"]
     (1.25, 1.0, 20.0)
     """
-    updates = [update for update in updates if update]  # one without a token to train has no metrics
+    updates = [update for update in updates if update]  # an update without a token to train is empty
     tokens = [update["tokens"] for update in updates]
     metrics = {"tokens/trained": sum(tokens), "time/update": seconds, "perf/train_tok_s": sum(tokens) / seconds}
     for name, metric in _METRICS.items():
@@ -315,7 +315,7 @@ def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict
 
 
 def _peak_gb(device: torch.device) -> float:
-    """Since it was reset, of the GPU; on a CPU, of this process since it began."""
+    """Peak memory of the GPU since the last reset; on a CPU, of this process since it started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -338,13 +338,13 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 
 def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Rows of similar length together, at most ``budget`` padded tokens in each part; a longer row is alone in one.
+    """Groups rows of similar length, at most ``budget`` padded tokens per part; a longer row gets its own part.
 
     >>> microbatches([3, 9, 4, 8], 18)
     [[0, 2], [3, 1]]
     """
     parts: list[list[int]] = []
-    # Ascending, so that the row that joins a part is the longest of it, and decides its padding.
+    # Ascending, so that the row being added is the longest of its part and determines the padding.
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
         if parts and (len(parts[-1]) + 1) * lengths[row] <= budget:
             parts[-1].append(row)
@@ -358,7 +358,7 @@ def _lengths(batch: TensorDictBase) -> list[int]:
 
 
 def _empty_batch(device: torch.device) -> TensorDict:
-    """A batch without a trained token: it takes part in the collectives of a step and changes nothing."""
+    """A batch without a trained token, with which a rank without rows takes part in the collectives of a step."""
 
     def column(dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(2, dtype=dtype, device=device)]

@@ -1,11 +1,11 @@
-"""Steps per hour with rollouts ahead of the trainer against taking turns, on a simulated clock.
+"""Time of a step with rollouts ahead of the trainer, against rollout and update in turn, on a simulated clock.
 
     python scripts/bench/bench_async.py [--steps 24] [--update 300] [--half 64]
 
 The queue, the collector and the wrapper are the real ones; the engine and the trainer are two devices in virtual time
-(tests/support/simulated.py): answers of a lognormal length (median 60 tokens, sigma 0.9, at most 400), 8 groups of 8 a
-step, n rows in 1 + n / half units of time per token, an update in 300 units and new weights in 10. Nothing is measured:
-the figures are the same everywhere.
+(tests/support/simulated.py): answers of lognormal length (median 60 tokens, sigma 0.9, at most 400), 8 groups of 8 per
+step; a token of n rows takes 1 + n / half units of time, an update 300 and new weights 10. Nothing is timed, so the
+figures are the same on every machine.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Transitions (six keys, about 180 bytes a row, batches of 256) go into tensor storages, against a dict of preallocated
 tensors that is indexed directly, and into a list. Conversations (ids, masks and log-probs of 50 to 1000 tokens, a
-history, text) go into a LazyStackStorage, against lists of cloned tensors; memory is what a process of its own grows
-by. Slices, priorities and passes are in ``bench_samplers.py``.
+history, text) go into a LazyStackStorage, against lists of cloned tensors; memory is the growth of a separate process.
+Slices, priorities and passes are in ``bench_samplers.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCH = 256
 
 
 def sampled(make: type, size: int, kind: type = ReplayBuffer) -> Row:
-    """Batches from a full buffer of ``size`` rows."""
+    """Times sampling batches from a full buffer of ``size`` rows."""
     buffer = kind(storage=make(size), batch_size=BATCH)
     data = transitions(min(size, 10_000))
     while len(buffer) < size:
@@ -61,7 +61,7 @@ def written(make: type, kind: type = ReplayBuffer) -> list[Row]:
     data, row = transitions(BATCH), transitions(1)[0]
     buffer = kind(storage=make(capacity))
     buffer.extend(data)
-    plain_data, plain_row = leaves(buffer[:]), leaves(buffer[0])  # with what the buffer adds: "index", or nothing
+    plain_data, plain_row = leaves(buffer[:]), leaves(buffer[0])  # includes the "index" that some buffers add
     plain_data = {key: value.contiguous() for key, value in plain_data.items()}
     store = {key: torch.zeros(capacity, *value.shape[1:], dtype=value.dtype) for key, value in plain_data.items()}
     cursor = 0
@@ -127,7 +127,7 @@ def listed() -> list[Row]:
 
 
 def raw_records(count: int) -> dict[str, list[Any]]:
-    """Ids, mask, log-probs, the messages and the text of ``count`` conversations of 50 to 1000 tokens."""
+    """Ids, masks, log-probs, messages and text of ``count`` conversations of 50 to 1000 tokens."""
     draw = random.Random(0)
     lengths = [draw.randint(50, 1000) for _ in range(count)]
     letters = "abcdefghijklmnopqrstuvwxyz      "
@@ -144,7 +144,7 @@ def raw_records(count: int) -> dict[str, list[Any]]:
 
 
 def as_batch(raw: dict[str, list[Any]], rows: slice) -> TensorDict:
-    """The batch that a wrapper hands out: ragged containers, dense columns."""
+    """A batch as a wrapper returns it: ragged containers, dense columns."""
     count = len(raw["full"][rows])
     return TensorDict(
         {
@@ -188,7 +188,7 @@ def records() -> list[Row]:
 
 
 def ragged_stack() -> list[Row]:
-    """512 rows of one ragged key in, 64 out, against a list of clones."""
+    """Writes 512 rows of one ragged key and samples 64, against a list of clones."""
     count, batch = 512, 64
     lengths = torch.randint(10, 200, (count,)).tolist()
     rows = [TensorDict(ids=torch.arange(n), score=torch.rand(())) for n in lengths]
@@ -212,7 +212,7 @@ def ragged_stack() -> list[Row]:
 
 
 def single_records() -> list[Row]:
-    """Conversations as single rows, as a rollout hands them out: against copies of their tensors, kept in a list."""
+    """Conversations as single rows, as a rollout returns them, against copies of their tensors in a list."""
     count, batch = 512, 16
     rows = list(as_batch(raw_records(count), slice(0, count)).unbind(0))
     buffer = ReplayBuffer(storage=LazyStackStorage(count), batch_size=batch)
@@ -256,7 +256,7 @@ def memory() -> Row:
 def _measure_memory(connection: Any) -> None:
     count, batch = 4096, 256
     buffer = ReplayBuffer(storage=LazyStackStorage(count))
-    buffer.extend(as_batch(raw_records(batch), slice(0, batch)))  # whatever is allocated once
+    buffer.extend(as_batch(raw_records(batch), slice(0, batch)))  # one-time allocations
     buffer.empty()
     gc.collect()
     before, raw_bytes = _resident(), 0
@@ -264,7 +264,7 @@ def _measure_memory(connection: Any) -> None:
         raw = raw_records(batch)
         raw_bytes += sum(row.nbytes for key in ("full", "all_assistant_mask", "log_probs") for row in raw[key]) + sum(
             2 * len(text) for text in raw["text"]
-        )  # the text once as messages, once as text
+        )  # text is stored twice: as messages and as text
         buffer.extend(as_batch(raw, slice(0, batch)))
         del raw
     gc.collect()

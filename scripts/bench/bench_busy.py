@@ -1,9 +1,9 @@
-"""Times a step of `llmrl sft sums_sft` beside other busy processes: it should slow down as much as its share shrinks.
+"""Times a step of `llmrl sft sums_sft` next to busy processes: it should slow down only in proportion to its share.
 
     python scripts/bench/bench_busy.py [--others 2] [--steps 20]
 
-The command runs on its threads, as a person starts it, alone and beside processes that compute without end; the median
-step of each. Its fair share of the cores is their number divided by that of the threads and processes that want one.
+The command runs with its default threads, alone and next to processes that compute forever; the median step of each
+counts. Its fair share of the cores is their number divided by the number of threads and processes that need one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from table import Row, benchmark
 
 from llmrl.run.cli import WAITING
 
-SPIN = {"OMP_WAIT_POLICY": "ACTIVE"}  # threads that compute nothing while they wait, and keep their core
+SPIN = {"OMP_WAIT_POLICY": "ACTIVE"}  # threads that occupy their core while they wait
 
 
 def step_s(steps: int, others: int, **waiting: str) -> float:
-    """Seconds of the median step, beside ``others`` busy processes."""
+    """Seconds of the median step, next to ``others`` busy processes."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
     settings = (f"steps={steps}", "epochs=1", "stop=null", "eval.rows=10")
@@ -37,9 +37,9 @@ def step_s(steps: int, others: int, **waiting: str) -> float:
 
 def main(others: int, steps: int) -> list[Row]:
     cores = os.cpu_count() or 1
-    fair = (cores + others) / cores  # of torch's threads there are as many as cores
+    fair = (cores + others) / cores  # torch has as many threads as there are cores
     alone, beside, spinning = step_s(steps, 0), step_s(steps, others), step_s(steps, others, **SPIN)
-    what = f"a step beside {others} busy processes, of a step alone by its share of the cores"
+    what = f"a step next to {others} busy processes / a step alone, by its share of the cores"
     return [
         Row(what, beside / alone / fair, 1.5),
         Row("the same with threads that spin while they wait", spinning / alone / fair),
@@ -48,4 +48,4 @@ def main(others: int, steps: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    benchmark(main, __doc__, others=(2, "busy processes beside it"), steps=20)
+    benchmark(main, __doc__, others=(2, "number of busy processes"), steps=20)

@@ -2,9 +2,8 @@
 
     python scripts/bench/bench_checkpointing.py [--steps 24] [--rounds 3]
 
-Real runs of `llmrl sft sums_sft`, in turn. The first steps of a run are left out, because things are built in them.
-Checkpoints follow every fourth step and are flushed to the disk by a thread: the mean over all steps has their whole
-cost.
+Real runs of `llmrl sft sums_sft`, in turn. The first steps of a run are left out as warm-up. A checkpoint follows every
+fourth step and a thread flushes it to disk, so the mean over all steps includes its full cost.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FRAMES = 1000
 
 
 class Greedy(nn.Module):
-    """Scores of the two actions of CartPole, and the better one."""
+    """Chooses the action of CartPole with the larger score, as one-hot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def cart_pole() -> EnvBase:
 
 
 def by_hand(env: EnvBase, policy: Callable[[TensorDict], TensorDict]) -> Callable[[], None]:
-    """Frames as lists of tensors, stacked; resets where the env is done."""
+    """Collects frames in lists of tensors, then stacks them; resets when the env is done."""
 
     @torch.no_grad()
     def run() -> None:
@@ -70,7 +70,7 @@ def sync(repeats: int) -> list[Row]:
 
 
 class SlowEnv(EnvBase):
-    """A step takes a millisecond, in which the processor is free."""
+    """An env whose step takes a millisecond without using the processor."""
 
     def _reset(self, td: TensorDict | None) -> TensorDict:
         return TensorDict(observation=torch.zeros(4))
@@ -81,14 +81,14 @@ class SlowEnv(EnvBase):
 
 
 def workers(repeats: int) -> list[Row]:
-    """One worker and two in turn; those whose turn it is not have two batches ahead, and wait."""
+    """Measures one worker and two in turn; the idle workers are two batches ahead, and wait."""
     collectors = {
         count: MultiaSyncDataCollector([SlowEnv] * count, lambda td: td, frames_per_batch=100) for count in (1, 2)
     }
     fastest = dict.fromkeys(collectors, float("inf"))
     for _ in range(repeats):
         for count, collector in collectors.items():
-            for _ in range(2 * count):  # what was collected ahead
+            for _ in range(2 * count):  # skip batches that were collected ahead
                 collector.next()
             start = time.perf_counter()
             for _ in range(4 * count):

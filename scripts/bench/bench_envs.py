@@ -2,8 +2,8 @@
 
     python scripts/bench/bench_envs.py [--steps 300] [--repeats 10]
 
-`ParallelEnv` resets the rows that are done, as `AsyncVectorEnv` does, and both are handed the same kind of actions, as
-tensors: gymnasium's are turned into an array, its results into tensors, since a policy reads and writes those.
+`ParallelEnv` resets the rows that are done, as `AsyncVectorEnv` does, and both get actions as tensors. For gymnasium
+they are converted to an array, and its results to tensors, since a policy reads and writes tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def theirs(envs: gymnasium.vector.VectorEnv, steps: int) -> Callable[[], None]:
 
 
 def by_hand(policy: nn.Module, steps: int) -> Callable[[], None]:
-    """The result of `rollout`: the observations, actions, rewards and flags of all steps, stacked."""
+    """Computes the same result as `rollout`: stacked observations, actions, rewards and flags of all steps."""
     env = gymnasium.make(NAME)
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ def by_hand(policy: nn.Module, steps: int) -> Callable[[], None]:
 
 
 def by_hand_in_env(env: GymEnv, policy: TensorDictModule, steps: int) -> Callable[[], None]:
-    """The same loop with our env and policy: reset, act, step, and the steps stacked."""
+    """The same loop with llmrl's env and policy: reset, act, step, then stack the steps."""
 
     @torch.no_grad()
     def run() -> None:
@@ -91,7 +91,7 @@ def main(steps: int, repeats: int) -> list[Row]:
         return GymEnv(NAME, categorical_action_encoding=True)
 
     parallel, serial = ParallelEnv(NUM_ENVS, make), SerialEnv(NUM_ENVS, make)
-    transformed = ParallelEnv(NUM_ENVS, lambda: TransformedEnv(make()))  # its processes step by tensordicts
+    transformed = ParallelEnv(NUM_ENVS, lambda: TransformedEnv(make()))  # its processes exchange tensordicts
     asynchronous = gymnasium.make_vec(NAME, NUM_ENVS, vectorization_mode="async")
     sides = ours(parallel, steps), theirs(asynchronous, steps), ours(serial, steps), ours(transformed, steps)
     ms = best(*sides, repeats=repeats)

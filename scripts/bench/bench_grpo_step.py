@@ -4,14 +4,13 @@
 
 An iteration is: render the prompts, sample 8 completions of 32 tokens for each, score them, compute group advantages,
 the clipped loss, its gradients, one AdamW step. The three sides run in turn, in one process, on copies of one model
-whose end-of-turn token has a bias of -1e9, so that every completion has the same length everywhere; the tokens that
-each side trained are printed. Each figure is the fastest of the repeats; the ratios are what to compare between
-machines.
+whose end-of-turn token has a bias of -1e9, so that all completions have the same length; the number of tokens that
+each side trained is printed. Each figure is the fastest of the repeats; only ratios are comparable between machines.
 
-by hand  `generate` of the model, full logits, log-softmax and gather; nothing is kept, logged or checked
-llmrl    what `llmrl.recipes.grpo` does between two of its steps, its metrics included, without files and display
-TRL      `GRPOTrainer.train()` with logging, saving and the progress bar off and gradient checkpointing off (its default
-         is on); the time between two of its `on_step_end` events. Left out where `trl` is not installed
+by hand  `generate` of the model, full logits, log-softmax and gather; nothing is stored, logged or checked
+llmrl    one step of `llmrl.recipes.grpo` including its metrics, without files and display
+TRL      `GRPOTrainer.train()` with logging, saving, progress bar and gradient checkpointing (on by default) off; the
+         time between two of its `on_step_end` events. Left out if `trl` is not installed
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CLIP = 0.2
 
 
 def reward(completion: str, answer: str | None = None) -> float:
-    """Something that differs between random completions: the share of lower-case letters."""
+    """The share of lower-case letters, which differs between random completions."""
     return sum("a" <= character <= "z" for character in completion) / (len(completion) + 1)
 
 
@@ -44,7 +43,7 @@ def make_prompts(count: int) -> list[str]:
 
 
 def make_model(tokenizer: Any) -> nn.Module:
-    """About a million parameters; never ends or pads a completion by itself."""
+    """A model of about a million parameters that never samples an end or padding token."""
     from llmrl.testing import tiny_model
 
     model = tiny_model(tokenizer, hidden_size=160, layers=4, heads=4)
@@ -58,7 +57,7 @@ def make_model(tokenizer: Any) -> nn.Module:
 
 
 class ByHand:
-    """The loop that one writes first."""
+    """A straightforward loop without llmrl."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompts: list[str]):
         self.model, self.tokenizer = model, tokenizer
@@ -184,7 +183,7 @@ class Ours:
 
 
 class TRL:
-    """`GRPOTrainer`, which drives: the other sides run between two of its steps."""
+    """TRL's `GRPOTrainer`. It owns the loop; the other sides run between two of its steps."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompts: list[str], folder: str):
         import trl
@@ -283,5 +282,5 @@ if __name__ == "__main__":
         prompts=[4, 8],
         repeats=12,
         no_trl=(False, "leave TRL out although it is installed"),
-        profile=(False, "show where the time of our side goes"),
+        profile=(False, "print a profile of llmrl's side"),
     )

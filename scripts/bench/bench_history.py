@@ -2,9 +2,9 @@
 
     python scripts/bench/bench_history.py [--repeats 15] [--json FILE]
 
-Each figure is the fastest of the repeats of two functions that run in turn; the ratios are what to compare between
-machines. The yardsticks: a copy of every message (``from_chats``), a list comprehension over every message
-(reading), one ``findall`` per text (``from_text``). Rendering is in ``bench_render.py``.
+Each figure is the fastest of the repeats of two functions that run in turn; only ratios are comparable between
+machines. The baselines: a copy of every message (``from_chats``), a list comprehension over every message (reading),
+one ``findall`` per text (``from_text``). Rendering is in ``bench_render.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lists_of_dicts(repeats: int) -> list[Row]:
 
 
 def appends(repeats: int) -> list[Row]:
-    """A conversation grows from 1 to 50 turns; the fastest append of each turn is kept."""
+    """Times appends to conversations that grow from 1 to 50 turns; the fastest append of each turn counts."""
     answer = History(role=["assistant"] * 64, content=["It is 42."] * 64)
     fastest = [float("inf")] * 50
     for _ in range(repeats):
@@ -67,7 +67,7 @@ def appends(repeats: int) -> list[Row]:
 
 
 def parsing(repeats: int) -> list[Row]:
-    """The yardstick reads ChatML, also for the other formats: they hold the same conversations."""
+    """Times `from_text`. The baseline always parses ChatML: all formats contain the same conversations."""
     rows, slowest = [], ("", 0.0)
     for num, turns in SIZES:
         chats = chats_of_words(num, turns + turns % 2)

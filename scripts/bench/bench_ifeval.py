@@ -2,9 +2,9 @@
 
     python scripts/bench/bench_ifeval.py [--responses 500] [--words 350]
 
-Responses are paragraphs of made-up English with markdown in them, as long as a chat model's. Two of three instructions
-are broken, which is the slow case: then all eight variants of loose evaluation are looked at. The figure is processor
-time of one core, most of it langdetect's.
+Responses are paragraphs of artificial English with markdown, as long as a chat model's. Two of three instructions are
+violated, which is the slow case: loose evaluation then checks all eight variants. The figure is processor time of one
+core, most of it in langdetect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENTENCES = (
 )
 LESS, LEAST = "less than", "at least"
 
-# The 834 instructions of the public file: how many of each kind, and typical arguments.
+# The 834 instructions of the public file: the number of each kind, and typical arguments.
 MIX: dict[str, tuple[int, dict[str, Any]]] = {
     "keywords:existence": (39, {"keywords": ["harbour", "lighthouse"]}),
     "keywords:frequency": (42, {"keyword": "the", "frequency": 8, "relation": LEAST}),
@@ -65,7 +65,7 @@ def cases(count: int, words: int, seed: int = 0) -> list[tuple[str, Instructions
     for number in range(count):
         chosen = draw.choices(names, weights, k=draw.choice((1, 1, 2, 3)))
         arguments = [MIX[name][1] for name in chosen]
-        if number % 2 == 0:  # every other response is in another language than it should be
+        if number % 2 == 0:  # every other response is in the wrong language
             arguments = [{"language": "de"} if "language" in given else given for given in arguments]
         text = _response(words, draw)
         if "change_case:english_lowercase" in chosen:
@@ -86,7 +86,7 @@ def _response(words: int, draw: random.Random) -> str:
 def main(responses: int, words: int, repeats: int) -> list[Row]:
     evaluate("warm up", Instructions.of(["language:response_language"], [{"language": "en"}], "row 1"))
     fastest, followed = float("inf"), []
-    for repeat in range(repeats):  # other texts every time: the language of a text is remembered
+    for repeat in range(repeats):  # new texts in each repeat: detected languages are cached
         made = cases(responses, words, seed=repeat)
         start = time.process_time()
         followed = [strict for text, instructions in made for strict in evaluate(text, instructions).strict]

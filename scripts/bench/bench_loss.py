@@ -2,10 +2,10 @@
 
     python scripts/bench/bench_loss.py [--vocab 60000] [--batch 4] [--length 512] [--repeats 3]
 
-Each row runs in a process of its own. *Peak* is the rise of the resident set above its level before the step (the
-kernel's high-water mark, reset before the first step), in units of one float32 logits tensor [B, T, V]; it includes
-the gradients. *CPU time* is the least of the repeats (the machine may be busy with other work); *x naive* compares it
-with the naive row that computes the same numbers. *Gradient* is the largest difference to those of that naive row,
+Each row runs in a separate process. *Peak* is the rise of the resident set above its level before the step (the
+kernel's high-water mark, reset before the first step), in units of one float32 logits tensor [B, T, V]; it includes the
+gradients. *CPU time* is the minimum of the repeats (the machine may be busy with other work); *x naive* is its ratio to
+the naive row that computes the same numbers. *Gradient* is the largest difference from the gradients of that naive row,
 relative to the largest gradient.
 """
 
@@ -32,7 +32,7 @@ from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
 
 MEASURED = {"entropy_bonus": True}
 TRAINED = {"entropy_bonus": True, "entropy_coeff": 0.01, "kl_to_ref_coeff": 0.05}
-VARIANTS = {  # name: (actor, settings of GRPOLoss, or of SFTLoss by name), the naive one before ours
+VARIANTS = {  # name: (actor, settings of the loss in the name); the naive variant comes before llmrl's
     "naive": ("naive", {"entropy_bonus": False}),
     "GRPOLoss": ("chunked", {"entropy_bonus": False}),
     "naive + entropy": ("naive", MEASURED),
@@ -44,7 +44,7 @@ VARIANTS = {  # name: (actor, settings of GRPOLoss, or of SFTLoss by name), the 
     "naive DPO": ("naive", {}),
     "DPOLoss": ("chunked", {}),
 }
-LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # of one logits tensor; 0.6 for the others
+LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # in logits tensors; 0.6 for the others
 
 
 class FullLogits(nn.Module):
@@ -63,7 +63,7 @@ class FullLogits(nn.Module):
         log_prob_BT = log_p_BTV.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
         entropy_BT = None
         if entropy:
-            with torch.set_grad_enabled(self.train_entropy):  # else it is measured only, as the losses do by default
+            with torch.set_grad_enabled(self.train_entropy):  # else only measured, the losses' default
                 entropy_BT = nn.functional.pad(-(log_p_BTV.exp() * log_p_BTV).sum(-1), (1, 0))
         return TokenScores(nn.functional.pad(log_prob_BT, (1, 0)).masked_fill(~select, 0.0), entropy_BT)
 
@@ -80,7 +80,7 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
     )
     shape = (args.batch, args.length)
     whole = args.length // 2 if "DPO" in args.variant else args.length  # a row of DPO is two conversations
-    prompt = int(args.prompt_share * whole) or 1  # the first token has nothing that predicts it
+    prompt = int(args.prompt_share * whole) or 1  # no logits predict the first token
     mask = (torch.arange(args.length) % whole >= prompt).expand(shape)
 
     def log_probs() -> TensorDict:

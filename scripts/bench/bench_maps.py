@@ -14,11 +14,11 @@ from timing import best
 
 from llmrl.data import LazyTensorStorage, QueryModule, TensorDictMap
 
-BATCH = 1000  # keys in one write or read
+BATCH = 1000  # keys per write or read
 
 
 def cost(work: Callable[[slice], object], size: int, repeats: int) -> float:
-    """Microseconds per key of the fastest of several passes in batches."""
+    """Microseconds per key, of the fastest of several passes in batches."""
 
     def run() -> None:
         for first in range(0, size, BATCH):

@@ -1,11 +1,10 @@
-"""Times a training step whose rollouts vLLM samples during the update before, against one in which both take turns.
+"""Times a training step whose rollouts vLLM samples during the previous update, against rollout and update in turn.
 
     python scripts/bench/bench_overlap.py [--steps 12] [--rounds 3] [--grpo SETTING ...]
 
-Real runs of `llmrl grpo sums_grpo` on one untrained model, in turn; every group is trained whatever its rewards are, so
-that each step of each run draws and trains as many conversations. The first steps of a run are left out, because things
-are built in them, and so is the last, during which nothing is sampled any more. Without vllm the script says so and
-writes no rows.
+Real runs of `llmrl grpo sums_grpo` on one untrained model, in turn. All groups are trained, whatever their rewards, so
+that each step of each run samples and trains the same number of conversations. The first steps of a run are left out as
+warm-up, and so is the last, during which nothing is sampled. Without vllm the script prints a note and has no rows.
 """
 
 from __future__ import annotations

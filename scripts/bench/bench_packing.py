@@ -2,7 +2,7 @@
 
     python scripts/bench/bench_packing.py [--batch 64] [--longest 1024] [--repeats 3]
 
-One step is a loss forwards and backwards over the whole batch, in micro-batches of at most ``--tokens`` padded tokens;
+One step is the forward and backward pass over the whole batch, in micro-batches of at most ``--tokens`` padded tokens;
 lengths are log-normal (median 256, sigma 0.7) between 64 and ``--longest``. Four ways to form the micro-batches:
 
     padded           in random order, as a plain trainer does
@@ -10,8 +10,8 @@ lengths are log-normal (median 256, sigma 0.7) between 64 and ``--longest``. Fou
     packed           in random order, rows end to end
     packed, sorted   rows of similar length together, and end to end
 
-All compute the same loss (*loss* is the largest relative difference) and gradients (*gradient*: the largest difference
-over the largest gradient). The ways run in turn and the fastest of the repeats counts, in CPU time.
+All compute the same loss (*loss*: the largest relative difference) and gradients (*gradient*: the largest difference
+over the largest gradient). The four run in turn; the fastest of the repeats counts, in CPU time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def conversation(length: int, vocabulary: int, generator: torch.Generator) -> Te
 
 
 def micro_batches(lengths: list[int], budget: int, by_length: bool) -> list[list[int]]:
-    """Rows in their order (or the order of their lengths), at most ``budget`` padded tokens a part."""
+    """Groups rows, in their order or sorted by length, into parts of at most ``budget`` padded tokens."""
     order = sorted(range(len(lengths)), key=lambda row: lengths[row]) if by_length else range(len(lengths))
     parts: list[list[int]] = []
     longest = 0
@@ -154,7 +154,7 @@ if __name__ == "__main__":
         __doc__,
         batch=(64, "conversations of a step"),
         longest=(1024, "tokens of the longest conversation"),
-        tokens=(16384, "padded tokens that go through the model at once"),
+        tokens=(16384, "padded tokens per forward pass"),
         hidden=64,
         layers=2,
         vocab=1024,

@@ -1,12 +1,12 @@
-"""Times a step on pairs of answers, of a DPO and of a reward model: llmrl against TRL's trainers.
+"""Times a training step on pairs of answers, for DPO and for a reward model: llmrl against TRL's trainers.
 
     python scripts/bench/bench_preferences.py [--pairs 16] [--repeats 10]
 
 A step draws a batch of pairs, scores both answers with gradients, and takes an AdamW step; the reference's log-probs
-were computed before. Both sides train copies of one model of a million parameters on the same pairs, in turn, in one
+are computed beforehand. Both sides train copies of one model of a million parameters on the same pairs, in turn, in one
 process: llmrl's step runs between two of TRL's. Each figure is the least processor time of the repeats, on one thread.
 
-llmrl    what `llmrl.recipes.dpo` and `llmrl.recipes.reward` do between two of their steps, without files and display
+llmrl    one step of `llmrl.recipes.dpo` and of `llmrl.recipes.reward`, without files and display
 TRL      `DPOTrainer` and `RewardTrainer`, with logging, saving, the progress bar and gradient checkpointing off
 
 The memory of a DPO step is measured by bench_loss.py.

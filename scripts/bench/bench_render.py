@@ -2,9 +2,9 @@
 
     python scripts/bench/bench_render.py [--batch 256] [--repeats 7]
 
-Each figure is the best of the repeats; the ratios are what to compare between machines. The yardstick is one batched
-call of ``tokenizer.apply_chat_template`` on the same conversations, ids only: no masks, no spans, no escapes. For
-comparison it is called on text that is already rendered.
+Each figure is the best of the repeats; only ratios are comparable between machines. The baseline is one batched call of
+``tokenizer.apply_chat_template`` on the same conversations, ids only: no masks, no spans, no escapes. A second one is
+the tokenizer alone, on text that is already rendered.
 """
 
 from __future__ import annotations

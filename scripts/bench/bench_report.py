@@ -1,9 +1,9 @@
-"""Times and weighs the report of a run: of 1,000 steps, and of the 28 steps of sums_grpo with its 512 rollouts each.
+"""Measures time and size of a run's report: for 1,000 steps, and for 28 steps of 512 rollouts, as in sums_grpo.
 
     python scripts/bench/bench_report.py [--repeats 3] [--json FILE]
 
-Each page is written by a process of its own, as during a run: its processor time, imports included, the least of the
-repeats. The runs are made up, with a value for every metric there is.
+Each page is written by a separate process, as during a run; the figure is its least processor time, including imports.
+The runs are artificial, with a value for every metric.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WRITE = "import sys, time; from llmrl.report import write_report; write_report(s
 
 
 def make_run(path: Path, steps: int, rollouts: int) -> Path:
-    """A run of ``steps`` with as many rollouts in each; 16 of them with their tokens."""
+    """Creates a run of ``steps`` with ``rollouts`` in each, 16 of which have token records."""
     draw = random.Random(0)
     path.mkdir()
     run, log = RunDir(path), RolloutLog(path)
@@ -53,7 +53,7 @@ def _rollout(draw: random.Random, number: int) -> Rollout:
 
 
 def written(run: Path, repeats: int) -> tuple[float, float]:
-    """Seconds of a processor, and megabytes."""
+    """Processor time in seconds, and size in megabytes, of writing the report."""
     times = []
     for _ in range(repeats):
         done = subprocess.run([sys.executable, "-c", WRITE, str(run)], check=True, capture_output=True, text=True)

@@ -1,10 +1,10 @@
-"""Times what a rollout costs beside sampling, with an engine that costs nothing: llmrl against a loop written by hand.
+"""Times the overhead of a rollout, with an engine that takes no time: llmrl against a loop written by hand.
 
     python scripts/bench/bench_rollout.py [--batch 64] [--repeats 30] [--profile]
 
 Both sides render the same prompts, call the same engine, decode, score with the same function, compute group advantages
-and keep every conversation with its ids, masks and log-probs. Each figure is the best of the repeats; the ratios are
-what to compare between machines.
+and store every conversation with its ids, masks and log-probs. Each figure is the best of the repeats; only ratios are
+comparable between machines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reward(completion: str, answer: str | None) -> float:
 
 
 class FollowUp(Transform):
-    """The user asks again after every turn."""
+    """Appends the same user message after every turn."""
 
     def _step(self, td: Any, next_td: Any) -> Any:
         prompt = next_td.get("history").get("prompt")
@@ -136,7 +136,7 @@ class ByHand:
 def turn_by_turn(
     rows: list[dict[str, Any]], answers: list[Tensor], tokenizer: Any, repeats: int
 ) -> tuple[float, float]:
-    """Milliseconds of a collector that hands out every turn, and of its policy, its step and its resets alone."""
+    """Milliseconds of a collector that yields every turn, and of policy, step and resets without it."""
     env = DatasetChatEnv(dataset=rows, num_envs=len(rows), shuffle=False, seed=0, max_steps=1, system_prompt=SYSTEM)
     env.append_transform(RewardFunction(reward, deadline_s=None))
     policy = LLMWrapperBase(FakeEngine(answers, tokenizer=tokenizer), tokenizer=tokenizer)
@@ -155,7 +155,7 @@ def turn_by_turn(
 
 
 def per_turn(ours: Ours, turns: int, repeats: int) -> list[float]:
-    """Milliseconds of each turn: policy, step, and the root of the next one; the best of the repeats."""
+    """Milliseconds of each turn (policy, step, and the next root), the best of the repeats."""
     times = [[] for _ in range(turns)]
     for _ in range(repeats):
         ours.policy.engine.prompts.clear()
@@ -209,5 +209,5 @@ if __name__ == "__main__":
         __doc__,
         batch=(64, "conversations, a multiple of 8"),
         repeats=30,
-        profile=(False, "show where the time of our side goes"),
+        profile=(False, "print a profile of llmrl's side"),
     )

@@ -1,9 +1,9 @@
-"""Times the rollout viewer of a run's report in Chromium, with 10,000 rollouts: what a person waits for.
+"""Times the rollout viewer of a run's report in Chromium, with 10,000 rollouts: opening and interactions.
 
     python scripts/bench/bench_rollout_viewer.py [--repeats 7] [--json FILE]
 
-Each figure is the median of the repeats: of opening the page until it is loaded and drawn, then from an event to the
-layout of what it changed. Needs llmrl[browser].
+Each figure is the median of the repeats: from opening the page until it is drawn, or from an event until the changed
+page is laid out. Needs llmrl[browser].
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACTIONS = ("search", "step filter", "reward filter", "sort", "arrow key", "end",
 
 
 def page(folder: Path) -> Path:
-    """A page with the viewer, as a report has it; every tenth group has 250 tokens a conversation."""
+    """Writes a page with the viewer, as in a report; conversations of every tenth group have 250 recorded tokens."""
     generator = random.Random(0)
     rollouts = []
     for number in range(ROLLOUTS):

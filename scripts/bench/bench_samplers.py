@@ -1,11 +1,11 @@
-"""Time of choosing rows over its floor: the same draws written by hand with arrays, in the same process.
+"""Time of samplers over their floors: the same draws written by hand with arrays, in the same process.
 
     python scripts/bench/bench_samplers.py [--rows 10000 1000000]
 
 Rows of six keys (about 180 bytes), batches of 256. Priorities: a binary tree in two numpy arrays, sums and minima,
 drawn from and updated level by level. Slices: starts drawn from known boundaries, rows gathered from plain tensors.
 Passes: a permutation, cut into batches, rows gathered. Every figure is the fastest of many rounds, floor and sampler in
-turn; whether slices cost the same at any number of rows shows in the largest and the smallest of these ratios.
+turn. The cost of slices must not depend on the number of rows: the largest of their ratios is compared with the least.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 500
 
 
 class BinaryTrees:
-    """A sum tree written by hand: node i over 2 i and 2 i + 1, leaves from ``size`` on, for sums and for minima."""
+    """Binary trees of sums and of minima: the children of node i are 2 i and 2 i + 1, leaves start at ``size``."""
 
     def __init__(self, masses: np.ndarray) -> None:
         self.depth = (masses.size - 1).bit_length()
@@ -51,7 +51,7 @@ class BinaryTrees:
     def sample(self, count: int, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         points = np.random.rand(count) * self.sums[1]
         node = np.ones(count, dtype=np.int64)
-        for _ in range(self.depth):
+        for _ in range(self.depth):  # to the child whose cumulative sum covers the point
             node = 2 * node
             left = self.sums[node]
             right = points >= left
@@ -81,7 +81,7 @@ def priorities(capacity: int) -> Row:
 
 
 def updates(capacity: int) -> list[Row]:
-    """Updates alone, against a binary tree of sums and minima whose loops numba has compiled; none without numba."""
+    """Times updates alone, against a binary tree compiled by numba; no rows without numba."""
     try:
         from numba import njit
     except ImportError:
@@ -171,7 +171,7 @@ def passes(count: int) -> Row:
         place += BATCH
         return gather(store, index)
 
-    batches = -(-count // BATCH)  # a pass: its permutation is in the figure
+    batches = -(-count // BATCH)  # one pass, so that the figure includes its permutation
     return compare(f"passes over {count:.0e} rows: sample", floor, buffer.sample, batches, 2.0, rounds=20)
 
 

@@ -1,11 +1,11 @@
-"""Times what a person waits for before anything happens: help, a mistake, an import, the first training step.
+"""Times start-up as the user sees it: help, a config error, an import, the first training step.
 
     python scripts/bench/bench_startup.py [--repeats 15] [--no-runs]
 
-Each figure is the wall time of a fresh interpreter, the fastest of the repeats. `import llmrl` is what it takes beyond
-an interpreter that does nothing. The first training step is timed from the start of the command to the step's line in
-metrics.jsonl, evaluation before training included; GRPO starts from a random model of the recipe's size, which never
-ends an answer by itself and therefore evaluates slower than a trained one.
+Each figure is the wall time of a fresh interpreter, the fastest of the repeats. `import llmrl` is the time beyond that
+of an interpreter that does nothing. The first training step is timed from the start of the command to the step's line
+in metrics.jsonl, including the evaluation before training. GRPO starts from a random model of the recipe's size, which
+never ends an answer by itself and is therefore slower to evaluate than a trained one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from table import Row, benchmark
 from timing import best
 
-COMMAND = [sys.executable, "-c", "import sys; from llmrl.run.cli import main; sys.exit(main())"]  # as the installed one
+COMMAND = [sys.executable, "-c", "import sys; from llmrl.run.cli import main; sys.exit(main())"]  # as installed
 MISTAKE = ["grpo", "sums_grpo", "group_sise=4"]
 LOADED = """
 import contextlib, io, sys
@@ -38,14 +38,14 @@ tiny_model(tokenizer, hidden_size=160, layers=4, heads=4).save_pretrained(sys.ar
 
 
 def call(*command: str, code: int = 0) -> None:
-    """Runs a command to its end, which must be exit code ``code``."""
+    """Runs a command, which must exit with ``code``."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != code:
         raise RuntimeError(f"bench_startup: {' '.join(command)} exited with {done.returncode}:\n{done.stderr}")
 
 
 def heavy_modules(*arguments: str) -> int:
-    """Counts the packages that take seconds to import and that a command has loaded."""
+    """Counts the packages slow to import that a command has loaded."""
     command = [sys.executable, "-c", LOADED, *arguments]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

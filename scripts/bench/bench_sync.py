@@ -1,9 +1,9 @@
-"""Times weight synchronisation schemes until the worker has answered, against the least that could be done.
+"""Times weight synchronisation schemes until the worker has answered, against a minimal implementation.
 
     python scripts/bench/bench_sync.py [--parameters 100_000_000] [--tensors 300] [--repeats 8]
 
-Shared memory against one copy of the same tensors inside this process; a pipe, with 10^6 parameters, against a pipe by
-hand: one buffer of bytes that the worker copies into its tensors and answers for.
+Shared memory is compared with one copy of the same tensors inside this process; a pipe, with 10^6 parameters, with a
+hand-written pipe: one buffer of bytes that the worker copies into its tensors before it answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Times a set of pairs from file to mapped rows against the tokenizer alone on the same texts, and opening it again.
+"""Times building memory-mapped rows from a file of pairs, against the tokenizer alone; and opening them again.
 
     python scripts/bench/bench_tokenising.py [--pairs 100000] [--repeats 1]
 
-The yardstick is the tokenizer's own batched call, a few thousand texts at a time: ids as lists, nothing read, checked,
+The baseline is the tokenizer's own batched call, a few thousand texts at a time: ids as lists, nothing read, checked,
 padded or written. Processor time, on one thread.
 """
 

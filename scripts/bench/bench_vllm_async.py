@@ -1,12 +1,12 @@
-"""Times conversations with slow tools: each on its own over ``AsyncVLLMEngine``, against all in lock step.
+"""Times conversations with slow tools: independent ones over ``AsyncVLLMEngine``, against all in lock step.
 
     python scripts/bench/bench_vllm_async.py [--conversations 32] [--turns 4] [--tokens 32] [--engine vllm|fake]
 
-Every turn ends in a tool that takes between 0.05 and 2 s, the same time on both sides: drawn once per conversation
-and turn. In lock step a turn of the batch takes as long as its tools: one after the other where the transform works
-through its rows, as long as the slowest where it starts all of them at once. Both are shown. ``--engine fake`` costs
-nothing and leaves the collector's own part. Beside it stands the least that any order can take: the longest
-conversation's tools. Without vllm the script says so and runs with the fake engine alone.
+Every turn ends in a tool that takes between 0.05 and 2 s, drawn once per conversation and turn, and the same on both
+sides. In lock step a turn of the batch takes as long as all its tools, if the transform runs them one after the other,
+or as long as the slowest, if it starts all at once. Both are shown. ``--engine fake`` takes no time, which leaves the
+collector's overhead. The lower bound for any order, the tools of the longest conversation, is shown too. Without vllm
+the script prints a note and uses the fake engine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def seconds(
     at_once: bool,
     concurrency: int | None,
 ) -> float:
-    """One batch of conversations, each of ``turns`` turns."""
+    """Seconds of one batch of conversations, each of ``turns`` turns."""
     rows = [{"query": question} for question in questions]
     env = DatasetChatEnv(dataset=rows, num_envs=len(rows), shuffle=False, seed=0, max_steps=turns)
     env.append_transform(SlowTool(latency_of, at_once=at_once))
@@ -140,7 +140,7 @@ if __name__ == "__main__":
         __doc__,
         conversations=32,
         turns=4,
-        tokens=(32, "that an answer has"),
-        repeats=(2, "of all but the tools one after the other"),
+        tokens=(32, "tokens of an answer"),
+        repeats=(2, "of all variants except tools one after the other"),
         engine={"choices": ["vllm", "fake"], "default": "vllm"},
     )

@@ -1,12 +1,11 @@
-"""Times how weights reach another process of this machine, against copying them inside one.
+"""Times sending weights to another process of this machine, against copying them inside one.
 
     python scripts/bench/bench_weight_sync.py [--parameters 100_000_000] [--repeats 8] [--hidden 512]
 
-The transport alone is the one by which a vLLM engine in its own process is updated: a shared buffer, checksums on both
-sides, calls between the processes; in vLLM's place stands a process that copies each tensor into its own parameters.
-Where vLLM is installed a real engine follows, over a model of width ``--hidden``: its loading, which fuses and packs
-what it is given, is then part of the time. Beside the times: how much private memory an update adds to each process, at
-its peak.
+The transport is that of a vLLM engine in its own process: a shared buffer, checksums on both sides, calls between the
+processes. Here a process that copies each tensor into its own parameters replaces vLLM. If vLLM is installed a real
+engine is measured too, with a model of width ``--hidden``: the time then includes its loading, which fuses and packs
+weights. Also reported: the peak private memory that an update adds to each process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from llmrl.modules.llm.engines.weights import WeightSet
 
 @contextmanager
 def highest(process: int | str) -> Iterator[list[float]]:
-    """The most private memory that a process had inside the block, over what it has now, in bytes."""
+    """The peak private memory of a process inside the block, above its level at the start, in bytes."""
     start, found, ended = memory_mb("RssAnon", process), [0.0], threading.Event()
 
     def watch() -> None:
@@ -50,7 +49,7 @@ def highest(process: int | str) -> Iterator[list[float]]:
 
 
 def layers(parameters: int) -> dict[str, Tensor]:
-    """Weights as a language model has them: a large embedding, then layers of matrices and vectors."""
+    """Weights like a language model's: a large embedding, then layers of matrices and vectors."""
     width = 1024
     weights = {"embedding": torch.randn(max(parameters // 5 // width, 1), width)}
     count, layer = weights["embedding"].numel(), 0
@@ -62,7 +61,7 @@ def layers(parameters: int) -> dict[str, Tensor]:
 
 
 def worker(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
-    """The part of a vLLM worker, with plain parameters in place of a model."""
+    """Plays the part of a vLLM worker, with plain parameters instead of a model."""
     torch.set_num_threads(1)
     own = {name: torch.zeros(shape) for name, shape in shapes.items()}
     buffer: SharedBuffer | None = None
@@ -91,7 +90,7 @@ def measure_transport(weights: dict[str, Tensor], repeats: int) -> list[Row]:
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     process = context.Process(target=worker, args=(end_of_worker, shapes), daemon=True)
     process.start()
-    end_of_worker.close()  # so that a worker that fails is an error here
+    end_of_worker.close()  # so that a failing worker raises EOFError here
 
     def call(method: str, end: float = 0.0, **arguments: Any) -> list[Any]:
         pipe.send((method, arguments))

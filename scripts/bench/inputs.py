@@ -1,4 +1,4 @@
-"""What several benchmarks work on: transitions of six keys, conversations of random words, copies of tensors."""
+"""Inputs shared by benchmarks: transitions of six keys, conversations of random words, copies of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "12", 
 
 
 def transitions(count: int) -> TensorDict:
-    """Six keys: 16 + 16 floats of observation, 8 of action, the number of the trajectory, a reward and a flag."""
+    """Rows of six keys: 16 + 16 floats of observation, 8 of action, the trajectory's number, a reward and a flag."""
     done = (torch.arange(count) % TRAJECTORY == TRAJECTORY - 1).unsqueeze(1)
     return TensorDict(
         {
@@ -39,7 +39,7 @@ def gather(store: dict[object, torch.Tensor], index: torch.Tensor) -> dict[objec
 
 
 def copying(weights: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    """One copy of the tensors inside this process."""
+    """A function that copies the tensors once inside this process."""
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def copy() -> None:

@@ -1,12 +1,12 @@
-"""Does it learn? A recipe's two runs from several seeds: accuracy on held-out problems after SFT and GRPO, and seconds.
+"""Checks that a recipe learns, from several seeds: held-out accuracy after SFT and after GRPO, and seconds.
 
     python scripts/bench/learning.py --seeds 0 1 2
     python scripts/bench/learning.py --recipe tools --seeds 0 1
     python scripts/bench/learning.py --grpo rollout.engine=vllm rollout.max_staleness=4
 
-Each seed is two real runs in a temporary folder, as `scripts/quickstart` makes them. Exits with 1 if a bound is missed:
-after SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 3 minutes for both (6 with tools). With tools, the share
-of problems in which one was called stands beside the accuracy.
+Each seed is two real runs in a temporary folder, as in `scripts/quickstart`. Exits with 1 if a bound is missed: after
+SFT between 0.2 and 0.7, after GRPO at least 0.9, at most 3 minutes for both (6 with tools). With tools, the share of
+problems with a tool call is printed next to the accuracy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 SFT_BOUNDS, GRPO_BOUND, SECONDS = (0.2, 0.7), 0.9, {"sums": 180.0, "tools": 360.0}
-ENVS = {"sums": "sums", "tools": "big_sums"}  # recipe -> the task that it is measured on
+ENVS = {"sums": "sums", "tools": "big_sums"}  # recipe -> the task of its evaluation
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def _train(runs: Path, command: str, *settings: str) -> float:
-    """Runs one recipe to its end, under the name of its command; returns the seconds it took."""
+    """Runs one recipe in a folder named after its command; returns the seconds it took."""
     started = time.perf_counter()
     arguments = [sys.executable, "-m", "llmrl.run.cli", command, *settings, "--runs", str(runs), "--name", command]
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)

@@ -1,12 +1,12 @@
-"""Does it learn from preferences? DPO, and GRPO on a trained reward model alone, on `sums`, from several seeds.
+"""Checks that preferences are learned on `sums`, from several seeds: by DPO, and by GRPO on a trained reward model.
 
     python scripts/bench/learning_preferences.py --seeds 0 1 2
 
 Each seed is five real runs in a temporary folder, about 25 minutes of one core: a policy (`sums_sft`), DPO on it, a
 model that adds (`sums_sft stop=null`), a reward model from that (`sums_reward`), and GRPO of the policy on this reward
 model. The table has the accuracy on held-out problems before, after DPO and after GRPO, and the share of held-out pairs
-that the reward model ranks right. Exits with 1 if a bound is missed: DPO .2 more than before, .95 of the pairs, GRPO
-more than before by its 95% interval.
+that the reward model ranks correctly. Exits with 1 if a bound is missed: DPO at least 0.2 above before, 0.95 of the
+pairs, and the 95% interval of GRPO entirely above that of before.
 """
 
 from __future__ import annotations

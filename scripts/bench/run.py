@@ -1,8 +1,8 @@
-"""Runs the benchmarks of this folder (``bench_*.py``), each in a process of its own, and prints one table.
+"""Runs the benchmarks of this folder (``bench_*.py``), each in a separate process, and prints one table.
 
     scripts/bench/run [loss rollout ...] [--verbose]
 
-Exits with 1 if a row misses its target or a benchmark fails. README.md says what the rows mean.
+Exits with 1 if a row misses its target or a benchmark fails. README.md explains the rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BENCHMARKS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("be
 
 
 def run_one(name: str, folder: Path, verbose: bool) -> list[Row] | None:
-    """The rows of one benchmark; None, after showing what it said, if it failed."""
+    """The rows of one benchmark; if it failed, prints its output and returns None."""
     result = folder / f"{name}.json"
-    # What is compared with a floor runs on one thread; a start-up is what a person sees, on all of them.
+    # Comparisons with a floor run on one thread; start-up and busy runs as the user sees them, on all threads.
     environment = os.environ if name in ("startup", "busy") else os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     done = subprocess.run(

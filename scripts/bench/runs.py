@@ -1,4 +1,4 @@
-"""Real runs of the command, in a folder of their own that is removed afterwards."""
+"""Real runs of the command, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run_steps"]
 
 
 def run_steps(*arguments: str, environment: Mapping[str, str] | None = None) -> list[dict[str, float]]:
-    """The metrics of each step of ``llmrl`` with these arguments; the evaluation before training is not among them."""
+    """The metrics of each step of ``llmrl`` with these arguments, without the evaluation before training."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "llmrl.run.cli", *arguments, "--runs", folder, "--name", "run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)

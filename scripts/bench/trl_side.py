@@ -1,4 +1,4 @@
-"""TRL's trainers in a benchmark: settings without logging and saving, and the other side's turn between two steps."""
+"""TRL's trainers in a benchmark: settings without logging and saving, and a hook between two steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = {
 
 
 def train(trainer: Any, clock: Callable[[], float], between: Callable[[float], bool]) -> None:
-    """Trains; ``between`` gets the seconds of each step and says whether to go on."""
+    """Trains; calls ``between`` with the seconds of each step, and stops when it returns False."""
     from transformers import PrinterCallback, TrainerCallback
 
     class Clock(TrainerCallback):

@@ -39,7 +39,7 @@ def picture(seed=0):
 
 
 def test_examples_and_reward_train_a_model_that_reads_images(place):
-    words = ("images the part that reads them is trained", "GiB of tensors in RAM", "never packed")
+    words = ("images the vision tower is trained", "GiB of tensors in RAM", "never packed")
     data = {"path": "colours", "rows": 24}
     unfrozen = {"freeze_vision": False}
     place.train("sft", "taught", model=VISION, data=data, steps=2, model_options=unfrozen, words=words)
@@ -111,7 +111,7 @@ def test_pairs_with_images_have_the_log_probs_of_the_model_and_its_pixels(place)
     data = {"path": pairs_of(place, [[(16, 24)], [], [(40, 20), (9, 9)], [(8, 60)]]), "rows": None}
     rows = [json.loads(line) for line in (place.path / "pairs.jsonl").read_text().splitlines()]
     settings = {"model": VISION, "data": data, "batch_size": 4, "steps": 2, "tokens_per_microbatch": 60}
-    place.train("dpo", "pairs", words=("4 pairs", "images the part that reads them is frozen"), **settings)
+    place.train("dpo", "pairs", words=("4 pairs", "images the vision tower is frozen"), **settings)
     processor = tiny_processor()
     model = tiny_model(processor, **VISION)
     first, last = place.steps("pairs")

@@ -232,7 +232,7 @@ def test_ctrl_c_in_the_terminal_of_two_processes_leaves_one_checkpoint_to_go_on_
 @pytest.mark.parametrize(
     ("changes", "override", "message"),
     [
-        ({"grpo": {"scale": "batch"}}, "steps=3", "2 processes has a part: use one process"),
+        ({"grpo": {"scale": "batch"}}, "steps=3", "2 processes has only a part of it: use one process"),
         ({"prompts_per_step": 3}, "steps=3", "prompts_per_step 3 must be a multiple of the 2 processes"),
         ({}, "stepz=3", "stepz  is not a setting"),
     ],

@@ -124,7 +124,7 @@ def test_a_template_registered_for_the_model_stays_with_the_tokenizer(tmp_path, 
     load_tokenizer(source, runs=tmp_path).save_pretrained(tmp_path / "step1")
     saved = SFTConfig(model=str(tmp_path / "step1"), data={"path": "chats.jsonl"})
     assert load_tokenizer(saved, runs=tmp_path).chat_template == jinja
-    with pytest.raises(ConfigError, match="'bracket' is registered for models of the name"):
+    with pytest.raises(ConfigError, match="'bracket' is registered for models named"):
         load_tokenizer(source.model_copy(update={"chat_template": "phi"}), runs=tmp_path)
 
 

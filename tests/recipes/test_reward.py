@@ -138,7 +138,7 @@ def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path,
     words = ["18 pairs", "the last 2 pairs of split train, not trained on: there is no split test"]
     place.train("reward", "judge", steps=1, words=words, data={"path": "me/pairs"}, eval={})
     assert place.steps("judge")[0]["eval/pairs/mean"] in {0.0, 0.5, 1.0}
-    words = ["none; eval.dataset=FILE names pairs to measure"]  # Regression: it was said that all are too long
+    words = ["none; eval.dataset=FILE names pairs to evaluate"]  # Regression: it was said that all are too long
     place.train("reward", "few", steps=1, words=words, data={"path": "me/pairs", "rows": 8}, eval={})
     words = ["the hub with the split 'testing'"]
     place.train("reward", "typo", code=3, words=words, data={"path": "me/pairs"}, eval={"split": "testing"})

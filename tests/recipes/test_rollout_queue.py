@@ -166,9 +166,9 @@ def config(grpo=None, updates_per_step=1, **rollout):
 def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it():
     assert _staleness(config()) == "weights sent after every step"
     assert "one version behind" in _staleness(config(max_staleness=1))
-    assert "at most 4 versions behind; answers go on with new weights" in _staleness(config(max_staleness=4))
+    assert "at most 4 versions behind; answers continue with new weights" in _staleness(config(max_staleness=4))
     servers = config(max_staleness=4, servers=["http://localhost:1"])
-    assert "answers on their way are waited for" in _staleness(servers)
+    assert "answers in flight are waited for" in _staleness(servers)
     assert "25% more groups" in _staleness(config(oversample=0.25))
     uncorrected = {"correction": "none", "proximal": "detach"}
     assert "NOTHING CORRECTS" in _staleness(config(uncorrected, max_staleness=4))

@@ -203,7 +203,7 @@ def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(place, 
     from llmrl.data.replay_buffers import SamplerWithoutReplacement
 
     monkeypatch.setattr(SamplerWithoutReplacement, "state_dict", lambda self: {"folder": Payload("ran")})
-    assert "Traceback" not in place.train("sft", "run", code=4, words=["a state must be of tensors"]).err
+    assert "Traceback" not in place.train("sft", "run", code=4, words=["a state must consist of tensors"]).err
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_answers_that_new_weights_interrupt_keep_the_log_probs_of_each_version_a
     monkeypatch.setattr(RolloutEngine, "push", remembering_push)
     changes = {"model": MODEL, "rollout": {**ROLLOUT, "max_staleness": 2}, "zero_variance": "keep", "steps": 4}
     changes |= {"sampling": {"max_tokens": 250}, "checkpoint": {"every": 2, "keep": 5}}
-    place.train("grpo", "queue", words=["at most 2 versions behind; answers go on with new weights"], **changes)
+    place.train("grpo", "queue", words=["at most 2 versions behind; answers continue with new weights"], **changes)
     mixed = 0
     for data in taken:
         masks = data.get(("masks", "all_assistant_mask"), as_list=True)
