@@ -217,7 +217,7 @@ def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) 
 def with_predecessor(select: Tensor, attention_mask: Tensor) -> Tensor:
     """bool[B, T]: the selected real tokens that follow another token of their row.
 
-    The first token of a row has no log-prob, as nothing precedes it, and must not count in a mean of them.
+    The first token of a row has no log-prob, as nothing precedes it, and must not count in a mean of log-probs.
 
     >>> with_predecessor(torch.tensor([[True, True, True]]), torch.tensor([[0, 1, 1]]))
     tensor([[False, False,  True]])

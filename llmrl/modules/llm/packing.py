@@ -1,9 +1,9 @@
 """Calls a causal language model's body separately from its output head, and on padding-free batches.
 
 A padding-free batch holds sequences end to end in one row, a pack, where each sequence attends only to itself. Only the
-position ids mark where sequences begin: they restart at 0. Without an attention mask, transformers derives the block-
-diagonal causal mask from them (or passes the boundaries to flash-attention). Whether a given model does so, and whether
-it returns head(body), is tested once per model on a few tokens.
+position ids mark where sequences begin: they restart at 0. Without an attention mask, transformers derives from them
+the block-diagonal causal mask (or the boundaries for flash-attention). Whether a given model does so, and whether it
+returns head(body), is tested once per model on a few tokens.
 
 Shapes: B sequences of at most T tokens, N tokens in all, P packs of S tokens, H hidden size.
 """

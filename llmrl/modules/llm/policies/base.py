@@ -78,7 +78,7 @@ class LLMWrapperBase(nn.Module):
 
     The signature describes the arguments; `generation_options` describes ``generate_kwargs``. If a template rewrites
     earlier turns (for example drops their thinking), ``prefer_tokens=True`` renders the row again and starts a new
-    record: its masks and log-probs begin with this turn. ``counters["rewritten"]`` counts these; one is logged.
+    record: its masks and log-probs begin with this turn. Counted in ``counters["rewritten"]``, logged once.
     """
 
     takes_vllm_options = False
@@ -198,7 +198,7 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def seed(self) -> int | None:
-        """Seeds the generator of row seeds; None leaves them to the engine. Setting it restarts the sequence."""
+        """The seed of the row seeds' generator; None leaves them to the engine. Setting it restarts the sequence."""
         return self._seed
 
     @seed.setter

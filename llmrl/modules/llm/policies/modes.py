@@ -174,8 +174,7 @@ class Mode(ABC):
 
     @abstractmethod
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Ids of whole conversations that were not sampled here, and masks of the assistant's ids, or None if unknown.
-        """
+        """Ids of whole conversations that were not sampled here, and masks of the assistant's ids; None if unknown."""
 
     @abstractmethod
     def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:

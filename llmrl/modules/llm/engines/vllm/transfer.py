@@ -39,7 +39,7 @@ class TransferSettings(ABC):
 
     @abstractmethod
     def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
-        """Creates a buffer for the workers that ``call`` reaches. Raises OSError, OutOfMemoryError."""
+        """Creates a buffer for the workers behind ``call``. Raises OSError, OutOfMemoryError if memory is short."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class WeightTransfer:
         try:
             self._reserve(weights, end)
             self._call("llmrl_start", end)
-            with ThreadPoolExecutor(1, thread_name_prefix="llmrl-weights") as pool:  # exit waits
+            with ThreadPoolExecutor(1, thread_name_prefix="llmrl-weights") as pool:  # exit waits, at most until ``end``
                 loading: Future[list[list[str]]] | None = None
                 try:
                     # One half is written while the workers load the other.
