@@ -458,7 +458,7 @@ def _chunks_of_logits(
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
     for start in range(0, hidden_NH.shape[0], chunk):
         part = slice(start, min(start + chunk, hidden_NH.shape[0]))
-        with torch.autocast(hidden_NH.device.type, enabled=False):  # it would undo the dtype of the spec
+        with torch.autocast(hidden_NH.device.type, enabled=False):  # autocast would override the spec's dtype
             logits_CV = F.linear(hidden_NH[part].to(spec.dtype), weight_VH, bias_V).to(reduction_dtype(spec.dtype))
         slope: Tensor | float | None = None
         factor = path.scale / temperature

@@ -243,13 +243,13 @@ class Renderer:
         return result
 
     def addition(self, chat: Chat, new: int) -> Any:
-        """A key for the last ``new`` messages: equal keys mean that :meth:`extend` adds equal ids. Same errors."""
+        """A key for the last ``new`` messages: equal keys mean that :meth:`extend` adds the same ids."""
         covered = len(chat) - new
         [chat], [opened] = _without_open(self._take_images([chat])[0])
         return self._after(chat[:covered], chat[covered:]), opened
 
     def shape(self, chat: Chat, *more: Any) -> Any:
-        """A key for the conversation and ``more``: equal if the template renders alike except for message texts."""
+        """A key for the conversation and ``more``: equal keys mean renderings that differ only in message texts."""
         return object() if self._reads_contents else (conversation_shape(chat), *more)
 
     def note_compared(self, shapes: Iterable[Any]) -> None:

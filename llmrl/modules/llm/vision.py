@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-Media = dict[str, Tensor]  # of one row
+Media = dict[str, Tensor]  # the image tensors and positions of one row
 
 MEDIA, POSITIONS = "media", "positions"
 _CACHE_BYTES = 1 << 28

@@ -93,7 +93,7 @@ class LLMWrapperBase(nn.Module):
         attention_mask_key: Key = "attention_mask",  # mask of a dense ("tokens", "prompt"); if absent, all ids count
         generate: bool = True,  # False: score whole conversations
         generate_kwargs: Mapping[str, Any] | None = None,  # see generation_options
-        tokenizer_kwargs: Mapping[str, Any] | None = None,  # in history mode: variables of the template
+        tokenizer_kwargs: Mapping[str, Any] | None = None,  # in history mode: template variables
         pad_output: bool = False,  # True: dense, padded containers instead of ragged rows
         pad_model_input: bool | None = None,  # False: rows run in groups of equal length, without padding
         inplace: bool | Literal["empty"] | None = None,  # False: a new TensorDict; "empty": td.empty()
@@ -112,7 +112,7 @@ class LLMWrapperBase(nn.Module):
         min_batch_size: int | None = None,  # rows to wait for; None: 1
         max_batch_size: int | None = None,  # maximum rows in one joined call
         batching_timeout: float = 10.0,  # seconds after which a call is made with fewer rows
-        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": fail if True would
+        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": no new records
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()

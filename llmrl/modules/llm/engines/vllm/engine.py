@@ -416,7 +416,7 @@ class VLLMEngine(SeededEngine):
             )
         if (model := self._model()) is None:
             raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it was deleted.")
-        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before anything is lost
+        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before the old engine is closed
         self.close()
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):

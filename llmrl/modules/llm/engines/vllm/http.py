@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 
 _LARGEST_ANSWER = 1 << 28  # bytes; the log-probs of a prompt of a million tokens are 100 MB
-_PERIOD_S = 1.0  # of the health monitor
+_PERIOD_S = 1.0  # between two health checks
 
 
 class Connections:
