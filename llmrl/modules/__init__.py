@@ -1,4 +1,4 @@
-"""Modules: what holds weights or calls an engine that does. Language models are in `llmrl.modules.llm`."""
+"""Modules that hold weights, or call an engine that holds them. Language models are in `llmrl.modules.llm`."""
 
 from llmrl.modules.rnn import GRUModule, LSTMModule
 

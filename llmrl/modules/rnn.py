@@ -1,4 +1,4 @@
-"""`GRUModule` and `LSTMModule`: recurrent layers of a policy, whose state travels in the tensordict."""
+"""`GRUModule` and `LSTMModule`: recurrent policy layers that keep their state in the tensordict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmrl.errors import ConfigError, ShapeError
 
 
 class _RecurrentModule(TensorDictModuleBase):
-    # Subclasses name torch's class and its states.
+    # Subclasses set torch's layer class and the keys of its states.
 
     _layer: type[nn.RNNBase]
     _states: tuple[str, ...]
@@ -42,27 +42,27 @@ class _RecurrentModule(TensorDictModuleBase):
         super().__init__()
         who = type(self).__name__
         if (in_key is None) == (in_keys is None) or (out_key is None) == (out_keys is None):
-            raise ConfigError(f"{who}: needs in_key or in_keys, and out_key or out_keys: not both, and not neither.")
+            raise ConfigError(f"{who}: needs exactly one of in_key and in_keys, and one of out_key and out_keys.")
         reads = [in_key, *self._states] if in_keys is None else list(in_keys)
         writes = [out_key, *(("next", state) for state in reads[1:])] if out_keys is None else list(out_keys)
         self.in_keys = [unravel_key(key) for key in reads] + [is_init_key]
         self.out_keys = [unravel_key(key) for key in writes]
         if len(reads) != len(self._states) + 1 or len(writes) != len(reads):
             names = ", ".join(("the input", *self._states))
-            raise ConfigError(f"{who}: in_keys and out_keys must be as many as {names}: got {reads} and {writes}.")
+            raise ConfigError(f"{who}: in_keys and out_keys must each name {names}: got {reads} and {writes}.")
         self.rnn = self._layer(
             input_size, hidden_size, num_layers, bias=bias, batch_first=True, dropout=dropout, device=device
         )
         self.recurrent_mode = False
 
     def set_recurrent_mode(self, mode: bool = True) -> Self:
-        """A module with the same weights that reads whole trajectories, or (False) single steps."""
+        """A module that shares these weights and reads whole trajectories (single steps if ``mode`` is False)."""
         other = copy.copy(self)
         other.recurrent_mode = mode
         return other
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
-        """The transform that has an env start trajectories with states of zeros."""
+        """The transform that makes an env start each trajectory with zero states."""
         shape, parameter = (self.rnn.num_layers, self.rnn.hidden_size), self.rnn.weight_ih_l0
         spec = Unbounded(shape, parameter.device, parameter.dtype)
         return TensorDictPrimer({key: spec.clone() for key in self.in_keys[1:-1]})
@@ -78,7 +78,7 @@ class _RecurrentModule(TensorDictModuleBase):
             )
         if self.recurrent_mode:
             if not lead:
-                raise ShapeError(f"{who}: a batch of trajectories has time as its last dimension: got no dimension.")
+                raise ShapeError(f"{who}: a batch of trajectories must have time as its last dimension: got none.")
             states = [td.get(key, None) for key in self.in_keys[1:-1]]
             return td.set(self.out_keys[0], self._trajectories(value, is_init, states))
         remedy = "append make_tensordict_primer() to the env"
@@ -90,7 +90,7 @@ class _RecurrentModule(TensorDictModuleBase):
         return td
 
     def _run(self, rows: Tensor, is_init: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Torch's layer on rows [N, T, F] from states [*B, layers, H] (of zeros where ``is_init``, bool[N])."""
+        """Runs torch's layer on rows [N, T, F], from states [*B, layers, H]; zero states where ``is_init`` bool[N]."""
         shape = (len(rows), self.rnn.num_layers, self.rnn.hidden_size)
         starts = [state.reshape(shape).masked_fill(is_init[:, None, None], 0).movedim(0, 1) for state in states]
         starts = [start.contiguous() for start in starts]
@@ -99,7 +99,7 @@ class _RecurrentModule(TensorDictModuleBase):
 
     def _trajectories(self, value: Tensor, is_init: Tensor, states: Sequence[Tensor | None]) -> Tensor:
         """The outputs [*B, T, H] for inputs [*B, T, F]: each trajectory is a row of one padded call."""
-        # The state must not leak from a trajectory into the next one of its batch: each is cut out as a row.
+        # Each trajectory becomes a row of its own, so its state cannot leak into the next one.
         time = value.shape[-2]
         starts = is_init.reshape(-1, time).clone()
         starts[:, 0] = True
@@ -108,7 +108,7 @@ class _RecurrentModule(TensorDictModuleBase):
         lengths = torch.cat([at, total]).diff()
         rows = pad_sequence(value.reshape(-1, value.shape[-1]).split(lengths.tolist()), batch_first=True)
         shape = (self.rnn.num_layers, self.rnn.hidden_size)
-        goes_on = ~is_init.reshape(-1)[at]  # begins within a trajectory: from the state that it had there
+        goes_on = ~is_init.reshape(-1)[at]  # the row begins in mid-trajectory: start from its stored state
         firsts = [
             value.new_zeros(len(at), *shape) if state is None else state.reshape(-1, *shape)[at] for state in states
         ]
@@ -118,18 +118,18 @@ class _RecurrentModule(TensorDictModuleBase):
 
 
 class GRUModule(_RecurrentModule):
-    """`torch.nn.GRU` for one step of an env, or for batches of trajectories.
+    """`torch.nn.GRU` for single env steps, or for batches of trajectories.
 
     Reads   ``in_key`` float[*B, F], "recurrent_state" float[*B, layers, H], "is_init" bool[*B, 1]: True where a
-            trajectory starts, whose state is zero
+            trajectory starts; its state is zeroed there
     Writes  ``out_key`` float[*B, H], ("next", "recurrent_state") float[*B, layers, H], which the env's step carries on
-    Raises  MissingKeyError without a state or "is_init": `make_tensordict_primer` and `InitTracker` have the env write
+    Raises  MissingKeyError without a state or "is_init": `make_tensordict_primer` and `InitTracker` make the env write
             them; ShapeError, ConfigError for shapes and keys that do not fit
 
-    After ``set_recurrent_mode(True)`` the batch is [*B, T], time last: trajectories may start within it, the others go
-    on from the state at time 0 (zero if there is none), and only ``out_key`` float[*B, T, H] is written.
+    After ``set_recurrent_mode(True)`` the batch is [*B, T], time last. Trajectories may start within it; the others
+    continue from the state at time 0 (zero if absent). Only ``out_key`` float[*B, T, H] is written.
 
-    in_keys, out_keys  the input, or output, and the state, for other names than these
+    in_keys, out_keys  the input or output key, then the state keys, to use other names than these
 
     >>> from llmrl.envs import GymEnv, InitTracker
     >>> gru = GRUModule(4, 8, in_key="observation", out_key="features")
@@ -144,7 +144,7 @@ class GRUModule(_RecurrentModule):
 
 
 class LSTMModule(_RecurrentModule):
-    """`GRUModule` with `torch.nn.LSTM`, whose states are "recurrent_state_h" and "recurrent_state_c".
+    """`GRUModule` with `torch.nn.LSTM`; its states are "recurrent_state_h" and "recurrent_state_c".
 
     >>> lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
     >>> lstm.out_keys

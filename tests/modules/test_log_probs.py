@@ -253,7 +253,7 @@ def test_a_head_that_is_replaced_after_the_probe_is_used():
 
 def test_any_module_that_returns_logits_can_be_scored():
     model = Bigram()
-    assert "cannot be called apart" in why_not_packed(model)
+    assert "cannot be called separately" in why_not_packed(model)
     ids, attention, select = batch()
     expected = model.table.weight.log_softmax(-1)[ids[:, :-1], ids[:, 1:]]
     for scores in (token_logprobs(model, ids, attention, select), TokenScorer(model)(ids, attention, select)):

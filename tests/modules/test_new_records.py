@@ -78,7 +78,7 @@ def test_it_is_counted_and_said_once(tokenizer, caplog):
     assert policy.counters == {"rewritten": 4}
     [record] = caplog.records
     assert "'qwen3' rewrites the past" in record.message
-    assert "starts a training record of its own" in record.message
+    assert "starts a new record" in record.message
 
 
 def test_rows_of_one_batch_may_differ(tokenizer):

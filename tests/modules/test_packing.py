@@ -263,7 +263,7 @@ def test_a_model_that_counts_positions_itself_is_padded():
 
 def test_a_transformers_that_does_not_see_packs_in_position_ids_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    assert_stays_padded(build("qwen2"), "sees its neighbour")
+    assert_stays_padded(build("qwen2"), "attends to its neighbour")
 
 
 def test_a_mask_without_its_causal_part_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -285,7 +285,7 @@ def test_attention_in_fixed_chunks_is_not_tried():
     model = build("qwen2")
     assert find_head_path(model) is not None
     model.config.layer_types = ["chunked_attention", "full_attention"]
-    assert "fixed places" in why_not_packed(model)
+    assert "fixed positions" in why_not_packed(model)
 
 
 def test_a_model_that_fails_without_a_mask_is_padded(monkeypatch: pytest.MonkeyPatch):

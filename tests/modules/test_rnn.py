@@ -85,7 +85,7 @@ def test_what_is_missing_is_named_with_the_transform_that_writes_it():
         rnn(TensorDict(x=torch.zeros(3), is_init=torch.ones(1, dtype=torch.bool)))
     with pytest.raises(ShapeError, match=r"'x' must be \[\*B, 3\]"):
         rnn(TensorDict(x=torch.zeros(4), is_init=torch.ones(1, dtype=torch.bool)))
-    with pytest.raises(ConfigError, match="needs in_key or in_keys"):
+    with pytest.raises(ConfigError, match="needs exactly one of in_key and in_keys"):
         GRUModule(3, 5, out_key="y")
-    with pytest.raises(ConfigError, match="as many as the input, recurrent_state_h, recurrent_state_c"):
+    with pytest.raises(ConfigError, match="must each name the input, recurrent_state_h, recurrent_state_c"):
         LSTMModule(3, 5, in_keys=["x", "h"], out_key="y")

@@ -142,7 +142,7 @@ def test_routes_of_another_model_are_refused():
     model = mixture("mixtral")
     routes = own_routes(model)
     for wrong in (routes[:, :, :1], routes[:, 1:]):
-        with pytest.raises(ShapeError, match="of another model, or of other tokens"):
+        with pytest.raises(ShapeError, match="from another model, or from other tokens"):
             scores(model, wrong)
     with pytest.raises(ShapeError, match="must choose its experts by one topk"):
         scores(model, routes[..., :1])

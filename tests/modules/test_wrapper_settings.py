@@ -96,8 +96,8 @@ def test_a_pickled_policy_answers_alike(model, tokenizer):
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
         ({"do_sample": False, "temperature": 0.7}, "greedy decoding .* needs temperature 0"),
         ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
-        ({"num_return_sequences": 0}, "num_return_sequences must be positive"),
-        ({"num_return_sequences": 2.5}, "num_return_sequences must be positive and whole"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be a positive integer"),
+        ({"num_return_sequences": 2.5}, "num_return_sequences must be a positive integer"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer: got 2.5"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer: got True"),
         ({"top_k": 2.5}, "top_k must be an integer"),
@@ -126,19 +126,19 @@ def test_legacy_option_names_and_single_stops(tokenizer):
         ({"input_mode": "histroy"}, "Did you mean 'history'"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
         ({"num_samples": 2, "inplace": True}, "inplace must not be True"),
-        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "name one thing"),
+        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "mean the same"),
         ({"layout": torch.jagged}, "as_nested_tensor"),
         ({"inplace": "all"}, "inplace must be"),
         ({"tokenizer_kwargs": {"padding": True}}, "must not set padding"),
         ({"device": "cpu"}, "decided by the engine"),
         ({"generate": "no"}, "generate must be True or False: got 'no'"),
-        ({"num_samples": True}, "num_samples must be positive and whole: got True"),
-        ({"text_key": "history"}, "each container must have a key of its own"),
+        ({"num_samples": True}, "num_samples must be a positive integer: got True"),
+        ({"text_key": "history"}, "each container must have its own key"),
         ({"tokenizer_kwargs": {"tools_given": True}}, "does not use the variable"),
         ({"min_batch_size": 3, "max_batch_size": 2}, "must not exceed max_batch_size: got 3 and 2"),
-        ({"min_batch_size": 0}, "min_batch_size must be positive"),
-        ({"max_batch_size": -1}, "max_batch_size must be positive"),
-        ({"min_batch_size": 1.5}, "min_batch_size .*whole: got 1.5"),
+        ({"min_batch_size": 0}, "min_batch_size must be a positive integer"),
+        ({"max_batch_size": -1}, "max_batch_size must be a positive integer"),
+        ({"min_batch_size": 1.5}, "min_batch_size .*integer: got 1.5"),
         ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
         ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
         ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
@@ -230,7 +230,7 @@ def test_prompts_that_are_not_one_per_row_are_refused_before_anything_is_generat
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
         ({"best_of": 4}, "best_of=4 is not supported: .*picked"),
         ({"truncate_prompt_tokens": 5}, "is not supported: the model would see other ids"),
-        ({"include_stop_str_in_output": False}, "is not supported: a response is what was drawn"),
+        ({"include_stop_str_in_output": False}, "is not supported: a response holds all sampled tokens"),
         ({"prompt_logprobs": 1}, "is not supported: a wrapper with generate=False"),
         ({"presence_penalti": 0.1}, "'presence_penalti'.* 'presence_penalty'"),
     ],
@@ -249,7 +249,7 @@ def test_options_of_vllm_are_known_to_its_wrapper_alone(tokenizer, model):
     request = request_options(params, stop_token_ids=(9,))
     assert {name: request[name] for name in handed_on} == handed_on
     assert request["stop_token_ids"] == []
-    with pytest.raises(ConfigError, match=r"'min_tokens'.*of vLLM alone"):
+    with pytest.raises(ConfigError, match=r"'min_tokens'.*vLLM-specific option"):
         TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"min_tokens": 2})
     with pytest.raises(ConfigError, match="presence_penalty is an option of another engine"):
         TransformersWrapper(model, tokenizer=tokenizer).engine.generate([torch.tensor([1])], params)

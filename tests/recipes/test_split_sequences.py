@@ -150,7 +150,7 @@ def test_a_model_that_reads_images_is_not_split():
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
     with torch.device("meta"):
         model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
-    assert why_not_split(model, 2) == "it does not read text alone"
+    assert why_not_split(model, 2) == "it reads more than text"
 
 
 def test_a_split_that_divides_the_gpus_is_planned_for(place):

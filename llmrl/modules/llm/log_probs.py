@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens under a causal language model: the one place where logits exist.
+"""Log-probabilities of chosen tokens under a causal language model, without a ``[B, T, V]`` tensor of logits.
 
-The model's body runs once over the batch; the output head then runs over the *selected* positions only, a chunk at a
-time, and each chunk's logits are thrown away and made again in the backward pass. A ``[B, T, V]`` tensor never exists,
-neither forwards nor backwards. The matrix product runs in the model's dtype, everything after it in float32.
+The model's body runs once over the batch. The output head then runs over the *selected* positions only, a chunk at a
+time; each chunk's logits are discarded and recomputed in the backward pass, so neither pass holds the logits of the
+whole batch. The matrix product runs in the model's dtype, everything after it in float32.
 
-Where padding would be much of the work, the body sees packs instead (see ``packing``): the same numbers for less.
+Where padding would be much of the work, the body gets packs instead (see ``packing``), with the same results.
 
 Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of the batch, C tokens of one chunk.
 """
@@ -74,17 +74,17 @@ def token_logprobs(
     Reads    input_ids int64[B, T], attention_mask bool or int[B, T] (true on real tokens), select bool[B, T]
     Returns  TokenScores, float32 (float64 for a float64 model); a selected token that has no predecessor scores 0
     Calls    the model's body and output head by keyword, without a cache; positions are counted from the mask.
-             When head(body) is not what the model returns as logits, the whole model, a few rows at a time
+             If head(body) does not equal the model's logits: the whole model, a few rows at a time
     Raises   ShapeError if the three tensors differ in shape, ConfigError for a temperature or chunk not above 0, for
              packing="on" with position_ids or with a model that cannot be packed
 
-    chunk    tokens whose logits exist at a time; the default follows from the vocabulary
-    packing  lays the rows end to end, with the same result to rounding; "auto": if the model keeps packed rows apart
+    chunk    number of tokens whose logits exist at a time; the default depends on the vocabulary size
+    packing  lays the rows end to end, with the same result up to rounding; "auto": only if the model supports it
              (`why_not_packed`) and at least a fifth of the tokens is saved
-    media    of each row (``llmrl.modules.llm.vision``); a batch with images is not packed, and the model counts its
-             positions by itself
-    routes   int16[B, T, layers, K]: experts that a mixture sends each token to, -1 for those that its own routers
-             choose; without images (``llmrl.modules.llm.routers``)
+    media    image tensors of each row (``llmrl.modules.llm.vision``); a batch with images is not packed, and the model
+             computes its own positions
+    routes   int16[B, T, layers, K]: experts to replay for each token, -1 where the model's routers choose; ignored for
+             batches with images (``llmrl.modules.llm.routers``)
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -109,7 +109,7 @@ def token_logprobs(
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
     options = _Options(temperature, chunk, entropy)
     arguments = (input_ids, attention_mask, select, options, position_ids, packing, media, routes)
-    # Body and head are called separately, not through the model's forward, so a sharded model is made whole first.
+    # Body and head are called separately, which bypasses the model's forward, so a sharded model is gathered first.
     return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
 
 
@@ -135,10 +135,10 @@ def _score(
     replay = nullcontext if routes is None else partial(replaying, model, routes, attention_mask)
     inputs = padded_inputs(input_ids, attention_mask, position_ids)
     if has_images(media):
-        # Without position ids: those of an image count its rows and columns, which the model does by itself.
+        # No position ids: an image's positions count its rows and columns, and the model computes those itself.
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **media_inputs(attention_mask, media)}
         with only_given_images(model, inputs) as inputs:
-            if path is None:  # in one piece, as the tensors of all images have one dimension for all rows
+            if path is None:  # in one piece: all images are concatenated, so they cannot be split by row
                 found = _score_with_whole_model(model, inputs, scored_BT, options, rows=len(input_ids))
             else:
                 found = _score_hidden(path, hidden_before(path, inputs, scored_BT), input_ids[scored_BT], options)
@@ -173,23 +173,23 @@ def _score_slice(
     options: _Options,
     split: SequenceSplit,
 ) -> TokenScores:
-    """Scores by all ranks of ``split``, each from its slice of the hidden states; see `SequenceSplit`."""
+    """Scores a batch on all ranks of ``split``, each from its slice of the hidden states; see `SequenceSplit`."""
     if path is None:
         raise ConfigError(
-            f"token_logprobs: {type(model).__name__} must give its logits as head(body), for its sequences to be split "
+            f"token_logprobs: {type(model).__name__} must compute its logits as head(body) for sequences to be split "
             "over ranks: it does not; use parallel.context=1."
         )
     ids_BT, attention_BT, position_BT = (split.widen(value.long()) for value in inputs.values())
     split.width = ids_BT.shape[1]
     local = {"input_ids": split.cut(ids_BT)}
-    if bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()):  # no token sees padding on its right: no mask
+    if bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()):  # right padding: no token attends to it
         position_BT = torch.arange(split.width, device=ids_BT.device).expand_as(ids_BT)
     else:
         local["attention_mask"] = attention_BT
-    local["position_ids"] = split.cut(position_BT)  # of the whole sequence: a slice would count from 0
+    local["position_ids"] = split.cut(position_BT)  # positions in the whole sequence, not in the slice
     _tell_routers(model, split.cut(attention_BT).bool())
     hidden_BSH = path.body(**accepted(path.body, local)).last_hidden_state
-    # The hidden state of a token is what the next one is predicted from, which may be the first of the next slice.
+    # A token's hidden state predicts the next token, which may be the first of the next slice.
     target_BS = split.cut(ids_BT.roll(-1, dims=1))
     next_BS = split.cut(split.widen(scored_BT.long()).roll(-1, dims=1)).bool()
     scores = _in_place(_score_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], options), next_BS)
@@ -197,19 +197,19 @@ def _score_slice(
     def join(value_BS: Tensor) -> Tensor:
         return split.join(value_BS).roll(1, dims=1)[:, : scored_BT.shape[1]]
 
-    # Every rank needs the scores of all tokens, for losses that look at whole sequences.
+    # Every rank needs the scores of all tokens, for losses over whole sequences.
     entropy_BT = None if scores.entropy is None else join(scores.entropy)
     return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool())
 
 
 def _tell_routers(model: nn.Module, is_real: Tensor) -> None:
-    """Marks the positions of the next pass that are tokens: see `Routers`."""
+    """Tells the model's `Routers` which positions of the next pass are tokens."""
     if (routers := getattr(model, "routers", None)) is not None:
         routers.is_real = is_real.flatten()
 
 
 def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) -> Tensor:
-    """The hidden states [N, H] that the scored tokens of a padded batch are predicted from."""
+    """The hidden states [N, H] that predict the scored tokens of a padded batch."""
     hidden_BTH = path.body(**accepted(path.body, inputs)).last_hidden_state
     return hidden_BTH[:, :-1][scored_BT[:, 1:]]
 
@@ -217,7 +217,7 @@ def hidden_before(path: HeadPath, inputs: dict[str, Tensor], scored_BT: Tensor) 
 def with_predecessor(select: Tensor, attention_mask: Tensor) -> Tensor:
     """bool[B, T]: the selected real tokens that follow another token of their row.
 
-    The first token of a row has nothing to be predicted from, so it has no log-prob, and no place in a mean of them.
+    The first token of a row has no log-prob, as nothing precedes it, and must not count in a mean of log-probs.
 
     >>> with_predecessor(torch.tensor([[True, True, True]]), torch.tensor([[0, 1, 1]]))
     tensor([[False, False,  True]])
@@ -230,15 +230,15 @@ def with_predecessor(select: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 class TokenScorer(nn.Module):
-    """``token_logprobs`` as a module: what DDP and FSDP2 wrap, so that every parameter is used inside its ``forward``.
+    """``token_logprobs`` as a module for DDP and FSDP2 to wrap: every parameter is used inside its ``forward``.
 
     Reads    input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]
     Returns  TokenScores; a batch without any selected token still reaches every parameter, with zero gradients
-    Calls    the model a few times on a few tokens when it is built, to learn whether head(body) is what it returns
-             and whether it can be packed
+    Calls    the model a few times on a few tokens at construction, to test whether it returns head(body) and whether
+             it can be packed
 
     ``.model`` is the language model itself. A loss takes the scorer as its ``actor_network``: ``token_scores`` is the
-    same call at the scorer's own ``temperature``. A call that gives the position ids is not packed, unless it says so.
+    same call at the scorer's own ``temperature``. A call with position ids is not packed, unless it sets ``packing``.
     """
 
     def __init__(
@@ -249,11 +249,11 @@ class TokenScorer(nn.Module):
         self.temperature = temperature
         self.chunk = chunk
         if not any(parameter.is_meta for parameter in model.parameters()):
-            find_head_path(model)  # now, and not between the collectives of a sharded first step
+            find_head_path(model)  # now, not between the collectives of the first sharded step
         self.use_packing(packing)
 
     def use_packing(self, packing: Packing) -> None:
-        """From now on packs, or does not; see ``token_logprobs``.
+        """Sets ``packing`` for the following calls; see ``token_logprobs``.
 
         Raises  ConfigError for "on" if the model cannot be packed (flash-attention: at the first call, on its GPU)
         """
@@ -271,7 +271,7 @@ class TokenScorer(nn.Module):
         packing: Packing | None = None,
         **options: Any,
     ) -> TokenScores:
-        """Calls `token_logprobs`; its keywords given here replace the scorer's own settings."""
+        """Calls `token_logprobs`; keywords given here override the scorer's own settings."""
         temperature = self.temperature if temperature is None else temperature
         packing = packing or ("off" if options.get("position_ids") is not None else self.packing)
         options = {"temperature": temperature, "chunk": self.chunk, "packing": packing, **options}
@@ -283,7 +283,7 @@ class TokenScorer(nn.Module):
 
 # ------------------------------------------------------------------------------------------------- scores from hidden
 
-_Scores = tuple[Tensor, Tensor | None, Tensor]  # of N tokens: log-probs, entropies, and whether they are the likeliest
+_Scores = tuple[Tensor, Tensor | None, Tensor]  # [N] each: log-probs, entropies, top-1 hits
 
 
 def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options) -> _Scores:
@@ -297,11 +297,11 @@ def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options:
         spec = _HeadSpec(dtype, path, options)
         return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
 
-    # any other head (LoRA, quantised, sharded) is called as the module it is; checkpointing recomputes its logits
+    # Any other head (LoRA, quantised, sharded) is called as a module; checkpointing recomputes its logits.
     def score(hidden_CH: Tensor, targets_C: Tensor) -> _Scores:
         return _score_logits(map_logits(head(hidden_CH), path, options.temperature), targets_C, options.entropy)
 
-    # A wrapped head may not tell its vocabulary: 2^17 stands in for it, a large one.
+    # A wrapped head may not expose its vocabulary size: assume a large one, 2^17.
     size = options.chunk or chunk_rows(getattr(head, "out_features", 0) or 1 << 17, hidden_NH.device.type)
     pieces = [
         checkpoint(score, hidden_CH, targets_C, use_reentrant=False)
@@ -336,7 +336,7 @@ def _concatenate(pieces: list[_Scores]) -> _Scores:
 
 
 def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> _Scores:
-    # Differentiated by autograd: `checkpoint` around it makes the logits again in the backward pass.
+    # Differentiated by autograd; the callers' `checkpoint` recomputes the logits in the backward pass.
     log_p_CV = logits_CV.log_softmax(-1)
     log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
     entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1) if entropy else None
@@ -344,7 +344,7 @@ def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> _Score
 
 
 def _in_place(scores: _Scores, scored_BT: Tensor) -> TokenScores:
-    """One value per scored token -> [B, T], 0 elsewhere."""
+    """Scatters one value per scored token to [B, T], 0 elsewhere."""
     log_probs, entropy, top1 = (
         None if value_N is None else value_N.new_zeros(scored_BT.shape).masked_scatter(scored_BT, value_N)
         for value_N in scores
@@ -368,7 +368,7 @@ class _HeadSpec(NamedTuple):
 
 
 class _HeadScores(torch.autograd.Function):
-    """Log-probs, entropies and hits of N tokens from their hidden states, holding the logits of one chunk at a time.
+    """Log-probs, entropies and top-1 hits of N tokens from their hidden states; holds one chunk of logits at a time.
 
     With x the logits, p = softmax(x), y the target and H the entropy:
     d log p_y / dx = onehot(y) - p,   dH / dx = -p (log p + H).
@@ -391,7 +391,7 @@ class _HeadScores(torch.autograd.Function):
         top1_N = torch.empty_like(targets_N, dtype=torch.bool)
         for part, logits_CV, _ in _chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
             target_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
-            max_C = logits_CV.amax(-1)  # subtracted, so that no exponential overflows
+            max_C = logits_CV.amax(-1)  # subtracted so that no exponential overflows
             top1_N[part] = target_C >= max_C
             logits_CV.sub_(max_C[:, None])
             if entropy_N is None:
@@ -400,12 +400,12 @@ class _HeadScores(torch.autograd.Function):
                 weight_CV = logits_CV.exp()
                 norm_C = weight_CV.sum(-1)
                 log_norm_C = norm_C.log()
-                # H = log Z - E[x]. As a product of matrices the mean takes no third tensor of this size.
+                # H = log Z - E[x]. A batched matrix product computes the mean without a third [C, V] tensor.
                 entropy_N[part] = log_norm_C - torch.bmm(weight_CV[:, None], logits_CV[:, :, None]).view(-1) / norm_C
             log_sum_N[part] = max_C + log_norm_C
             log_prob_N[part] = target_C - max_C - log_norm_C
         ctx.spec = spec
-        ctx.set_materialize_grads(False)  # a gradient that is not there comes as None, and its part is left out
+        ctx.set_materialize_grads(False)  # a missing gradient arrives as None, and its part is skipped
         ctx.mark_non_differentiable(top1_N)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N)
         return log_prob_N, entropy_N, top1_N
@@ -458,7 +458,7 @@ def _chunks_of_logits(
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
     for start in range(0, hidden_NH.shape[0], chunk):
         part = slice(start, min(start + chunk, hidden_NH.shape[0]))
-        with torch.autocast(hidden_NH.device.type, enabled=False):  # it would undo the dtype of the spec
+        with torch.autocast(hidden_NH.device.type, enabled=False):  # autocast would override the spec's dtype
             logits_CV = F.linear(hidden_NH[part].to(spec.dtype), weight_VH, bias_V).to(reduction_dtype(spec.dtype))
         slope: Tensor | float | None = None
         factor = path.scale / temperature

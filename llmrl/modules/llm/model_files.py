@@ -1,4 +1,4 @@
-"""Loads a model's files from a folder or the hub, with one error for everything that can be wrong with them."""
+"""Loads a model's files from a folder or the hub; reports any fault as one kind of error."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 def loaded(load: Callable[..., T], source: str, *, setting: str = "model", **options: Any) -> T:
-    """``load(source, **options)`` without a progress bar, and without code of the model's own.
+    """Returns ``load(source, **options)``, without a progress bar and without running code from the model's repository.
 
-    Raises  DataError, with the name of the ``setting`` and the source, for whatever ``load`` raises
+    Raises  DataError that names the ``setting`` and the source, for any exception of ``load``
     """
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of the weights: it would be the only line of a run that is not ours
+    disable_progress_bar()  # of the weights: it would break up the run's own console output
     try:
-        return load(source, trust_remote_code=False, **options)  # None would ask, on a terminal
-    except Exception as error:  # of every library that reads a file there
+        return load(source, trust_remote_code=False, **options)  # None would prompt on a terminal
+    except Exception as error:  # each library that reads the files has its own errors
         raise DataError(f"{setting} {source}: cannot be loaded: {error or type(error).__name__}") from error
 
 
 def check_whole(missing: Iterable[str]) -> None:
-    """Raises ValueError if the files lack weights: Transformers would initialise them at random, and only warn."""
+    """Raises ValueError if weights are missing: Transformers only warns, and initialises them at random."""
     if missing := sorted(missing):
         raise ValueError(f"{len(missing)} of its weights are in none of its files, such as {', '.join(missing[:3])}")

@@ -1,11 +1,11 @@
-"""Calls of a causal language model's body: apart from its output head, and on padding-free batches.
+"""Calls a causal language model's body separately from its output head, and on padding-free batches.
 
-A padding-free batch holds sequences end to end in one row, a pack, each attending to its own past only. A pack tells
-the model where its sequences begin by its position ids alone, which restart at 0: transformers makes the block-diagonal
-causal mask of them (or hands the boundaries to flash-attention) when it gets no attention mask. Whether a given model
-does that, and whether head(body) is what it returns, is tried once per model on a few tokens.
+A padding-free batch holds sequences end to end in one row, a pack, where each sequence attends only to itself. Only the
+position ids mark where sequences begin: they restart at 0. Without an attention mask, transformers derives from them
+the block-diagonal causal mask (or the boundaries for flash-attention). Whether a given model does so, and whether it
+returns head(body), is tested once per model on a few tokens.
 
-Shapes: B sequences of T tokens at most, N tokens in all, P packs of S tokens, H hidden size.
+Shapes: B sequences of at most T tokens, N tokens in all, P packs of S tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmrl.errors import ConfigError, ShapeError
 
 Packing = Literal["auto", "on", "off"]
 
-_WORTH_PACKING = 0.8  # "auto" packs a batch where at most this share of its padded tokens remains
+_WORTH_PACKING = 0.8  # "auto" packs a batch if at most this share of its padded tokens remains
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model, those that fill up the packs included."""
+        """Tokens that go through the model, including the filling at the ends of packs."""
         return self.num_packs * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences end to end, and the way back.
+    """Sequences laid end to end, with the index to unpack them.
 
-    ``input_ids``     int64[P, S]  0 where a pack is filled up
-    ``position_ids``  int64[P, S]  counted from 0 in each sequence; 0 in the filling: each such token is on its own
+    ``input_ids``     int64[P, S]  0 in the filling at the end of a pack
+    ``position_ids``  int64[P, S]  counted from 0 in each sequence; 0 in the filling, whose tokens are thus separate
     ``segment_ids``   int64[P, S]  number of the sequence, -1 in the filling
     ``index``         int64[N]     where each token is in the flattened packs, sequence after sequence
     """
@@ -61,12 +61,12 @@ class Packed:
     layout: Layout
 
     def unpack(self, value_PS: Tensor) -> list[Tensor]:
-        """One value (or vector) per token of the packs -> those of each sequence, in the order they were given."""
+        """Splits one value (or vector) per token of the packs into one tensor per sequence, in the original order."""
         return list(value_PS.flatten(0, 1)[self.index].split(list(self.layout.lengths)))
 
 
 def pack(rows: Sequence[Tensor], budget: int | None = None) -> Packed:
-    """Lays the sequences int64[T_i] end to end, in packs of at most ``budget`` tokens (None: those of the longest).
+    """Lays the sequences int64[T_i] end to end, in packs of at most ``budget`` tokens (None: the longest length).
 
     Raises  ShapeError without any sequence; ConfigError if one is longer than the budget
 
@@ -116,7 +116,7 @@ def lay_out(lengths: Sequence[int], budget: int | None = None) -> Layout:
 def _place(ids_N: Tensor, layout: Layout) -> Packed:
     device = ids_N.device
     length_B = torch.tensor(layout.lengths, device=device)
-    # The size is known here: without output_size the device would be asked for it.
+    # output_size avoids a device synchronisation to read the size.
     row_N = torch.arange(len(length_B), device=device).repeat_interleave(length_B, output_size=len(ids_N))
     position_N = torch.arange(len(ids_N), device=device) - (length_B.cumsum(0) - length_B)[row_N]
     index_N = torch.tensor(layout.starts, device=device)[row_N] + position_N
@@ -125,18 +125,18 @@ def _place(ids_N: Tensor, layout: Layout) -> Packed:
         flat = torch.full((layout.num_tokens,), filling, dtype=torch.int64, device=device)
         return flat.index_copy_(0, index_N, value_N).view(layout.num_packs, layout.width)
 
-    # Position 0 in the filling makes each of its tokens a sequence of its own, which nothing else attends to.
+    # Position 0 makes each filling token a separate sequence, which nothing else attends to.
     return Packed(grid(ids_N, 0), grid(position_N, 0), grid(row_N, -1), index_N, layout)
 
 
 def pack_batch(
     model: nn.Module, input_ids: Tensor, attended_BT: Tensor, packing: Packing, *, has_positions: bool = False
 ) -> Packed | None:
-    """The real tokens of a padded batch end to end, ``index`` in the order of the mask; None if it stays padded.
+    """Packs the real tokens of a padded batch, with ``index`` in the order of the mask; None if it stays padded.
 
     Raises  ConfigError for "on" if the model cannot be packed, or its positions were given
     """
-    if not can_pack(model, packing):  # before all that depends on the batch: the ranks of a sharded model go together
+    if not can_pack(model, packing):  # first, as it may call a sharded model: all ranks must, whatever their batch
         return None
     if has_positions:
         if packing == "on":
@@ -146,8 +146,8 @@ def pack_batch(
     most = _WORTH_PACKING * input_ids.numel() if packing == "auto" else float("inf")
     if not 0 < sum(lengths) <= most:
         return None
-    # Attention with a mask is quadratic in the width of a pack, at least that of the longest row. flash-attention takes
-    # one pack, and looks at nothing outside of each sequence.
+    # Attention with a mask is quadratic in the pack width, so packs are only as wide as the longest row.
+    # flash-attention computes each sequence separately, so a single pack is best.
     layout = lay_out(lengths, sum(lengths) if has_varlen_attention(model) else None)
     return _place(input_ids[attended_BT], layout) if layout.num_tokens <= most else None
 
@@ -171,7 +171,7 @@ def can_pack(model: nn.Module, packing: Packing) -> bool:
 
 
 def has_varlen_attention(model: nn.Module) -> bool:
-    """flash-attention in any version; it runs on a GPU and in half precision only."""
+    """True for any version of flash-attention, which needs a GPU and half precision."""
     return "flash" in _attention(model)
 
 
@@ -179,12 +179,12 @@ def _attention(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None))
 
 
-# --- the body apart from the head -------------------------------------------------------------------------------------
+# --- body and head, called separately ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HeadPath:
-    """A model taken apart: logits = cap tanh(scale head(body) / cap), or scale head(body) without ``softcap``."""
+    """A model's body and head: logits = cap tanh(scale head(body) / cap), or scale head(body) without ``softcap``."""
 
     body: nn.Module
     head: nn.Module
@@ -192,13 +192,13 @@ class HeadPath:
     softcap: float | None
 
 
-# model -> index of the split that was found to give the model's own logits, None when none does. The parts themselves
-# are looked up at each call: a head that was replaced (LoRA, a larger vocabulary) is then the one that is used.
+# model -> index of the split that reproduces the model's own logits, None if none does. The parts themselves are looked
+# up at each call, so that a replaced head (LoRA, a larger vocabulary) is used.
 _probed: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 
 
 def find_head_path(model: nn.Module) -> HeadPath | None:
-    """The split of ``model`` into body and head that reproduces its logits on a few tokens; None when there is none."""
+    """The split of ``model`` into body and head that reproduces its logits on a few tokens; None if there is none."""
     candidates = _candidate_paths(model)
     if model not in _probed:
         _probed[model] = _probe(model, candidates)
@@ -207,7 +207,7 @@ def find_head_path(model: nn.Module) -> HeadPath | None:
 
 
 def _candidate_paths(model: nn.Module) -> list[HeadPath]:
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps the model inside
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
     head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
     if not isinstance(head, nn.Module):
         return []
@@ -219,7 +219,7 @@ def _candidate_paths(model: nn.Module) -> list[HeadPath]:
         scale = float(config.logit_scale)
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     bodies = [causal_lm.base_model, causal_lm.get_decoder()]
-    maps = [(scale, softcap), (1.0, None)]  # a family may name a scale in its configuration and not apply it
+    maps = [(scale, softcap), (1.0, None)]  # some families have a scale in their configuration but do not apply it
     return [HeadPath(body, head, *map_) for body in bodies if body is not causal_lm for map_ in maps]
 
 
@@ -232,7 +232,7 @@ def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
     inputs = padded_inputs(ids, torch.ones_like(ids))
     with evaluating(model):
         expected = model(**accepted(model, inputs)).logits.double()
-        # the two ways run the same operations: any real difference (a cap, a scale, a norm) is far above the rounding
+        # Both run the same operations, so any real difference (a cap, a scale, a norm) is far above rounding.
         bound = _tolerance(head_weight.dtype) * expected.abs().max()
         for index, path in enumerate(candidates):
             hidden = path.body(**accepted(path.body, inputs)).last_hidden_state
@@ -244,7 +244,7 @@ def _probe(model: nn.Module, candidates: list[HeadPath]) -> int | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside it the model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
+    """Puts the model in evaluation mode inside the block, and restores each module's own mode afterwards."""
     was_training = [module for module in model.modules() if module.training]
     for module in was_training:
         module.training = False
@@ -256,12 +256,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Relative to the largest number: two ways to the same hidden states or logits differ by less."""
+    """The largest rounding difference of two computations of the same values, relative to the largest value."""
     return 1e-5 if dtype in (torch.float32, torch.float64) else 1e-2
 
 
 def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """The entries of ``inputs`` that ``module.forward`` names, plus ``use_cache=False`` if it has that."""
+    """The entries of ``inputs`` that ``module.forward`` declares, plus ``use_cache=False`` if it declares that."""
     causal_lm = module.get_base_model() if hasattr(module, "get_base_model") else module
     named = inspect.signature(causal_lm.forward).parameters
     arguments: dict[str, Any] = {name: value for name, value in inputs.items() if name in named}
@@ -278,7 +278,7 @@ def padded_inputs(input_ids: Tensor, attention_mask: Tensor, position_ids: Tenso
 
 
 def map_logits(logits: Tensor, path: HeadPath | None, temperature: float) -> Tensor:
-    """Head output -> float32 logits of the distribution that is sampled from: scale, cap, temperature."""
+    """Applies scale, cap and temperature to the head's output: float32 logits of the sampling distribution."""
     logits = logits.to(reduction_dtype(logits.dtype))
     if path is None:
         return logits / temperature
@@ -291,17 +291,17 @@ def reduction_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- whether a model keeps packed rows apart --------------------------------------------------------------------------
+# --- test that packed rows do not affect each other -------------------------------------------------------------------
 
-# model -> by attention implementation, what is wrong with it packed; None if nothing is
+# model -> {attention implementation: the reason that it cannot be packed, or None}
 _faults: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
 def why_not_packed(model: nn.Module) -> str | None:
-    """The reason that rows cannot be laid end to end for this model; None if they can.
+    """The reason that this model cannot compute packed rows; None if it can.
 
     Calls  the model's body three times on a few tokens, once per model and attention implementation: packed rows must
-           get the hidden states of padded ones, and must not change with what is beside them
+           get the hidden states of padded ones, and must not change with their neighbours
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -319,12 +319,12 @@ def why_not_packed(model: nn.Module) -> str | None:
 def _try(model: nn.Module) -> str | None:
     path = find_head_path(model)
     if path is None:
-        return "its body and its output head cannot be called apart"
+        return "its body and its output head cannot be called separately"
     if "position_ids" not in inspect.signature(path.body.forward).parameters:
         return "its forward takes no position_ids"
     config = model.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "its attention is cut at fixed places of a row"  # thousands of tokens on: a short trial would not see it
+        return "its attention is chunked at fixed positions of a row"  # thousands of tokens apart: not seen on a few
 
     def body(**inputs: Tensor) -> Tensor:
         return path.body(**accepted(path.body, inputs)).last_hidden_state.double()
@@ -341,7 +341,7 @@ def _try(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, device: torch.device) -> str | None:
-    lengths = [6, 5, 4]  # as they will lie in the pack: the row in the middle is the one that changes
+    lengths = [6, 5, 4]  # already in the order of packing, so the perturbed row is in the middle
     stride = max(1, vocabulary // (sum(lengths) + 1))
     rows = [ids % vocabulary for ids in (1 + stride * torch.arange(sum(lengths), device=device)).split(lengths)]
     packed = pack(rows, sum(lengths))
@@ -357,7 +357,7 @@ def _compare(body: Callable[..., Tensor], vocabulary: int, tolerance: float, dev
     bound = tolerance * padded_NH.abs().max()
     # The comparisons are written so that NaN fails them.
     if not max((first - other_first).abs().max(), (last - other_last).abs().max()) <= bound:
-        return "a packed row sees its neighbour"
+        return "a packed row attends to its neighbour"
     if not (torch.cat(packed_rows) - padded_NH).abs().max() <= bound:
         return "a packed row gets other hidden states than a padded one"
     return None

@@ -1,6 +1,6 @@
-"""Messages rendered as token ids: conversations with the mask of trained tokens, prompts, and the ids of new messages.
+"""Renders messages as token ids: conversations with the mask of trained tokens, prompts, and the ids of new messages.
 
-Ids that an engine drew are never computed again from text: `Renderer.extend` returns only what new messages add.
+Sampled ids are never re-tokenised from text: `Renderer.extend` returns only the ids that new messages add.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _Anchor = tuple[Chat, str]  # a short conversation, and its text
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One conversation as a model reads it."""
+    """One tokenised conversation."""
 
     ids: Tensor  # int64[T]
     assistant_mask: Tensor  # bool[T], True where the assistant wrote the token, its end-of-turn token included
-    spans: list[Span]  # the same as half-open token ranges, one per assistant message
-    media: Media | None = None  # of its images; None without a processor
+    spans: list[Span]  # the mask as half-open token ranges, one per assistant message
+    media: Media | None = None  # the tensors of its images; None without a processor
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
     """The effects of a template on training, measured on short conversations."""
 
-    trained_share: float  # of the tokens of a question and its answer, how many are trained
-    stop_token_trained: bool  # whether the model learns to end its turn
-    prefix_preserving: bool  # whether a longer conversation begins with the shorter one
-    reason: str  # what is wrong, in words; empty if nothing is
+    trained_share: float  # the share of trained tokens in a question and its answer
+    stop_token_trained: bool  # True if the model learns to end its turn
+    prefix_preserving: bool  # True if a longer conversation begins with the shorter one
+    reason: str  # description of the faults; empty if there are none
 
 
 class Renderer:
@@ -52,7 +52,7 @@ class Renderer:
     Reads   tokenizer            a fast tokenizer of the Transformers library; or a processor, for messages with images
             chat_template        jinja text to use instead of the tokenizer's own
             chat_template_name   a registered template to use instead of the tokenizer's own
-            include_end_of_turn  whether the end-of-turn token counts as written by the assistant; without it a model is
+            include_end_of_turn  whether the end-of-turn token counts as written by the assistant; if not, a model is
                                  never taught to stop
             template_kwargs      passed to the template by name, such as ``{"enable_thinking": False}``
     Raises  TemplateError for an unknown name, or a template that cannot render a question and an answer
@@ -89,18 +89,18 @@ class Renderer:
             stops.append(tokenizer.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self._reads_contents = reads_contents(self.template.jinja)
-        self._anchors: dict[Any, _Anchor | tuple[()]] = {}  # (): the shape has none
+        self._anchors: dict[Any, _Anchor | tuple[()]] = {}  # by shape; (): the shape has no anchor
         self.compared: set[Any] = set()  # `shape`s of conversations whose renderings a caller has compared
 
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> list[Rendered]:
-        """Ids and assistant masks of whole conversations, in one call of the tokenizer.
+        """Returns ids and assistant masks of whole conversations, in one call of the tokenizer.
 
         Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s
-        Raises   TemplateError naming the conversation and the message that has no span or no token to train, or that
-                 the assistant wrote and has an image; or a conversation without any assistant message (unless a
-                 generation prompt is asked for)
+        Raises   TemplateError that names the conversation and the message, for an assistant message that has no span,
+                 no token to train, or an image; also for a conversation without any assistant message (unless a
+                 generation prompt is added)
         """
         chats, images = self._take_images(chats)
         # Spans are found in the text and mapped to tokens by offsets: rendering and encoding happen once per batch.
@@ -113,8 +113,8 @@ class Renderer:
             for index, (message, own) in enumerate(zip(chats[row], images[row], strict=True)):
                 if own and message["role"] == "assistant":
                     raise TemplateError(
-                        f"Renderer: an assistant message must have no image, which cannot be trained: message {index} "
-                        f"of conversation {row} has {len(own)}; show it in a message of the user."
+                        f"Renderer: an assistant message must have no image, as images cannot be trained: message "
+                        f"{index} of conversation {row} has {len(own)}; put it in a user message."
                     )
             if not found and not add_generation_prompt:
                 raise TemplateError(
@@ -140,26 +140,26 @@ class Renderer:
         return {**self.vision.media(images), POSITIONS: self.vision.positions(ids, sampled)}
 
     def _take_images(self, chats: Sequence[Chat]) -> tuple[Sequence[Chat], list[list[list[Any]]]]:
-        """The conversations as the template needs them, and the images of each message of each.
+        """The conversations as the template needs them, and the images of each message of each conversation.
 
         Raises  TemplateError for images without a processor
         """
         contents = {
             type(message.get("content")) for chat in chats for message in chat if isinstance(message, (dict, Mapping))
         }
-        if contents <= {str}:  # as nearly all are
+        if contents <= {str}:  # the usual case: no images
             return chats, [[[] for _ in chat] for chat in chats]
         pairs = [take_images(chat) for chat in chats]
         images = [own for _, own in pairs]
         if self.vision is None and (row := next((row for row, own in enumerate(images) if any(own)), None)) is not None:
             raise TemplateError(
-                f"Renderer: images need the model's processor: conversation {row} has some, and there is a tokenizer "
-                "alone; pass AutoProcessor.from_pretrained(...) in its place."
+                f"Renderer: images need the model's processor: conversation {row} has some, but there is only a "
+                "tokenizer; pass AutoProcessor.from_pretrained(...) in its place."
             )
         return [chat for chat, _ in pairs], images
 
     def prompt_texts(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[str]:
-        """The texts that :meth:`prompt_ids` encodes, escaped; an image is its placeholder."""
+        """The texts that :meth:`prompt_ids` encodes, escaped; each image appears as its placeholder."""
         heads, opened = _without_open(self._take_images(chats)[0])
         texts = self.codec.render(heads, add_generation_prompt=True, tools=tools)
         return [text + self.codec.open_answer(begun or "") for text, begun in zip(texts, opened, strict=True)]
@@ -167,8 +167,8 @@ class Renderer:
     def prompt_ids(self, chats: Sequence[Chat], *, tools: Tools | None = None) -> list[Tensor]:
         """Ids of conversations that end with a generation prompt; equal conversations are rendered and encoded once.
 
-        A conversation that ends in an unfinished message of the assistant's (``"is_complete": False``) ends with a
-        generation prompt and what that message says: the model goes on with it.
+        If a conversation ends with an unfinished assistant message (``"is_complete": False``), the text of that message
+        follows the generation prompt, and the model continues it.
 
         Returns  one int64[T] per conversation, none sharing memory with another
         """
@@ -181,7 +181,7 @@ class Renderer:
         rows = self._encode_once([text_by_key[key] for key in keys])
         if self.vision is not None:
             rows = [self.vision.expand(row, _joined(own))[0] for row, own in zip(rows, images, strict=True)]
-        # Encoded apart: the engine was given the prompt and drew what follows, whatever tokens the joined text has.
+        # Encoded separately, as when the answer was sampled: the joined text could tokenise differently.
         return rows_to_tensors([row + self._begun(text) for row, text in zip(rows, opened, strict=True)])
 
     def extend(
@@ -194,19 +194,19 @@ class Renderer:
         tools: Tools | None = None,
         return_errors: bool = False,
     ) -> list[Tensor | RewriteError]:
-        """The ids that the last ``new[i]`` messages of conversation i add to its stream.
+        """Returns the ids that the last ``new[i]`` messages of conversation i add to its stream.
 
-        Reads    ids[i]  int64[T_i], the stream of ``chats[i]`` without its last ``new[i]`` messages, as it was drawn
-                 tools   what the prompt was rendered with
-        Returns  int64[D_i] per conversation: ``cat(ids[i], result[i])`` is the longer stream. If an assistant turn ends
-                 the stream without its end-of-turn ids (it was cut off), the result begins with them
+        Reads    ids[i]  int64[T_i], the sampled stream of ``chats[i]`` without its last ``new[i]`` messages
+                 tools   the tools that the prompt was rendered with
+        Returns  int64[D_i] per conversation: ``cat(ids[i], result[i])`` is the longer stream. If the stream ends with
+                 an assistant turn that lacks its end-of-turn ids (it was cut off), the result begins with them
         Raises   RewriteError, a TemplateError, if the template writes the earlier messages differently once the new
                  ones follow, for example drops their thinking: such a conversation has to start a new stream with
-                 :meth:`prompt_ids`; with ``return_errors`` it has the error in place of ids. TemplateError if the
+                 :meth:`prompt_ids`; ``return_errors`` returns the error in place of its ids. TemplateError if the
                  stream and the messages do not fit
 
-        An unfinished last message of the assistant's (see :meth:`prompt_ids`) is left open; if the stream holds it
-        already, nothing is added.
+        An unfinished last assistant message (see :meth:`prompt_ids`) is left open; if the stream already holds it,
+        nothing is added.
         """
         chats, images = self._take_images(chats)
         heads, opened = _without_open(chats) if add_generation_prompt else (chats, [None] * len(chats))
@@ -243,23 +243,23 @@ class Renderer:
         return result
 
     def addition(self, chat: Chat, new: int) -> Any:
-        """A value for the last ``new`` messages, equal where :meth:`extend` adds the same ids. Raises as that does."""
+        """A key for the last ``new`` messages: equal keys mean that :meth:`extend` adds the same ids."""
         covered = len(chat) - new
         [chat], [opened] = _without_open(self._take_images([chat])[0])
         return self._after(chat[:covered], chat[covered:]), opened
 
     def shape(self, chat: Chat, *more: Any) -> Any:
-        """Equal for conversations, and what else is given, that the template writes alike but for their texts."""
+        """A key for the conversation and ``more``: equal keys mean renderings that differ only in message texts."""
         return object() if self._reads_contents else (conversation_shape(chat), *more)
 
     def note_compared(self, shapes: Iterable[Any]) -> None:
-        """Adds to ``compared``."""
-        if len(self.compared) >= _MAX_SHAPES or self._reads_contents:  # then no shape comes again
+        """Adds shapes to ``compared``."""
+        if len(self.compared) >= _MAX_SHAPES or self._reads_contents:  # in the latter case every shape is unique
             self.compared.clear()
         self.compared.update(shapes)
 
     def check(self) -> TemplateReport:
-        """Tries the template on short conversations; a recipe shows the result before it trains.
+        """Tests the template on short conversations; a recipe prints the result before it trains.
 
         >>> from llmrl.testing import tiny_tokenizer
         >>> Renderer(tiny_tokenizer()).check().prefix_preserving
@@ -286,7 +286,7 @@ class Renderer:
             try:
                 self.codec.render([covered + added], add_generation_prompt=True)
             except TemplateError:
-                continue  # a conversation that the template does not do
+                continue  # the template does not support this kind of conversation
             try:
                 self._after(covered, added)
             except TemplateError:
@@ -304,7 +304,7 @@ class Renderer:
         return [ids_by_text[text] for text in texts]
 
     def _begun(self, content: str | None) -> list[int]:
-        """Ids of an unfinished message behind a generation prompt."""
+        """Ids of an unfinished assistant message, which follow the generation prompt."""
         return self.codec.encode([self.codec.open_answer(content)])[0] if content else []
 
     def _extension(
@@ -325,17 +325,18 @@ class Renderer:
         return self._after(context, chat[covered:], before, **options)
 
     def _anchor(self, chat: Chat, covered: int, add_generation_prompt: bool, tools: Tools | None) -> _Anchor | None:
-        """A short stand-in for the past after which new messages are written as after the whole conversation, or None.
+        """A short stand-in for the earlier messages: new messages render after it as after the whole conversation.
 
-        Rendering then costs O(new messages). Tried once per shape of a conversation (its roles, their number), with
-        another text in each message; a template that reads texts (splits off thinking) can tell more apart than shapes.
+        Rendering then costs O(new messages). None if there is none. Tested once per conversation shape (its roles and
+        their number), with a different text in each message. Not used for templates that read texts (for example to
+        split off thinking): their output depends on more than the shape.
         """
         if self._reads_contents:
             return None
         shape = self.shape(chat, covered, add_generation_prompt, repr(tools))
-        if (known := self._anchors.get(shape)) is not None:  # one look-up: another thread may clear them
+        if (known := self._anchors.get(shape)) is not None:  # one look-up: another thread may clear the dict
             return known or None
-        # Other texts than the conversation's own, so that what is found holds for its shape.
+        # Stand-in texts, so that the result holds for every conversation of this shape.
         probe, anchor = stand_ins(chat), stand_ins(_shortened(chat, covered), first=len(chat))
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
         found = None
@@ -359,9 +360,9 @@ class Renderer:
         add_generation_prompt: bool = True,
         tools: Tools | None = None,
     ) -> _Extension:
-        """The text after a conversation when messages follow. Raises RewriteError if that changes its own text.
+        """The text that ``new`` adds after ``context``. Raises RewriteError if it changes the text of ``context``.
 
-        Without ``before``, which is the text of ``context``, even if it changes the prompt of the last answer.
+        ``before`` is the text of ``context``, if known; without it the prompt of the last answer is checked as well.
         """
         chat, checked = [*context, *new], before is None
         if before is None:
@@ -370,20 +371,20 @@ class Renderer:
         after_assistant = context[-1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
         prefixes = [before[:cut]]
-        # The stream begins with the prompt of the last answer, which the template may write in another way by now.
+        # The stream begins with the prompt of the last answer, which the template may now write differently.
         if checked and after_assistant and len(context) > 1:
             prefixes += self.codec.render([context[:-1]], add_generation_prompt=True, tools=tools)
         for prefix in prefixes:
             if not after.startswith(prefix):
                 raise RewriteError(self._rewrites(prefix, after, chat, len(context)))
         if after_assistant and self.codec.end_is_control:
-            # Encoded with the control token in front, so the tokenizer sees the boundary that the whole text has.
+            # The control token in front gives the tokenizer the same boundary as in the whole text.
             usual_end = before[:cut].endswith(self.codec.end_of_turn)
             return _Extension(self.codec.end_of_turn + after[cut:], len(self.end_of_turn_ids), True, usual_end)
         return _Extension(after[cut:], 0, after_assistant)
 
     def _cut(self, text: str, after_assistant: bool) -> int:
-        """The end of the stream in a rendered conversation: behind the end-of-turn text if an assistant spoke last."""
+        """The end of the stream in a rendered conversation: after the end-of-turn text of a last assistant message."""
         if not after_assistant:
             return len(text)
         end = text.rfind(self.codec.end_of_turn) if self.codec.end_of_turn else -1
@@ -402,7 +403,7 @@ class Renderer:
         end = self.end_of_turn_ids
         if self.codec.end_is_control and len(stream) and stream[-1].item() == end[-1]:
             return []  # the turn has its control token, with or without the text that the template puts before it
-        # An answer that was cut at its length may hold the first part of the end.
+        # An answer cut off at its maximum length may hold the first of the end-of-turn ids.
         tail = stream[-len(end) :].tolist() if end else []
         for present in range(len(end), 0, -1):
             if tail[-present:] == end[:present]:
@@ -411,7 +412,7 @@ class Renderer:
 
     @cached_property
     def _generation_prompt_ids(self) -> list[int]:
-        """The ids that ask for an answer; empty if they cannot be separated from the question."""
+        """The ids of a generation prompt; empty if they cannot be separated from the question."""
         question = [{"role": "user", "content": "question"}]
         before, after = self.codec.render([question])[0], self.codec.render([question], add_generation_prompt=True)[0]
         return self.codec.encode([after[len(before) :]])[0] if after.startswith(before) and after != before else []
@@ -420,13 +421,13 @@ class Renderer:
 @dataclass(frozen=True, slots=True)
 class _Extension:
     text: str
-    num_context_ids: int  # ids of the text that only give the tokenizer its boundary
+    num_context_ids: int  # leading ids of the text, present only to give the tokenizer its boundary
     after_assistant: bool
-    usual_end: bool = True  # False: the turn before has an end of its own, as a call of gpt-oss has
+    usual_end: bool = True  # False: the previous turn ends with another token, as tool calls of gpt-oss do
 
 
 def _shortened(chat: Chat, covered: int) -> Chat:
-    """A short conversation whose end is the end of the covered one: its first message, a question, the last turn."""
+    """A short conversation with the same end as the covered one: its first message, a question, its last turn."""
     last = next((index for index in range(covered - 1, -1, -1) if chat[index]["role"] == "assistant"), None)
     if last is None or last < 2:
         return chat[:covered]
@@ -435,8 +436,8 @@ def _shortened(chat: Chat, covered: int) -> Chat:
 
 
 def _chat_key(chat: Chat) -> Any:
-    """Equal for conversations that render to the same text. Messages with more than role and content are compared by
-    identity.
+    """A key: equal only if conversations render to the same text. Messages with more than role, content and tools are
+    compared by identity.
     """
     return tuple(
         (message["role"], message["content"], id(message.get("tools")))
@@ -447,13 +448,13 @@ def _chat_key(chat: Chat) -> Any:
 
 
 def _without_open(chats: Sequence[Chat]) -> tuple[list[Chat], list[str | None]]:
-    """The conversations without an unfinished last message of the assistant's, and what that says; None without one."""
+    """The conversations without their unfinished last assistant message, and the text of that message or None."""
     opened = [chat[-1]["content"] if is_open(chat) else None for chat in chats]
     return [chat if text is None else chat[:-1] for chat, text in zip(chats, opened, strict=True)], opened
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a processor; a tokenizer as it is."""
+    """The tokenizer of a processor; a tokenizer is returned unchanged."""
     return tokenizer.tokenizer if hasattr(tokenizer, "image_processor") else tokenizer
 
 
@@ -462,7 +463,7 @@ def _joined(images: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def is_open(chat: Chat) -> bool:
-    """True if a conversation ends in an unfinished message of the assistant's, for the model to go on with.
+    """True if a conversation ends with an unfinished assistant message, which the model is to continue.
 
     >>> question, begun = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}
     >>> is_open([question, begun]), is_open([question, {**begun, "is_complete": False}])

@@ -1,4 +1,4 @@
-"""Rewards after each token, by a sequence-classification model of one label."""
+"""Per-token rewards from a sequence-classification model with one label."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class RewardScorer(nn.Module):
-    """The rewards after each token, float32[B, T], of ids int64[B, T] and an attention mask bool[B, T], padded on the
-    right. ``model`` has one label; DDP and FSDP2 wrap this module.
+    """Returns the reward after each token, float32[B, T], for ids int64[B, T] and an attention mask bool[B, T], padded
+    on the right. ``model`` has one label; DDP and FSDP2 wrap this module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -28,12 +28,12 @@ class RewardScorer(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         given = (input_ids, attention_mask)
-        call_whole = getattr(self.model, "call_whole", None)  # of a sharded model
+        call_whole = getattr(self.model, "call_whole", None)  # a sharded model has it
         return _token_rewards(self.model, *given) if call_whole is None else call_whole(_token_rewards, *given)
 
 
 def _token_rewards(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft keeps the model inside
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
     given = accepted(model.base_model, {"input_ids": input_ids, "attention_mask": attention_mask.long()})
     hidden_BTH = model.base_model(**given).last_hidden_state
     return model.score(hidden_BTH)[..., 0].float()

@@ -1,10 +1,10 @@
-"""Routers of a mixture of experts: recorded for the loss that balances their load, or made to repeat other choices.
+"""Mixture-of-experts routers: recorded for the load-balancing loss, or made to replay given choices.
 
-A router scores all experts for each token and sends the token to a few of them. Which positions of a forward pass are
-tokens, and not padding, is known where the pass is laid out: `token_logprobs` writes it to the model's `Routers`.
+A router scores all experts for each token and sends the token to a few of them. `token_logprobs` lays out each forward
+pass, so it writes to the model's `Routers` which positions are tokens and which are padding.
 
-Routing replay (R3, arXiv:2510.11370; first for several updates in GSPO, arXiv:2507.18071): the experts of a token are
-those that computed it when it was sampled; their gates are the model's own, so that its routers are trained.
+Routing replay (R3, arXiv:2510.11370; first for several updates in GSPO, arXiv:2507.18071): each token uses the experts
+that computed it when it was sampled. Their gates are computed by the model itself, so its routers are trained.
 
 Shapes: R routers, N positions of a forward pass, E experts, K experts per token, L layers, B rows of T tokens.
 """
@@ -29,13 +29,13 @@ _active: Tensor | None = None  # int16[N, L, K], -1 where the model's own router
 
 
 class RouterLoad(NamedTuple):
-    """The routers' choices for the tokens of a batch; sums, so that those of parts add up.
+    """The routers' choices for the tokens of a batch, as sums, so that parts of a batch can be added.
 
-    ``chosen_RE``  float32  tokens that each router would send to each expert, by itself
-    ``probs_RE``   float32  probabilities that it gave, added up over the tokens, with grad
-    ``tokens``     float32  their number
-    ``replayed``   float32  choices that were replayed, over all routers
-    ``differing``  float32  those of them that are not the router's own
+    ``chosen_RE``  float32  tokens that each router would send to each expert without replay
+    ``probs_RE``   float32  router probabilities, summed over the tokens, with grad
+    ``tokens``     float32  number of tokens
+    ``replayed``   float32  number of replayed choices, over all routers
+    ``differing``  float32  number of replayed choices that differ from the router's own
     """
 
     chosen_RE: Tensor
@@ -68,23 +68,23 @@ class Routers:
     """The routers of ``model``, which gets this object as its attribute ``routers``; ``count`` is 0 if it is dense.
 
     ``is_real``  bool[N], the positions of the forward pass that are tokens; written by ``token_logprobs``
-    Raises       ConfigError for a model whose head cannot be called apart from its body
+    Raises       ConfigError for a model whose head cannot be called separately from its body
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = router_modules(model)  # not kept: they have hooks that know this object
+        modules = router_modules(model)  # not stored: their hooks refer to this object
         self.count = len(modules)
         names = {id(module): name for name, module in model.named_modules()}
         parts = [names[id(module)].split(".") for module in modules]
-        self.layers = [next((int(part) for part in own if part.isdigit()), 0) for own in parts]  # of the decoder layers
+        self.layers = [next((int(part) for part in own if part.isdigit()), 0) for own in parts]  # decoder layer numbers
         self.is_real: Tensor | None = None
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor | None]] | None = None
         if not modules:
             return
         if find_head_path(model) is None:
             raise ConfigError(
-                f"routers: {type(model).__name__} must give its logits as head(body): its experts cannot be balanced "
-                "otherwise; use model_options.router_aux_loss=0."
+                f"routers: {type(model).__name__} must compute its logits as head(body) for experts to be balanced; "
+                "use model_options.router_aux_loss=0."
             )
         for number, module in enumerate(modules):
             module.register_forward_hook(partial(self._see, number))
@@ -92,11 +92,11 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers:
-        """The model's `Routers`, made if it has none yet."""
+        """The model's `Routers`; created on first use."""
         return getattr(model, "routers", None) or cls(model)
 
     def _see(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """The hook of a router: records what it chose by itself, and makes it choose the routes that are replayed."""
+        """Forward hook of a router: records its own choices; with replay, returns its output for the given routes."""
         routes_NK = None if _active is None else _active[:, self.layers[number]].long()
         if self._seen is not None:
             parts = _tensors(output)
@@ -104,14 +104,14 @@ class Routers:
             count = getattr(module, "num_experts", None) or parts[0].shape[-1]
             scores = (part for part in parts if part.is_floating_point() and part.shape[-1] == count)
             logits = next(scores).flatten(0, -2)
-            if indices is None:  # the router returns its scores alone
+            if indices is None:  # the router returns only its scores
                 indices = logits.topk(module.top_k, dim=-1).indices
             self._seen[number] = (logits, indices.reshape(len(logits), -1), routes_NK)
-        # Also where checkpointing computes a layer again, for which the routes are set once more.
+        # This also replays when checkpointing recomputes a layer: the caller sets the routes again for that.
         return None if routes_NK is None else _route(module, arguments, routes_NK)
 
     def choices(self) -> Tensor:
-        """int16[N, L, K]: the experts of the last forward pass that was recorded; -1 in layers without a router."""
+        """The experts of the last recorded forward pass, int16[N, L, K]; -1 in layers without a router."""
         seen, self._seen = self._seen, {}
         rows = [indices_NK.to(torch.int16) for _, (_, indices_NK, _) in sorted(seen.items())]
         routes_NLK = rows[0].new_full((len(rows[0]), max(self.layers) + 1, rows[0].shape[1]), -1)
@@ -120,7 +120,7 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward passes inside; `load` is that of the last one, and `choices`, inside."""
+        """Records the forward passes inside. `choices` (called inside) and `load` (after) report the last one."""
         self._seen = {}
         try:
             yield
@@ -128,7 +128,7 @@ class Routers:
             self._last, self._seen = self._seen, None
 
     def load(self) -> RouterLoad:
-        """Of the last forward pass that was recorded, over its tokens alone."""
+        """The load of the last recorded forward pass, over its tokens without padding."""
         chosen, probs = [], []
         real = self.is_real.float()
         replayed, differing = real.new_zeros(()), real.new_zeros(())
@@ -152,13 +152,13 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def active_routes() -> Tensor | None:
-    """The routes that are replayed in this pass; `same_routes` sets them again where a part of it is recomputed."""
+    """The routes that are replayed in this pass; `same_routes` sets them again when a part of it is recomputed."""
     return _active
 
 
 @contextmanager
 def same_routes(routes_NLK: Tensor | None) -> Iterator[None]:
-    """Forward passes inside replay these routes of their positions."""
+    """Forward passes inside replay these routes, one row per position."""
     global _active
     before, _active = _active, routes_NLK
     try:
@@ -171,10 +171,10 @@ def same_routes(routes_NLK: Tensor | None) -> Iterator[None]:
 def replaying(
     model: nn.Module, routes_BTLK: Tensor, attention_BT: Tensor, packed: Packed | None = None
 ) -> Iterator[None]:
-    """The pass inside, over a padded batch or its ``packed`` tokens, replays the routes of its tokens.
+    """The forward pass inside, over a padded batch or its ``packed`` tokens, replays the routes of its tokens.
 
     routes_BTLK  integers, -1 where the model's own router chooses
-    Raises       ShapeError for routes of another model
+    Raises       ShapeError for routes that do not fit the batch or the model
     """
     routers = Routers.of(model)
     last = max(routers.layers, default=routes_BTLK.shape[2])
@@ -182,12 +182,12 @@ def replaying(
         raise ShapeError(
             f"routing replay: routes must be [B, T, layers, experts per token] of the tokens {list(attention_BT.shape)}"
             f" and of {type(model).__name__}, whose last router is in layer {last if routers.count else 'none'}: got "
-            f"{list(routes_BTLK.shape)}; they are those of another model, or of other tokens."
+            f"{list(routes_BTLK.shape)}; they come from another model, or from other tokens."
         )
-    # Padding is routed by the model itself: what a batch holds there is filling.
+    # The batch holds no real routes for padding, so the model routes it by itself.
     routes_BTLK = routes_BTLK.masked_fill(~attention_BT.bool()[..., None, None], -1)
     if (split := active_split()) is not None:
-        filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # of padding: not read
+        filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # padding: never read
         routes_BTLK = split.cut(torch.cat([routes_BTLK, filler], dim=1))
     routes_NLK = routes_BTLK.flatten(0, 1)
     if packed is not None:
@@ -198,9 +198,9 @@ def replaying(
 
 
 class _ChosenExperts(TorchFunctionMode):
-    """Inside, the ``topk`` by which a router chooses K of its experts for N positions returns these; -1: its own.
+    """Makes a router's ``topk`` over its experts return the given routes; -1 keeps the router's own choice.
 
-    So the gates are computed by the router's own code, whatever it does before and after. ``count``: such calls.
+    The router's own code before and after ``topk`` thus computes the gates. ``count``: number of replaced calls.
     """
 
     def __init__(self, routes_NK: Tensor) -> None:
@@ -217,22 +217,22 @@ class _ChosenExperts(TorchFunctionMode):
 
 
 def _route(module: nn.Module, arguments: Any, routes_NK: Tensor) -> Any:
-    """The output of a router that sends its tokens to these experts. Raises ShapeError if it does not."""
+    """The output of a router made to send its tokens to these experts. Raises ShapeError if it cannot be made to."""
     with _ChosenExperts(routes_NK) as chosen:
         output = module.forward(*arguments)
     if chosen.count != 1:
         raise ShapeError(
             f"routing replay: {type(module).__name__} must choose its experts by one topk over [positions, experts], "
-            f"here of {list(routes_NK.shape)}: it called {chosen.count} such; use rollout.routing_replay=off."
+            f"here of {list(routes_NK.shape)}: it made {chosen.count} such calls; use rollout.routing_replay=off."
         )
     return output
 
 
 def why_not_replayed(model: nn.Module) -> str | None:
-    """The reason that routes cannot be replayed in ``model``, which needs no weights; None if they can.
+    """The reason that routes cannot be replayed in ``model``; None if they can. ``model`` needs no weights.
 
-    Calls  a router of its kind with random weights on a few tokens: it must return the experts that it is told to
-           choose, with gates that are neither 0 nor infinite, and with its own choices what it returns by itself
+    Calls  a router of its kind with random weights on a few tokens: it must return the experts that are replayed, with
+           gates that are neither 0 nor infinite; replaying its own choices must not change its output
 
     >>> from llmrl.testing import tiny_model
     >>> why_not_replayed(tiny_model(architecture="qwen3_moe")), why_not_replayed(tiny_model())
@@ -240,11 +240,11 @@ def why_not_replayed(model: nn.Module) -> str | None:
     """
     if not (modules := router_modules(model)):
         return "it is not a mixture of experts"
-    # A router alone, on the CPU: the plan of a run asks before any weights are loaded.
+    # A copy of one router, on the CPU: a run's plan calls this before any weights are loaded.
     router = copy.deepcopy(modules[0]).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*router.parameters(), *router.buffers()):
-        tensor.data.normal_(std=0.02, generator=generator)  # as models are begun: no gate underflows
+        tensor.data.normal_(std=0.02, generator=generator)  # a usual initialisation: no gate underflows
     width = next((tensor.shape[-1] for tensor in router.parameters() if tensor.ndim == 2), 1)
     hidden = torch.randn(32, width, generator=generator)
     try:
@@ -255,9 +255,9 @@ def why_not_replayed(model: nn.Module) -> str | None:
                 return f"its router ({type(router).__name__}) does not return the experts that it chooses"
             same = _tensors(_route(router, (hidden,), chosen))
             asked = getattr(router, "num_experts", None) or max(part.shape[-1] for part in own)
-            asked = asked - 1 - chosen  # counted from the other end
+            asked = asked - 1 - chosen  # other experts than the router's own
             other = _tensors(_route(router, (hidden,), asked))
-    except Exception as error:  # third-party code: any error means that it cannot be told
+    except Exception as error:  # third-party code: any error means that replay does not work
         return f"its router ({type(router).__name__}) fails: {type(error).__name__}: {error}"
     gates = [part for part in other if part.is_floating_point() and part.shape == asked.shape]
     right = all(torch.equal(*pair) for pair in zip(own, same, strict=True))

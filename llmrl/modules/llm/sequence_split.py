@@ -1,10 +1,10 @@
-"""Sequences split over ranks: each rank computes a slice of every sequence, and in attention a part of the heads.
+"""Sequence parallelism: each rank computes a slice of every sequence, and in attention a share of the heads.
 
-All layers but attention look at one token at a time, so a slice is enough for them. Attention needs the whole sequence
-of a head: before it the ranks exchange their slices of all heads for all slices of their heads, after it back (the
-all-to-all of DeepSpeed-Ulysses, arXiv:2309.14509). The attention itself is Transformers' own "sdpa", on any device.
+All layers but attention process one token at a time, so a slice is enough for them. Attention needs the whole sequence
+of a head. Before it, the ranks exchange their slices of all heads for whole sequences of their own heads; after it,
+they exchange back (the all-to-all of DeepSpeed-Ulysses, arXiv:2309.14509). The attention is Transformers' "sdpa".
 
-Shapes: B sequences, T tokens, n ranks, S = T / n tokens of a slice, H heads, D numbers per head.
+Shapes: B sequences, T tokens, n ranks, S = T / n tokens of a slice, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-_NAME = "sdpa_of_split_sequences"  # of the attention implementation
-_active: SequenceSplit | None = None  # also for the threads in which autograd computes layers again
+_NAME = "sdpa_of_split_sequences"  # the name of the attention implementation
+_active: SequenceSplit | None = None  # a global, because autograd recomputes checkpointed layers in other threads
 
 
 class SequenceSplit:
-    """The ranks of ``group``, which all get the same batch while the split is `active`; at other times nothing changes.
+    """The ranks of ``group``, which all get the same batch while the split is `active`; otherwise nothing changes.
 
-    Every rank then gets the scores of all tokens, while its gradients are those of its own slice: the sum over the
-    ranks is the gradient of the loss.
+    Every rank gets the scores of all tokens, but only the gradients of its own slice: their sum over the ranks is the
+    gradient of the loss.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.width = 0  # T, a multiple of n, in the pass that is under way
+        self.width = 0  # T of the current pass, a multiple of n
 
     def prepare(self, model: nn.Module) -> None:
-        """Lets the attention of ``model`` take slices; see `why_not_split`."""
+        """Makes the attention of ``model`` accept slices; see `why_not_split`."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(_NAME, _attention)
@@ -54,20 +54,20 @@ class SequenceSplit:
             _active = None
 
     def cut(self, value_BT: Tensor) -> Tensor:
-        """This rank's slice [B, S] of values that were widened to a multiple of n by `widen`."""
+        """This rank's slice [B, S] of values that `widen` padded to a multiple of n."""
         return value_BT.chunk(self.size, dim=1)[self.rank]
 
     def widen(self, value_BT: Tensor) -> Tensor:
-        """[B, T] with zeros on the right, up to a multiple of n."""
+        """Pads [B, T] with zeros on the right, to a multiple of n."""
         return F.pad(value_BT, (0, -value_BT.shape[1] % self.size))
 
     def join(self, value_BS: Tensor) -> Tensor:
-        """[B, T] from the slices of all ranks. The gradient is that of the own slice: all ranks have the same loss."""
+        """Gathers [B, T] from all ranks. Backward keeps only this rank's slice, since all ranks have the same loss."""
         return _Join.apply(value_BS, self)
 
 
 def active_split() -> SequenceSplit | None:
-    """The split that the sequences of this pass are cut by; None if they are whole."""
+    """The split that is active in this pass; None if sequences are whole."""
     return _active
 
 
@@ -80,7 +80,7 @@ def why_not_split(model: nn.Module, size: int) -> str | None:
     kinds = set(getattr(sizes, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     attention = getattr(config, "_attn_implementation", None)
     if sizes is not config:
-        return "it does not read text alone"
+        return "it reads more than text"
     if kinds or not getattr(model, "_supports_attention_backend", False):
         return f"it has layers that mix tokens in another way ({', '.join(sorted(kinds)) or type(model).__name__})"
     if attention not in ("sdpa", _NAME):
@@ -91,7 +91,7 @@ def why_not_split(model: nn.Module, size: int) -> str | None:
 
 
 def can_share_heads(heads: int, key_heads: int, size: int) -> bool:
-    """True if ``size`` ranks can have equally many attention heads each, with the keys and values that these need."""
+    """True if ``size`` ranks can have equally many attention heads each, with the key/value heads that these need."""
     return not heads % size and not (key_heads % size and size % key_heads)
 
 
@@ -109,7 +109,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends part i of the first dimension to rank i, and puts what rank i sends in its place; so does its gradient."""
+    """Sends part i of the first dimension to rank i and receives rank i's part in its place; so does its backward."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -124,9 +124,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _swapped(value: Tensor, split: SequenceSplit) -> Tensor:
-    """[B, H, S, D] of this rank's slice to [B, H / n, T, D] of its heads; [B, T, H / n, D] back to [B, S, H, D].
+    """[B, H, S, D] of this rank's slice -> [B, H / n, T, D] of its heads; [B, T, H / n, D] -> [B, S, H, D].
 
-    Keys and values of fewer than n heads are repeated first.
+    Fewer than n key/value heads are repeated first.
     """
     if value.shape[1] < split.size:
         value = value.repeat_interleave(split.size // value.shape[1], dim=1)
@@ -144,13 +144,14 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     query, key, value = (_swapped(each, split) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
+    # The exchange may change the number of query heads per key/value head; sdpa reads it from the layer.
     layer = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
     output, _ = sdpa_attention_forward(layer, query, key, value, attention_mask, **options)
     return _swapped(output, split), None
 
 
 def _mask(*, q_length: int, kv_length: int, q_offset: int = 0, **options: Any) -> Tensor | None:
-    """The mask of whole sequences, which heads see; by Transformers' own rules, windows included."""
+    """Transformers' mask for whole sequences, which heads see after the exchange; includes sliding windows."""
     from transformers.masking_utils import sdpa_mask
 
     if _active is not None:

@@ -1,8 +1,8 @@
-"""The token stream of conversations: all ids so far, which of them the policy sampled, and their log-probs.
+"""The token streams of conversations: all ids so far, the mask of sampled ids, and their log-probs.
 
-A stream is read from the prompt side of a batch, or from its finished turns; it grows by the ids of new messages, loses
-rows that start over, and is written beside the next prompts. Ids are never made again from text. Everything here is
-ragged rows: B rows, S ids of a stream, P of a prompt, R of a response, T = P + R.
+A stream is read from the prompt entries of a batch, or from its finished turns. It grows by the ids of new messages,
+its rows are emptied when they start over, and it is written beside the next prompts. Ids are never re-tokenised from
+text. All values are ragged rows: B rows, S ids of a stream, P of a prompt, R of a response, T = P + R.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmrl.modules.llm.engines.base import Generation
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.policies.rows import field_rows, is_ragged, unpadded_rows
 
-# attribute of a stream -> its container, the field beside a prompt, the field of a finished turn
+# attribute of a stream -> its container, its field beside a prompt, its field in a finished turn
 _FIELDS = {
     "ids": ("tokens", "prompt", "full"),
     "covered": ("tokens", "covered", "covered"),
@@ -41,13 +41,13 @@ class TokenStream:
     """One stream per row; a row without ids begins a new one.
 
     ids             int64[S]
-    covered         how much of the mode's view the ids cover: messages or characters; None if they are the view
-    assistant_mask  bool[S]     ids that the policy sampled
-    log_probs       float32[S]  0 where it did not
-    plain           float32[S]  as log_probs, before truncation; None if no turn was truncated
-    versions        int64[S]    of the weights that sampled each id, 0 elsewhere; None if each turn has one version
+    covered         how many messages or characters of the mode's view the ids cover; None if the ids are the view
+    assistant_mask  bool[S]     True for ids that the policy sampled
+    log_probs       float32[S]  of sampled ids, 0 elsewhere
+    plain           float32[S]  log-probs before truncation of the distribution; None if no turn was truncated
+    versions        int64[S]    weight version that sampled each id, 0 elsewhere; None if each turn has one version
     routes          int16[N, layers, K]  experts of the first N <= S ids; None if the engine does not report them
-    answered        True if the ids are a prompt that was answered before and is asked again
+    answered        True if the ids are a prompt that was answered before and is sampled again
     """
 
     ids: list[Tensor]
@@ -63,9 +63,9 @@ class TokenStream:
     def read(
         cls, td: TensorDictBase, *, finished: bool = False, keys: Mapping[str, str] = _DEFAULT_KEYS
     ) -> TokenStream | None:
-        """The streams beside the prompts of a batch, or with ``finished`` those that its turns end with.
+        """Reads the streams beside the prompts of a batch, or with ``finished`` those of its finished turns.
 
-        Padding is left out. Returns None if the batch has no ids. ``keys``: the names of the containers
+        Padding is left out. Returns None if the batch has no ids. ``keys``: the names of the containers.
         """
         views = {name: td.get(keys[name], None) for name in _DEFAULT_KEYS}
         holders = {name: None if is_non_tensor(view) else inner(view) for name, view in views.items()}
@@ -86,9 +86,9 @@ class TokenStream:
         return cls(**columns)
 
     def write(self, td: TensorDictBase, *, only: Collection[str] | None = None) -> None:
-        """Writes the streams beside the prompts of ``td``, replacing the containers that are there.
+        """Writes the streams beside the prompts of ``td``, replacing existing containers.
 
-        ``only`` limits the containers that are written.
+        ``only`` limits which containers are written.
         """
         columns: dict[str, dict[str, Any]] = {}
         for name, (container, field, _) in _FIELDS.items():
@@ -99,7 +99,7 @@ class TokenStream:
             td.set(container, CONTAINERS[container].from_rows(fields, td.batch_size))
 
     def extend(self, added: Mapping[int, Tensor], covered: list[int] | None = None) -> Self:
-        """The streams with ids behind some rows that were not sampled: False in the mask, 0 in the log-probs."""
+        """Appends ids that were not sampled to some rows: False in the mask, 0 in the log-probs."""
         ids = [torch.cat([row, added[n].to(row.device)]) if n in added else row for n, row in enumerate(self.ids)]
         lengths = [len(row) for row in ids]
         columns = {name: _zeros_behind(self, name, lengths) for name in _PER_SAMPLED_ID}
@@ -108,9 +108,9 @@ class TokenStream:
         )
 
     def cut(self, rows: Collection[int], *, keep_ids: bool = False) -> Self:
-        """The streams without what these rows hold: a new training record starts with them.
+        """Empties these rows, so that each starts a new training record.
 
-        keep_ids  leaves the ids, without anything else that was known of them
+        keep_ids  keeps their ids (and ``covered``), but nothing else
         """
 
         def emptied(name: str) -> Any:
@@ -128,16 +128,16 @@ class TokenStream:
         return replace(self, **{n: None if c is None else [c[row] for row in rows] for n, c in columns.items()})
 
     def begins_record(self) -> list[bool]:
-        """Per row, whether the next turn is the first of a training record."""
-        if self.answered:  # the ids are a whole prompt, of a first turn too
+        """Per row, True if the next turn is the first of a training record."""
+        if self.answered:  # then the ids are the whole prompt, even for a first turn
             return [not bool(mask.any()) for mask in self.assistant_mask]
         return [not ids.numel() for ids in self.ids]
 
     def num_answers(self, row: int) -> int | None:
-        """The number of answers that the stream of a row holds; None if that is not known."""
+        """The number of answers in the stream of a row; None if unknown."""
         if self.assistant_mask is None:
             return None
-        # Answers are the runs of True in the mask: each begins at a 1 behind a 0.
+        # Each answer is a run of True in the mask, so it begins at a 1 after a 0.
         return max(1, (b"\0" + self.assistant_mask[row].bool().cpu().numpy().tobytes()).count(b"\0\1"))
 
 
@@ -149,11 +149,11 @@ def turn_columns(
     *,
     log_probs: bool,
 ) -> dict[str, dict[str, Any]]:
-    """The columns of finished turns, per container: prompt, response and both, with what is known of each id.
+    """The columns of finished turns, per container: ids of prompt, response and both, with their masks and log-probs.
 
     prompts    int64[P]
-    stream     what the prompts begin with; of ids that no turn sampled the mask is False and the log-prob 0
-    log_probs  False leaves out everything in the container of that name
+    stream     the beginning of the prompts; ids that no turn sampled get False in the mask and a log-prob of 0
+    log_probs  False leaves out the container of that name
     Raises  ShapeError if the stream is longer than the prompt that it begins
     """
     responses = turn.ids
@@ -180,7 +180,7 @@ def turn_columns(
         drawn, plain, routes = turn.log_probs, turn.plain_log_probs, turn.routes
         columns["log_probs"] = {"prompt": before, "response": drawn, "full": _joined(before, drawn)}
         earlier = _zeros_behind(stream, "plain", prompt_lengths)
-        if plain is not None or earlier is not None:  # a turn that was not truncated has the same plain log-probs
+        if plain is not None or earlier is not None:  # without truncation both log-probs are equal
             columns["log_probs"]["plain"] = _joined(earlier or before, plain or drawn)
         if turn.versions is not None:
             earlier = _zeros_behind(stream, "versions", prompt_lengths)
@@ -192,7 +192,7 @@ def turn_columns(
 
 
 def _first_known(earlier: Tensor, routes: Tensor) -> Tensor:
-    """A token keeps the routes of the turn that read it first, by which its successor's log-prob was computed."""
+    """Keeps for each token the routes of the turn that read it first: they computed its successor's log-prob."""
     unknown = (earlier < 0).flatten(1).all(1)
     return torch.cat([torch.where(unknown[:, None, None], routes[: len(earlier)], earlier), routes[len(earlier) :]])
 
@@ -201,14 +201,14 @@ def _response_masks(prompt_lengths: list[int], lengths: list[int]) -> list[Tenso
     """bool[T] per row, True on the response."""
     if not lengths:
         return []
-    # All rows by one call: the mask is a run of False and a run of True per row.
+    # One call for all rows: the mask of each row is a run of False, then a run of True.
     ends = torch.tensor([prompt_lengths, lengths]).T
     runs = ends.diff(dim=1, prepend=ends.new_zeros(len(lengths), 1)).flatten()
     return _split(torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(runs), lengths)
 
 
 def _split(flat: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Rows with memory of their own: a view would be pickled, and kept alive, with its whole buffer."""
+    """Splits into copied rows: a view would keep its whole buffer alive, and pickle all of it."""
     return list(torch.split_with_sizes_copy(flat, lengths)) if lengths else []
 
 
@@ -217,7 +217,7 @@ def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
 
 
 def _zeros_behind(stream: TokenStream | None, name: str, lengths: list[int]) -> list[Tensor] | None:
-    """The stream's rows of that name with False or 0 behind them, up to these lengths."""
+    """The stream's rows of that name, padded on the right with False or 0 to these lengths."""
     if (rows := getattr(stream, name, None)) is None:
         return None
     _check_aligned(rows, lengths, name)

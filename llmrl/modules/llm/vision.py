@@ -1,9 +1,9 @@
-"""Images in conversations: the tokens that stand for them in a stream, and the tensors that a model reads.
+"""Images in conversations: the tokens that represent them in a stream, and the tensors that a model reads.
 
-A chat template writes one placeholder per image. The processor of the Transformers library says which ids take its
-place and makes the tensors (Qwen2-VL: "pixel_values" and "image_grid_thw"). A row's media are those tensors, of all its
-images in order, with "positions" int64[K]: where in the row's ids the K tokens are that get an image's features. An id
-of that kind that was sampled is not among them. A batch has the media of its rows under "media".
+A chat template writes one placeholder per image. The Transformers processor replaces it by image token ids and makes
+the tensors (Qwen2-VL: "pixel_values" and "image_grid_thw"). A row's media are these tensors of all its images in order,
+and "positions" int64[K]: the indices of the row's K ids whose embeddings image features replace. Image token ids that
+the policy sampled are not included. A batch stores the media of its rows under "media".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-Media = dict[str, Tensor]  # of one row
+Media = dict[str, Tensor]  # the image tensors and positions of one row
 
 MEDIA, POSITIONS = "media", "positions"
 _CACHE_BYTES = 1 << 28
@@ -36,10 +36,10 @@ _CACHE_BYTES = 1 << 28
 class Vision:
     """The images of conversations, through a processor.
 
-    processor  of an image-text-to-text model: it has an image processor, a tokenizer and a token for an image
-    Raises     UnsupportedError for another one
+    processor  the processor of an image-text-to-text model, with an image processor, a tokenizer and an image token
+    Raises     UnsupportedError for any other
 
-    An image that was read lately is kept: the copies of a group's prompt share their tensors.
+    Recently read images are cached, so the copies of a group's prompt share their tensors.
     """
 
     def __init__(self, processor: ProcessorMixin) -> None:
@@ -47,8 +47,8 @@ class Vision:
         token = getattr(processor, "image_token", None)
         if token is None or getattr(processor, "image_processor", None) is None:
             raise UnsupportedError(
-                f"Vision: a processor must have an image_processor and an image_token: {type(processor).__name__} has "
-                "not."
+                f"Vision: a processor must have an image_processor and an image_token: {type(processor).__name__} "
+                "lacks one."
             )
         convert = processor.tokenizer.convert_tokens_to_ids
         self.placeholder: str = getattr(processor, "boi_token", None) or token  # what templates write
@@ -56,14 +56,14 @@ class Vision:
         self.image_token_id: int = convert(token)
         self._made: OrderedDict[Any, tuple[list[int], Media]] = OrderedDict()
         self._size = 0
-        self.empty: Media = {}  # of a row without images
+        self.empty: Media = {}  # the media of a row without images
         image_module = require("PIL.Image", extra="vision", used_by="Vision")
         self.empty = {name: value[:0] for name, value in self._make(image_module.new("RGB", (64, 64)))[1].items()}
 
     def expand(
         self, ids: Sequence[int], images: Sequence[Any], spans: Sequence[tuple[int, int]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids with each placeholder replaced by the ids of its image, and token spans moved along.
+        """Replaces each placeholder by the ids of its image, and shifts the token spans accordingly.
 
         Raises  TemplateError unless there is one placeholder per image; DataError for an image that cannot be read
         """
@@ -71,10 +71,10 @@ class Vision:
         if len(places) != len(images):
             raise TemplateError(
                 f"Vision: the chat template must write {self.placeholder!r} once for each image: got {len(places)} for "
-                f"{len(images)} images; not every template writes those of every role."
+                f"{len(images)} images; some templates leave out the images of some roles."
             )
         expanded: list[int] = []
-        start, moved = 0, [0] * (len(ids) + 1)  # how far the place in front of each id moves
+        start, moved = 0, [0] * (len(ids) + 1)  # moved[i]: the shift of the boundary before id i
         for place, image in zip(places, images, strict=True):
             new = self._process(image)[0]
             expanded += [*ids[start:place], *new]
@@ -83,7 +83,7 @@ class Vision:
         return [*expanded, *ids[start:]], [(a + moved[a], b + moved[b]) for a, b in spans]
 
     def media(self, images: Sequence[Any]) -> Media:
-        """The tensors of a row's images, without positions."""
+        """The tensors of a row's images, without "positions"."""
         made = [self._process(image)[1] for image in images]
         if len(made) < 2:
             return dict(made[0] if made else self.empty)
@@ -92,11 +92,11 @@ class Vision:
         except RuntimeError as error:
             raise UnsupportedError(
                 f"Vision: tensors of several images must be joined along their first dimension: those of "
-                f"{type(self.processor).__name__} cannot be ({error}); give each conversation one image."
+                f"{type(self.processor).__name__} cannot be ({error}); give each conversation only one image."
             ) from error
 
     def positions(self, ids: Tensor, sampled: Tensor | None = None) -> Tensor:
-        """int64[K]: where in ids int64[T] features go; ``sampled`` bool[S], S <= T, are ids that the policy drew."""
+        """int64[K]: indices of ids int64[T] that get features; none where ``sampled`` bool[S], S <= T, is True."""
         is_image = ids == self.image_token_id
         if sampled is not None:
             is_image[: len(sampled)] &= ~sampled.bool().to(ids.device)
@@ -109,12 +109,12 @@ class Vision:
             return self._made[key]
         made = self._made[key] = self._make(load_image(source) if image is None else image)
         self._size += _num_bytes(made[1])
-        while self._size > _CACHE_BYTES and len(self._made) > 1:  # the one just made stays, however large
+        while self._size > _CACHE_BYTES and len(self._made) > 1:  # the newest entry stays, however large
             self._size -= _num_bytes(self._made.popitem(last=False)[1][1])
         return made
 
     def _make(self, image: Image) -> tuple[list[int], Media]:
-        """The ids that take the placeholder's place, and the tensors, of one image."""
+        """The ids that replace the placeholder, and the tensors, of one image."""
         made = self.processor(text=[self.placeholder], images=[image], return_tensors="pt", add_special_tokens=False)
         ids = made.pop("input_ids")[0].tolist()
         media = {
@@ -133,7 +133,7 @@ def _num_bytes(media: Media) -> int:
 
 
 def model_class(source: str | PretrainedConfig, **options: Any) -> Any:
-    """The auto class that loads a model by its folder, hub name or configuration: one that reads images, or text."""
+    """The auto class that loads a model, given its folder, hub name or configuration: image-text-to-text or causal."""
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
@@ -148,9 +148,9 @@ def model_class(source: str | PretrainedConfig, **options: Any) -> Any:
 
 
 def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """The processor of a model that reads images, by its folder or hub name; the tokenizer of one that does not.
+    """Loads the processor of a model that reads images, or the tokenizer of one that does not, by folder or hub name.
 
-    A processor that also takes videos is loaded without that part if torchvision is missing, or the part's files.
+    A processor that also reads videos is loaded without its video part if torchvision or that part's files are missing.
     """
     import transformers
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
@@ -158,7 +158,7 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
 
     try:
         config = AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError):  # a folder with a tokenizer alone
+    except (OSError, ValueError):  # the folder may hold only a tokenizer
         config = None
     if getattr(config, "vision_config", None) is None:
         return AutoTokenizer.from_pretrained(source, **options)
@@ -176,8 +176,8 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
 
 
 def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: Any) -> None:
-    """Writes a processor, or a tokenizer alone, to a folder. The settings for images come in a file of their own too:
-    vLLM takes those for videos, which may not be here, from there.
+    """Writes a processor or a tokenizer to a folder. The image settings are also written to their own file: vLLM reads
+    the video settings from that file if the processor has no video part.
     """
     processor.save_pretrained(folder)
     if hasattr(processor, "image_processor"):
@@ -185,14 +185,14 @@ def save_processor(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
 
 
 def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A class of processors like ``kind``, without the part for videos, which needs torchvision."""
+    """A subclass of the processor class ``kind`` without the video part, which needs torchvision."""
 
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]
 
-    WithoutVideos.__name__ = kind.__name__  # by which it is saved
+    WithoutVideos.__name__ = kind.__name__  # saved processors store the class name
     return WithoutVideos
 
 
@@ -200,7 +200,7 @@ def image_processor_class(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
 
 
 def write_media(rows: Sequence[Media], batch_size: Sequence[int]) -> TensorDictBase:
-    """The entry "media" of a batch: ragged, one row each."""
+    """The ragged entry "media" of a batch, from the media of its rows."""
     return stack_columns({name: [row[name] for row in rows] for name in rows[0]}, batch_size)
 
 
@@ -221,11 +221,11 @@ def has_images(media: Sequence[Media] | None) -> bool:
 
 
 def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """A model's inputs for the images of a padded batch bool[B, T]: the tensors, and the tokens that they are for.
+    """A model's inputs for the images of a padded batch bool[B, T]: the tensors, and masks of the image tokens.
 
-    Position ids are not among them: the model derives them from these.
+    They include no position ids: the model derives those from these inputs.
     """
-    # Positions count a row's real ids, so padding on either side moves nothing.
+    # "positions" index a row's real ids, so padding on either side does not shift them.
     device = attention_mask.device
     is_image_BT = torch.zeros(attention_mask.shape, dtype=torch.bool, device=device)
     for row, (attended, own) in enumerate(zip(attention_mask.bool(), media, strict=True)):
@@ -237,9 +237,9 @@ def media_inputs(attention_mask: Tensor, media: Sequence[Media]) -> dict[str, Te
 
 @contextmanager
 def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Replaces image ids that were sampled in the inputs; inside the block the model still embeds them as themselves.
+    """Hides sampled image ids from the model; inside the block it still embeds them as ordinary tokens.
 
-    A model takes each image id for the place of an image, and would find more places than images.
+    A model expects image features for every image id in its inputs, and would find more such ids than images.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids_BT, given_BT = inputs["input_ids"], inputs["mm_token_type_ids"].bool()
@@ -255,7 +255,7 @@ def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict
         handle.remove()
 
 
-# --- the part of a model that reads images ----------------------------------------------------------------------------
+# --- vision tower -----------------------------------------------------------------------------------------------------
 
 
 def vision_tower(model: nn.Module) -> nn.Module | None:
@@ -268,8 +268,8 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 
 def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
-    """The log-probs, with a gradient of 0 for a trained vision tower: ranks average the gradients of the same
-    parameters, even if one rank's batch has no image.
+    """Connects the log-probs to a trained vision tower with a gradient of 0: all ranks must average gradients of the
+    same parameters, even if one rank's batch has no image.
     """
     tower = vision_tower(model) if torch.is_grad_enabled() else None
     trained = [] if tower is None else [parameter for parameter in tower.parameters() if parameter.requires_grad]
@@ -277,5 +277,5 @@ def reach_vision_tower(model: nn.Module, log_probs_BT: Tensor) -> Tensor:
 
 
 def present(**keywords: Any) -> dict[str, Any]:
-    """The keywords that are not None: text-only engines and models need not know ``media`` and ``routes``."""
+    """The keywords that are not None, so that text-only engines and models need not accept ``media`` and ``routes``."""
     return {name: value for name, value in keywords.items() if value is not None}

@@ -125,7 +125,7 @@ def test_an_engine_in_a_ray_actor_is_a_policy_like_any_other(folder):
         assert drawn.version == 5
         assert [ids.tolist() for ids in drawn.ids] == [ids.tolist() for ids in again.ids]
         ray.kill(engine._actor)
-        with pytest.raises(RolloutError, match="the actor must live to answer generate"):
+        with pytest.raises(RolloutError, match="the actor must be alive to answer generate"):
             engine.generate(PROMPTS, short)
         engine.close()
         engine.close()

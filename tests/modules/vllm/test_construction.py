@@ -70,9 +70,9 @@ def test_a_version_is_accepted_for_what_it_has_and_what_it_lacks_is_named():
 @pytest.mark.parametrize(
     ("vllm", "message"),
     [
-        (SimpleNamespace(__version__="0.9.0"), r"vllm 0.9.0 lacks: LLM.collective_rpc, (?s:.*)0.32 +tried, all of it"),
+        (SimpleNamespace(__version__="0.9.0"), r"vllm 0.9.0 lacks: LLM.collective_rpc, (?s:.*)0.32 +fully tested"),
         (None, "needs the package 'vllm', .* run: pip install"),
-        (some_vllm(__version__="0.31"), r"0\.31 lacks: vllm\.model_executor\.(?s:.*)0\.32 +tried, all of"),
+        (some_vllm(__version__="0.31"), r"0\.31 lacks: vllm\.model_executor\.(?s:.*)0\.32 +fully tested"),
     ],
     ids=["outside", "none", "inside"],
 )

@@ -96,7 +96,7 @@ def test_weights_arrive_and_those_of_a_server_that_was_started_again_are_missed(
     vllm_server.start()
     assert engine.take_gauges() == {}, "its counters began anew"
     for call in (lambda: engine.generate(PROMPTS, SHORT), lambda: engine.score(PROMPTS)):
-        with pytest.raises(RolloutError, match="it has 'default'; it was started again, or another client"):
+        with pytest.raises(RolloutError, match="it has 'default'; it was restarted, or another client"):
             call()
     version = publish(model, engine)
     generation = engine.generate(PROMPTS, SHORT)

@@ -289,8 +289,8 @@ def test_a_weight_that_vllm_passes_over_or_changes_is_named(model, engine, monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda name, tensor: {} if name == "model.norm.weight" else {name: tensor}, "announced and did not come"),
-        (lambda name, tensor: {name: tensor.half()}, r"must be what was announced: got torch.float16"),
+        (lambda name, tensor: {} if name == "model.norm.weight" else {name: tensor}, "announced but not sent"),
+        (lambda name, tensor: {name: tensor.half()}, r"must match its metadata: got torch.float16"),
     ],
     ids=["missing", "dtype"],
 )
@@ -339,7 +339,7 @@ def test_a_backend_that_does_not_reach_the_engine_is_refused_before_anything_is_
         with pytest.raises(ConfigError, match=message):
             engine.update_weights(model.state_dict(), version=version + 1, backend=backend)
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedError, match="memory of a GPU, and there is none here"):
+        with pytest.raises(UnsupportedError, match="memory of a GPU, and this process has none"):
             CudaIPC().create_buffer(1, engine.core.call_workers, 0.0)
     with pytest.raises(ConfigError, match="num_workers must be at least 1: got 0"):
         NCCL(num_workers=0)

@@ -1,1 +1,1 @@
-"""The inference backends under the names that the documents have for them."""
+"""The inference backends under their documented names."""

@@ -1,4 +1,4 @@
-"""Engines: prompt ids in, sampled ids out. The protocol is in ``base``, one file per backend."""
+"""Engines: prompt ids in, sampled ids out. The protocol is in ``base``; each backend has its own file."""
 
 from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
 from llmrl.modules.llm.engines.transformers import TransformersEngine

@@ -1,6 +1,6 @@
-"""The engine protocol: token ids in, sampled ids with their log-probs out; and the values that cross it.
+"""The engine protocol, token ids in, sampled ids with their log-probs out; and its parameters and results.
 
-An engine knows ids only: messages, templates, tensordicts and masks belong to the wrapper (``policies``).
+An engine handles only ids: messages, templates, tensordicts and masks belong to the wrapper (``policies``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmrl.errors import ConfigError, ShapeError
 
 
 class StopReason(IntEnum):
-    """The end of a generation. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
+    """The reason that a generation ended. ``EOS`` and ``STOP_STRING`` are natural ends, ``LENGTH`` is a truncation.
 
-    ``TOOL`` marks a turn handed to a tool, ``ABORT`` one that was cut off from outside: never a natural stop.
+    ``TOOL`` marks a turn that ends in a tool call, also natural; ``ABORT`` one that was interrupted from outside.
 
     >>> StopReason.LENGTH.natural, StopReason.EOS.natural
     (False, True)
@@ -34,18 +34,18 @@ class StopReason(IntEnum):
 
     @property
     def natural(self) -> bool:
-        """True when the model itself ended the turn."""
+        """True if the model itself ended the turn."""
         return self in (StopReason.EOS, StopReason.STOP_STRING, StopReason.TOOL)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options of one call. The defaults are the model's own distribution: no truncation, temperature 1.
+    """Sampling options of one call. The defaults sample the model's own distribution: no truncation, temperature 1.
 
     ``temperature == 0`` and ``do_sample=False`` both mean greedy. Order: repetition penalty, temperature, top-k, top-p,
     min-p.
 
-    Raises  ConfigError  if a value is of another kind, or out of its range
+    Raises  ConfigError  if a value has the wrong type or is out of range
 
     >>> SamplingParams(temperature=0.0).greedy
     True
@@ -64,8 +64,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence ids
     stop_strings: tuple[str, ...] = ()
     do_sample: bool = True
-    ignore_eos: bool = False  # the engine's own end-of-sequence ids end nothing
-    extra: tuple[tuple[str, Any], ...] = ()  # options of one engine alone, as (name, value)
+    ignore_eos: bool = False  # the engine's own end-of-sequence ids do not end a response
+    extra: tuple[tuple[str, Any], ...] = ()  # engine-specific options, as (name, value)
 
     def __post_init__(self) -> None:
         for names, kind, rule in (
@@ -95,17 +95,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is taken at every step."""
+        """True if every step takes the most likely token."""
         return self.temperature == 0 or not self.do_sample
 
     @property
     def scoring_temperature(self) -> float:
-        """The temperature under which log-probs are reported and re-scored: 1 for greedy, which has no distribution."""
+        """The temperature for reported and re-scored log-probs: 1 for greedy decoding, which has no distribution."""
         return 1.0 if self.greedy else self.temperature
 
     @property
     def truncates(self) -> bool:
-        """True when the distribution sampled from is not ``softmax(logits / temperature)``."""
+        """True if the sampling distribution is not ``softmax(logits / temperature)``."""
         if self.repetition_penalty != 1.0 or self.extra:
             return True
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
@@ -115,15 +115,15 @@ class SamplingParams:
 class Generation:
     """An engine's answers, in the order of the prompts.
 
-    ids             list of int64[R_i]   as drawn, the stop token included; a prompt is never part of it
-    log_probs       list of float32[R_i] of the distribution that was sampled from, first token included
+    ids             list of int64[R_i]    sampled ids, including the stop token; without the prompt
+    log_probs       list of float32[R_i]  under the sampling distribution, including the first token
     plain_log_probs the same tokens under ``softmax(logits / temperature)``; None if nothing was truncated
     stop_reasons    list of StopReason
-    version         the version of the weights that drew all of it; the oldest, if there are several
-    versions        list of int64[R_i], of each id; None if one version drew all
-    routes          list of int16[P_i + R_i, layers, K]: the experts of a mixture that each id of prompt and answer was
-                    sent to; -1 for the last id, which was drawn and not read, and in layers without experts. None if
-                    the engine does not report them
+    version         version of the weights that sampled the ids; the oldest, if there are several
+    versions        list of int64[R_i], the version of each id; None if one version sampled all
+    routes          list of int16[P_i + R_i, layers, K]: the experts of each id of prompt and answer; -1 in layers
+                    without experts, and for the last id, which was sampled but not read. None if the engine does not
+                    report them
     """
 
     ids: list[Tensor]
@@ -135,7 +135,7 @@ class Generation:
     routes: list[Tensor] | None = None
 
 
-Rows = Sequence[Tensor]  # ids int64[T], or a mask of them bool[T]
+Rows = Sequence[Tensor]  # ids int64[T], or masks bool[T]
 MediaRows = Sequence[Mapping[str, Tensor]] | None
 
 
@@ -143,12 +143,12 @@ MediaRows = Sequence[Mapping[str, Tensor]] | None
 class Engine(Protocol):
     """Runs a model for the wrapper.
 
-    ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample is a
-                       function of its prompt, its seed and the weights, never of the rows beside it.
-                       ``media``: of each row, if rows have images (``llmrl.modules.llm.vision``)
+    ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample
+                       depends only on its prompt, its seed and the weights, never on other rows.
+                       ``media``: one entry per row, if rows have images (``llmrl.modules.llm.vision``)
     ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
                        is False
-    ``update_weights`` all or nothing; None if the engine shares the trainer's module, so that only the version moves
+    ``update_weights`` all or nothing; None if the engine shares the trainer's module, so that only the version changes
     """
 
     version: int
@@ -167,7 +167,7 @@ class Engine(Protocol):
 
 
 class SeededEngine:
-    """The part of an engine that hands out the seeds of rows."""
+    """Base class of engines that draws the seeds of rows."""
 
     version = 0
 
@@ -179,7 +179,7 @@ class SeededEngine:
             self._generator.manual_seed(seed)
 
     def _seeds(self, given: Sequence[int] | None, num_rows: int) -> Sequence[int]:
-        """The seeds that a call brings, or fresh ones. Raises ShapeError unless there is one per prompt."""
+        """The given seeds, or fresh ones if None. Raises ShapeError unless there is one per prompt."""
         if given is None:
             return torch.randint(1 << 62, (num_rows,), generator=self._generator).tolist()
         if len(given) != num_rows:
@@ -196,7 +196,7 @@ class SeededEngine:
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:
-    """Raises ShapeError for rows that are not ids, and for ids outside the vocabulary, which on a GPU end the process.
+    """Raises ShapeError for rows that are not ids, and for ids outside the vocabulary: those crash a process on a GPU.
 
     Reads  vocabulary_size  None: only shapes and dtypes are checked
 
@@ -205,7 +205,7 @@ def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, 
     for row, ids in enumerate(rows):
         if ids.ndim != 1 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
             raise ShapeError(
-                f"{who}: a {what} is a non-empty int64[T]: got {ids.dtype} {tuple(ids.shape)} in row {row}."
+                f"{who}: a {what} must be a non-empty int64[T]: got {ids.dtype} {tuple(ids.shape)} in row {row}."
             )
     if not rows or vocabulary_size is None:
         return
@@ -213,5 +213,5 @@ def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, 
     if low < 0 or high >= vocabulary_size:
         raise ShapeError(
             f"{who}: the ids of a {what} must be within the model's vocabulary of {vocabulary_size}: got {low} to "
-            f"{high}; usually the tokenizer is that of another model."
+            f"{high}; usually the tokenizer belongs to another model."
         )

@@ -1,9 +1,9 @@
 """Generation and scoring with a Hugging Face causal language model, in this process.
 
-The decode loop is ours: every row has its own seed, so what a row samples does not depend on the rows beside it; equal
-prompts are prefilled once; finished rows leave the batch. The arithmetic of one draw is in ``sampling``.
+It has its own decode loop: each row has its own seed, so its sample does not depend on other rows; equal prompts are
+prefilled once; finished rows leave the batch. The arithmetic of one draw is in ``sampling``.
 
-Shapes: B rows of a batch, N rows that still run, U distinct prompts, P prompt and R response length, V vocabulary.
+Shapes: B rows of a batch, N unfinished rows, U distinct prompts, P prompt and R response length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs; routes
-_Step = tuple[Tensor, Tensor, Tensor]  # [N]: the tokens, their log-probs as drawn, and under the temperature alone
+_Row = tuple[Tensor, Tensor, Tensor, StopReason, Tensor | None]  # ids, log-probs, plain log-probs, reason, routes
+_Step = tuple[Tensor, Tensor, Tensor]  # [N]: tokens, log-probs as sampled, log-probs with temperature only
 
 
 class TransformersEngine(SeededEngine):
     """An ``Engine`` over a Hugging Face causal language model.
 
-    The model may be the trainer's own module: it is put in evaluation mode for the length of a call and put back as it
-    was, and ``update_weights(None, version=...)`` then only moves the version.
+    The model may be the trainer's own module: each call puts it in evaluation mode and restores its mode afterwards,
+    and ``update_weights(None, version=...)`` then only sets the version.
 
     In float32 the log-probs of generating equal those of scoring to 1e-5, whatever the padding; in bfloat16 they round
     differently (docs/engines.md).
 
-    eos_token_ids     ids that end a response; they are part of it
-    pad_token_id      fills the padding; may equal an end-of-sequence id, because masks come from lengths
-    pad_inputs        False: rows are run in groups of equal length, and the model never sees a padding token
-    max_batch_tokens  most tokens (rows times prompt + response length) that are in one batch; longer calls are split
-    tokenizer         only for ``SamplingParams.stop_strings``
-    seed              of the generator that hands out row seeds if a call brings none
+    eos_token_ids     ids that end a response; included in the response
+    pad_token_id      padding id; may equal an end-of-sequence id, because masks are derived from lengths
+    pad_inputs        False: rows are run in groups of equal length, so the model never sees a padding token
+    max_batch_tokens  maximum tokens (rows times prompt + response length) per batch; larger calls are split
+    tokenizer         needed only for ``SamplingParams.stop_strings``
+    seed              seeds the generator of row seeds, used if a call passes none
 
-    Attributes  ``on_tokens``, None unless set: called after each draw with int64[N] tokens and float32[N] log-probs
-                ``reports_routes``, False unless set: `Generation.routes` of a mixture of experts
+    Attributes  ``on_tokens``, default None: called after each draw with int64[N] tokens and float32[N] log-probs
+                ``reports_routes``, default False: fills `Generation.routes` for a mixture of experts
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TransformersEngine(SeededEngine):
         self.tokenizer = tokenizer
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
         self.reports_routes = False
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # an adapter hides the signature
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
         self._accepts = frozenset(inspect.signature(base.forward).parameters)
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class TransformersEngine(SeededEngine):
             raise ConfigError(f"TransformersEngine: {params.extra[0][0]} is an option of another engine: leave it out.")
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError(
-                "TransformersEngine: stop_strings need tokenizer= at construction, to read what was drawn."
+                "TransformersEngine: stop_strings need tokenizer= at construction, to decode sampled tokens."
             )
         rows: list[_Row] = [None] * len(prompts)  # type: ignore[list-item]
         with evaluating(self.model):
@@ -122,14 +122,14 @@ class TransformersEngine(SeededEngine):
         cache: Any,
         media: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """float32[N, V]: the logits of the last position. Passes only arguments that the model declares."""
+        """Logits of the last position, float32[N, V]. Passes only arguments that the model's forward declares."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
         inputs |= {name: value for name, value in (media or {}).items() if name in self._accepts}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
             if "position_ids" in self._accepts and position_ids is not None:
                 inputs["position_ids"] = position_ids
-        if "logits_to_keep" in self._accepts:  # else the head computes the logits of the whole prompt
+        if "logits_to_keep" in self._accepts:  # otherwise the head computes the logits of the whole prompt
             inputs["logits_to_keep"] = 1
         return self.model(**inputs).logits[:, -1].float()
 
@@ -167,17 +167,17 @@ class TransformersEngine(SeededEngine):
 
     @property
     def unsaved_buffers(self) -> frozenset[str]:
-        """Names that a set of weights may leave out: buffers that the model makes by itself."""
+        """Names that a set of weights may leave out: buffers that the model creates itself."""
         return unsaved_buffers(self.model)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """Copies ``weights`` into the model, then moves the version. None: the weights are shared already.
+        """Copies ``weights`` into the model, then sets the version. None: the weights are shared already.
 
         Names are those of ``model.state_dict()``; of tied weights one name is enough. Everything is checked before
         anything is written.
 
-        Raises  WeightSyncError  naming what is unknown, missing, misshapen, or tied but different
+        Raises  WeightSyncError  naming a weight that is unknown, missing, misshapen, or tied but different
         """
         if weights is not None:
             own = self.model.state_dict(keep_vars=True)
@@ -187,11 +187,11 @@ class TransformersEngine(SeededEngine):
         self.version = version
 
     def close(self) -> None:
-        """Does nothing: the model was built elsewhere."""
+        """Does nothing: the caller owns the model."""
 
 
 class _Decoding:
-    """One batch of one ``generate`` call: left-padded prompts, their cache, and the rows that still run."""
+    """One batch of one ``generate`` call: left-padded prompts, their KV cache, and the unfinished rows."""
 
     def __init__(
         self, engine: TransformersEngine, prompts: Rows, seeds: Sequence[int], params: SamplingParams, media: MediaRows
@@ -199,24 +199,22 @@ class _Decoding:
         self.engine, self.model = engine, engine.model
         self.routers = Routers.of(engine.model) if engine.reports_routes else None
         self.prompts, self.params, self.media = prompts, params, media
-        self.home = prompts[0].device  # where the caller keeps its rows
+        self.home = prompts[0].device  # results are returned on the caller's device
         self.device = device = model_device(engine.model)
         stop_ids = {*(() if params.ignore_eos else engine.eos_token_ids), *params.stop_token_ids}
         self.uniforms_BR = None if params.greedy else row_uniforms(seeds, params.max_new_tokens).to(device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-        self.check_every = 1 if device.type == "cpu" else 4  # asking an accelerator whether rows ended makes it wait
+        self.check_every = 1 if device.type == "cpu" else 4  # each check synchronises an accelerator
 
     def run(self) -> Iterator[_Row]:
-        """Prefills, decodes until every row ended, and yields each row's ids, log-probs, plain log-probs and stop
-        reason.
-        """
+        """Prefills, decodes until every row has ended, and yields each row's results."""
         params, stop_ids = self.params, self.stop_ids
         logits_NV = self._prefill()
         rows_N = torch.arange(len(self.prompts), device=self.device)
         ended_N = torch.zeros(len(self.prompts), dtype=torch.bool, device=self.device)
         seen_NV = self._seen(logits_NV.shape[-1]) if params.repetition_penalty != 1.0 else None
-        string_end_B: list[int | None] = [None] * len(self.prompts)  # length when a stop string was complete
-        segments: list[tuple[Tensor, list[_Step]]] = []  # the rows that ran, and their steps
+        string_end_B: list[int | None] = [None] * len(self.prompts)  # length at which a stop string was complete
+        segments: list[tuple[Tensor, list[_Step]]] = []  # the rows of a batch, and its steps until rows were removed
         steps: list[_Step] = []
         tails: list[list[int]] = [[] for _ in self.prompts]
         uniforms_NR = self.uniforms_BR
@@ -235,7 +233,7 @@ class _Decoding:
                 num_left = int((~ended_N).sum())
                 if num_left == 0:
                     break
-                # Rows that ended leave when they are half of the batch: their removal copies the whole cache.
+                # Ended rows are removed only when they are half of the batch: removal copies the whole cache.
                 if num_left * 2 <= len(token_N):
                     segments.append((rows_N, steps))
                     steps = []
@@ -257,17 +255,17 @@ class _Decoding:
             return self.engine.forward(*inputs)
         with self.routers.recording():
             logits_NV = self.engine.forward(*inputs)
-            self.read_routes = self.routers.choices()  # of the tokens that this pass has read
+            self.read_routes = self.routers.choices()  # for the input tokens of this pass
         return logits_NV
 
     def _prefill(self) -> Tensor:
-        """float32[N, V]: the logits after each prompt. Leaves the cache, mask and positions of all rows behind."""
+        """Logits after each prompt, float32[N, V]. Sets the cache, mask and positions of all rows."""
         from transformers import DynamicCache
 
-        # The prompts of a group are equal: each is read once, and its cache repeated for its rows.
+        # The prompts of a group are equal: each is prefilled once, and its cache repeated for its rows.
         distinct: dict[Any, int] = {}
         keys = [prompt.cpu().numpy().tobytes() for prompt in self.prompts]
-        if self.media:  # equal ids, and the very same tensors
+        if self.media:  # equal ids and identical tensor objects
             keys = [(key, *map(id, row.values())) for key, row in zip(keys, self.media, strict=True)]
         which_B = [distinct.setdefault(key, len(distinct)) for key in keys]
         firsts = [which_B.index(u) for u in range(len(distinct))]
@@ -275,10 +273,10 @@ class _Decoding:
         lengths = [len(prompt) for prompt in unique]
         self.width = max(lengths)
         ids_UP = pad_rows(unique, value=self.engine.pad_token_id, side="left").to(self.device)
-        self.mask_NT: Tensor | None = None  # rows of one length need no mask, and are faster without
+        self.mask_NT: Tensor | None = None  # rows of equal length need no mask, and run faster without one
         self.position_N1: Tensor | None = None
         position_UP = None
-        # Without a mask such a model would count positions on from the images of the last call.
+        # Without a mask, a vision model would compute positions from the images of the previous call.
         is_vision = getattr(self.model.config, "vision_config", None) is not None
         if min(lengths) != self.width or is_vision:
             mask_UP = lengths_mask(lengths, self.width, side="left").to(self.device)
@@ -298,7 +296,7 @@ class _Decoding:
         else:
             logits_NV = self.forward(ids_UP, mask_UP, position_UP, self.cache)
         if self.routers is not None:
-            # Only now are the numbers of layers and of experts per token known.
+            # Allocated here: the numbers of layers and of experts per token are known only after the first pass.
             of_prompts = self.read_routes.unflatten(0, (len(unique), self.width))
             self.prompt_routes = [of_prompts[u, self.width - lengths[u] :] for u in which_B]
             steps = (len(self.prompts), self.params.max_new_tokens)
@@ -310,7 +308,7 @@ class _Decoding:
         return logits_NV
 
     def _steps_behind(self, num_rows: int) -> Tensor:
-        """int64[U, 1]: how far the positions after each prompt differ from counting tokens; an image takes fewer."""
+        """Offset int64[U, 1] of positions after each prompt from the token count; images take fewer positions."""
         found = (getattr(module, "rope_deltas", None) for module in self.model.modules())
         behind = next((deltas for deltas in found if deltas is not None), None)
         zeros = torch.zeros(num_rows, 1, dtype=torch.int64, device=self.device)
@@ -325,7 +323,7 @@ class _Decoding:
         return self.forward(token_N[:, None], mask_NT, self.position_N1, self.cache)
 
     def _keep(self, index: Tensor) -> None:
-        """Selects rows of everything the next forward reads; an index may repeat."""
+        """Selects rows of the cache, mask and positions; an index may repeat."""
         self.cache.batch_select_indices(index)
         if self.mask_NT is not None:
             self.mask_NT = self.mask_NT[index]
@@ -354,7 +352,7 @@ class _Decoding:
     def _string_ends(
         self, token_N: Tensor, rows_N: Tensor, tails: list[list[int]], ends: list[int | None], step: int
     ) -> Tensor:
-        """bool[N]: rows whose text has just completed a stop string. Only the last tokens are decoded."""
+        """Rows that have just completed a stop string, bool[N]. Only the last tokens are decoded."""
         stop_strings = self.params.stop_strings
         window = max(len(stop.encode()) for stop in stop_strings) + 4  # a token holds at least one byte
         rows = rows_N.tolist()
@@ -370,7 +368,7 @@ class _Decoding:
         return torch.tensor(hits, device=self.device)
 
     def _collect(self, segments: list[tuple[Tensor, list[_Step]]], string_end_B: list[int | None]) -> Iterator[_Row]:
-        """Puts the steps of every segment back into rows, and cuts each row where it ended."""
+        """Assembles rows from the steps of all segments, and cuts each row where it ended."""
         shape = len(self.prompts), sum(len(steps) for _, steps in segments)
         num_steps, start = shape[1], 0
         kinds = [torch.int64, torch.float32, torch.float32][: 3 if self.params.truncates else 2]
@@ -384,7 +382,7 @@ class _Decoding:
         eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
         columns = [column_BR.to(self.home) for column_BR in columns]
         for row, eos_end in enumerate(eos_end_B):
-            # A row is cut where it ended first: it was drawn further while others of its batch went on.
+            # Cut at the earliest end: sampling continues past it while other rows of the batch run.
             string_end = string_end_B[row] or num_steps + 1
             length = min(eos_end, string_end, num_steps)
             if eos_end <= min(string_end, num_steps):
@@ -395,19 +393,19 @@ class _Decoding:
             ids, drawn, plain = (columns[part][row, :length].clone() for part in (0, 1, -1))
             routes = None
             if self.routers is not None:
-                self.drawn_routes[row, length - 1] = -1  # read only if other rows went on
+                self.drawn_routes[row, length - 1] = -1  # the last id may have been read while other rows continued
                 routes = torch.cat([self.prompt_routes[row], self.drawn_routes[row, :length]]).to(self.home)
             yield ids, drawn, plain, reason, routes
 
 
 def vocabulary_size(model: nn.Module | None) -> int | None:
-    """Number of ids that a model can look up; None if it is unknown."""
+    """Number of ids in a model's embedding; None if unknown."""
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embedding, "num_embeddings", None)
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device that a model computes on, where its inputs go; sharded parameters may wait elsewhere."""
+    """The device that a model computes on, which its inputs need; sharded parameters may be offloaded elsewhere."""
     first = next(model.parameters())
     if not isinstance(first, DTensor) or first.device_mesh.device_type == first.device.type:
         return first.device
@@ -416,7 +414,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def _batches(lengths: Sequence[int], max_tokens: int | None, mixed: bool) -> Iterator[list[int]]:
-    """Row indices, in batches of similar length whose padded size stays within ``max_tokens`` (one row always fits).
+    """Yields row indices in batches of similar length whose padded size is at most ``max_tokens``, or of a single row.
 
     ``mixed`` False: a batch holds rows of one length only.
     """

@@ -1,4 +1,4 @@
-"""A complete set of weights for an engine, checked against its model before the first one is written."""
+"""A complete set of weights for an engine, checked against its model before any weight is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 
 class WeightGroups(Protocol):
-    """Weights that are made group by group; ``metadata`` describes all of them beforehand."""
+    """Weights that are produced group by group; ``metadata`` describes all of them in advance."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -32,8 +32,8 @@ class WeightGroups(Protocol):
 class WeightSet:
     """A complete set of weights, named as in a checkpoint. ``groups`` can be iterated once.
 
-    dtype  floating-point weights are sent in this one, the engine's own; None: as they are
-    kept   parts of the names of weights that a model keeps in float32 whatever its dtype: they are sent as they are
+    dtype  the engine's dtype, in which floating-point weights are sent; None: unchanged
+    kept   parts of the names of weights that a model keeps in float32 whatever its dtype: they are sent unchanged
     """
 
     metadata: Metadata
@@ -43,7 +43,7 @@ class WeightSet:
 
     @cached_property
     def sent(self) -> Metadata:
-        """``metadata`` of what `pairs` yields."""
+        """``metadata`` of the tensors that `pairs` yields."""
         sent = dict(self.metadata)
         for name, (own, shape) in self.metadata.items():
             if self.dtype and own.is_floating_point and not any(part in name for part in self.kept):
@@ -55,28 +55,28 @@ class WeightSet:
         return sum(shape.numel() * dtype.itemsize for dtype, shape in self.sent.values())
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to send. Raises WeightSyncError if they differ from ``metadata``."""
+        """Yields names and tensors to send. Raises WeightSyncError if they differ from ``metadata``."""
         left = dict(self.metadata)
         for group in self.groups:
             for name, tensor in group.items():
                 expected = left.pop(name, None)
                 if expected != (tensor.dtype, tensor.shape):
                     raise WeightSyncError(
-                        f"VLLMEngine: {name} must be what was announced: got {tensor.dtype} {tuple(tensor.shape)}, "
+                        f"VLLMEngine: {name} must match its metadata: got {tensor.dtype} {tuple(tensor.shape)}, "
                         f"expected {expected}."
                     )
                 yield name, tensor.to(self.sent[name][0])
         if left:
             raise WeightSyncError(
-                f"VLLMEngine: every weight must be sent: {next(iter(left))} was announced and did not come."
+                f"VLLMEngine: every weight must be sent: {next(iter(left))} was announced but not sent."
             )
 
 
 class WeightSpec:
-    """Names, shapes and kinds of the weights of one model configuration.
+    """Names, shapes and dtype kinds of the weights of one model configuration.
 
-    vLLM fuses, packs and renames what it loads, so its own parameters cannot be compared with what is sent. The Hugging
-    Face model of the same configuration can, and costs nothing on the meta device.
+    vLLM fuses, packs and renames loaded weights, so sent weights cannot be compared with its own parameters. They are
+    compared with the Hugging Face model of the same configuration, which costs nothing on the meta device.
 
     >>> from llmrl.testing import tiny_model, tiny_tokenizer
     >>> model = tiny_model(tiny_tokenizer(), architecture="gemma")
@@ -102,7 +102,7 @@ class WeightSpec:
         self._own: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             stored = self._stored_name[name] = names.setdefault(id(tensor), name)
-            # Tied names share one storage here too, which is how check_weights recognises them.
+            # Tied names share one storage here too: check_weights recognises them by it.
             self._own[name] = (
                 torch.empty(1, dtype=tensor.dtype).expand(tensor.shape) if stored == name else self._own[stored]
             )
@@ -110,10 +110,11 @@ class WeightSpec:
     def weight_set(
         self, weights: Mapping[str, Tensor] | WeightGroups, groups: Iterable[Mapping[str, Tensor]] | None = None
     ) -> WeightSet:
-        """``weights``, which must be all of the model, named as in a checkpoint and not copied. Groups are checked by
-        their metadata; none is made, and they are taken from ``groups`` if that is given.
+        """Checks ``weights``, which must be complete, and names them as in a checkpoint, without a copy. Groups are
+        checked by their metadata without producing any; ``groups``, if given, replaces iterating over ``weights``.
 
-        Raises  WeightSyncError naming what is unknown, missing, misshapen, tied but different, or of another kind
+        Raises  WeightSyncError naming a weight that is unknown, missing, misshapen, tied but different, or of another
+                dtype kind
         """
         if isinstance(weights, Mapping):
             groups = None
@@ -129,7 +130,7 @@ class WeightSpec:
             empty = tensor.is_meta and groups is None
             if empty or tensor.dtype.is_floating_point != self._own[name].is_floating_point():
                 raise WeightSyncError(
-                    f"VLLMEngine: {name} must hold {self._own[name].dtype} or another type of its kind: got "
+                    f"VLLMEngine: {name} must hold {self._own[name].dtype} or another dtype of its kind: got "
                     f"{tensor.dtype}{' on meta' if empty else ''}. Nothing was updated."
                 )
         renamed = self._renamed(weights)
@@ -137,18 +138,18 @@ class WeightSpec:
         return WeightSet(metadata, [renamed] if groups is None else map(self._renamed, groups), kept=self._kept)
 
     def _check_tied_once(self, names: Iterable[str]) -> None:
-        """Raises for two names of one tied weight, which could only be compared after both groups were made."""
+        """Raises for two names of one tied weight: comparing them would need both of their groups at once."""
         seen: dict[str, str] = {}
         for name in names:
             other = seen.setdefault(self._stored_name.get(name, name), name)
             if other != name:
                 raise WeightSyncError(
-                    f"VLLMEngine: {other} and {name} are tied in this model, and groups must hold one of them. Nothing "
+                    f"VLLMEngine: {other} and {name} are tied in this model, and groups must hold only one. Nothing "
                     "was updated."
                 )
 
     def _renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Named as in a checkpoint: reverts what the Transformers library renames and merges when it loads one."""
+        """Named as in a checkpoint: reverts the renaming and merging that Transformers does when it loads one."""
         from transformers.core_model_loading import revert_weight_conversion
 
         stored = {self._stored_name[name]: tensor.detach() for name, tensor in weights.items()}
@@ -157,7 +158,7 @@ class WeightSpec:
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, who: str = "TransformersEngine") -> None:
     """Raises WeightSyncError unless ``weights`` can replace all of ``own`` (a state dict); names that share storage
-    count as one.
+    count as one weight.
     """
     unknown = sorted(weights.keys() - own.keys())
     if unknown:
@@ -166,7 +167,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
             f"{did_you_mean(unknown[0], own)} Nothing was updated."
         )
     tied: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in own.items():  # names of one weight point at the same memory
+    for name, tensor in own.items():  # tied names share the same memory
         storage = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         tied.setdefault(storage, []).append(name)
     missing = []
@@ -192,7 +193,7 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, w
 
 
 def unsaved_buffers(model: nn.Module) -> frozenset[str]:
-    """The names of buffers that a model makes by itself and leaves out of its ``state_dict``: rotary frequencies, say.
+    """Names of buffers that a model creates itself and leaves out of its ``state_dict``, such as rotary frequencies.
 
     >>> model = nn.BatchNorm1d(2)
     >>> model.register_buffer("scratch", torch.zeros(1), persistent=False)

@@ -1,4 +1,4 @@
-"""Language models as policies: the containers they read and write, and the wrappers that call an engine."""
+"""Language models as policies: the containers that they read and write, and the wrappers that call an engine."""
 
 from llmrl.modules.llm.policies.base import Backend, LLMWrapperBase
 from llmrl.modules.llm.policies.batching import BatchingEngine

@@ -1,7 +1,7 @@
-"""``LLMWrapperBase``: a language model as a policy on TensorDicts. Reads a prompt or a conversation, calls an engine,
-writes every view.
+"""``LLMWrapperBase``: a language model as a policy on TensorDicts. It reads a prompt or a conversation, calls an
+engine, and writes all views.
 
-One code path for every backend: a backend is an ``Engine``, made in ``_build``.
+All backends share one code path: a backend is an ``Engine``, made in ``_build``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PER_TURN = ["stop_reason", "policy_version", "new_record"]
-_SEED_STRIDE = 0x2545F4914F6CDD1D  # the samples of one prompt take seeds far apart
+_SEED_STRIDE = 0x2545F4914F6CDD1D  # distance between the seeds of the samples of one prompt
 
 
 @dataclass
@@ -59,26 +59,26 @@ class Backend:
 
 
 class LLMWrapperBase(nn.Module):
-    """A policy over an engine. ``model`` is an ``Engine`` here; subclasses take what their backend runs.
+    """A policy over an engine. ``model`` is an ``Engine`` here; subclasses accept the model type of their backend.
 
     Generating (``generate=True``):
-      Reads   (mode, "prompt"), and if an environment carried an earlier turn on, its `TokenStream`: the ids of
-              earlier turns are used as they are; only what was appended since is rendered
+      Reads   (mode, "prompt"), and the `TokenStream` of earlier turns if an environment carried it over: its ids are
+              used unchanged, and only messages appended since are rendered
               "seed" int64[B], if present: one seed per row
-              "media", if there in tokens mode: the images of each row (``llmrl.modules.llm.vision``)
+              "media", if present in tokens mode: the images of each row (``llmrl.modules.llm.vision``)
       Writes  text, masks, tokens, log_probs and history containers (those of the mode), "stop_reason" int64[B]
-              (``StopReason``), "policy_version" int64[B], "new_record" bool[B]: a training record begins with this
-              turn, because it is the conversation's first or does not continue the stream of the turn before; with a
-              processor "media", of all images of the conversation
+              (``StopReason``), "policy_version" int64[B], "new_record" bool[B]: True if a training record begins with
+              this turn, because it is the conversation's first or does not continue the stream of the previous turn;
+              with a processor also "media", of all images of the conversation
     Scoring (``generate=False``):
       Reads   ("tokens", "full") if present, else (mode, "full")
-      Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients where they are
-              enabled; beside them the mode's other containers, as the batch has them or of "full" alone
+      Writes  ("log_probs", "full") float32[T], [t] = log p(token t | tokens before t), with gradients if they are
+              enabled; also the mode's other containers, from the batch or with only "full"
     Raises  MissingKeyError, TypeError, ConfigError, ShapeError, TemplateError
 
-    The signature describes the arguments, `generation_options` what ``generate_kwargs`` may hold. Where a template
-    rewrites earlier turns (drops their thinking, say), ``prefer_tokens=True`` renders the row again and starts a new
-    record: its masks and log-probs begin with this turn, counted in ``counters["rewritten"]`` and logged once.
+    The signature describes the arguments; `generation_options` describes ``generate_kwargs``. If a template rewrites
+    earlier turns (for example drops their thinking), ``prefer_tokens=True`` renders the row again and starts a new
+    record: its masks and log-probs begin with this turn. Counted in ``counters["rewritten"]``, logged once.
     """
 
     takes_vllm_options = False
@@ -87,37 +87,37 @@ class LLMWrapperBase(nn.Module):
         self,
         model: Any,
         *,
-        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None = None,  # or its name; None: the model's own
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | None = None,  # or its name; None: the model's
         input_mode: Literal["history", "text", "tokens"] = "history",
         input_key: Key | None = None,  # read instead of (mode, "prompt") or (mode, "full")
-        attention_mask_key: Key = "attention_mask",  # mask of a dense ("tokens", "prompt"); without it every id counts
+        attention_mask_key: Key = "attention_mask",  # mask of a dense ("tokens", "prompt"); if absent, all ids count
         generate: bool = True,  # False: score whole conversations
         generate_kwargs: Mapping[str, Any] | None = None,  # see generation_options
-        tokenizer_kwargs: Mapping[str, Any] | None = None,  # in history mode: variables of the template
-        pad_output: bool = False,  # dense, padded containers instead of rows
+        tokenizer_kwargs: Mapping[str, Any] | None = None,  # in history mode: template variables
+        pad_output: bool = False,  # True: dense, padded containers instead of ragged rows
         pad_model_input: bool | None = None,  # False: rows run in groups of equal length, without padding
         inplace: bool | Literal["empty"] | None = None,  # False: a new TensorDict; "empty": td.empty()
-        device: torch.device | str | None = None,  # where the model is moved to
+        device: torch.device | str | None = None,  # the model is moved there
         layout: torch.layout | None = None,  # torch.strided only
         num_samples: int | None = None,  # responses per prompt, batch [*B, n]; never in place
         chat_template_name: str | None = None,  # a registered template, instead of the tokenizer's own
-        chat_template: str | None = None,  # the text of one
+        chat_template: str | None = None,  # the text of a template
         return_log_probs: bool | None = None,  # True by default; scoring needs it
         history_key: str = "history",
         text_key: str = "text",
         tokens_key: str = "tokens",
         masks_key: str = "masks",
         log_probs_key: str = "log_probs",
-        batching: bool | None = None,  # join calls of several threads (BatchingEngine); None: if a size is given
-        min_batch_size: int | None = None,  # rows to wait for; 1
-        max_batch_size: int | None = None,  # most rows in one joined call
-        batching_timeout: float = 10.0,  # seconds after which a call goes with the rows that are there
-        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": fail if True would
+        batching: bool | None = None,  # join calls of several threads (BatchingEngine); None: only if a size is given
+        min_batch_size: int | None = None,  # rows to wait for; None: 1
+        max_batch_size: int | None = None,  # maximum rows in one joined call
+        batching_timeout: float = 10.0,  # seconds after which a call is made with fewer rows
+        prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": no new records
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
         self.settings = SimpleNamespace(**given)
-        self._given = (model,)  # in a tuple, where a module is not part of this one
+        self._given = (model,)  # in a tuple, so that a module is not registered as a submodule
         self.generate_kwargs = standard_names(generate_kwargs)
         self.options = generation_options(generate_kwargs, vllm=self.takes_vllm_options)
         check_settings(type(self).__name__, self.settings, self.options)
@@ -143,7 +143,7 @@ class LLMWrapperBase(nn.Module):
         self._collector: weakref.ref[Any] | None = None
 
     def _set_outputs(self) -> None:
-        """Sets the arguments of the output; two of them may come in ``generate_kwargs``."""
+        """Sets the output arguments; ``generate_kwargs`` may contain two of them."""
         given, options = self.settings, self.options
         self.num_samples = options.num_return_sequences if given.num_samples is None else given.num_samples
         wanted = options.logprobs if given.return_log_probs is None else given.return_log_probs
@@ -152,7 +152,7 @@ class LLMWrapperBase(nn.Module):
         self.pad_output = given.pad_output
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        """The template's, or without one the tokenizer's."""
+        """The template's stop ids, or without a template the tokenizer's."""
         if self.renderer is not None:
             return self.renderer.stop_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -164,8 +164,8 @@ class LLMWrapperBase(nn.Module):
         """Makes the engine and the scorer of ``model``."""
         if not isinstance(model, Engine):
             raise ConfigError(
-                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; a Hugging Face model "
-                "goes into TransformersWrapper."
+                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; pass a Hugging Face "
+                "model to TransformersWrapper."
             )
         self._leave_to_engine("the engine that it was given")
         pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -187,18 +187,18 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def in_keys(self) -> list[Key]:
-        """The key that is read in every call."""
+        """The key that every call reads."""
         return [self.input_key]
 
     @property
     def out_keys(self) -> list[Key]:
-        """The entries that are written, in their order."""
+        """The entries that are written, in this order."""
         wanted = {"masks", "tokens", *self.mode.written} | ({"log_probs"} if self.return_log_probs else set())
         return [self.keys[name] for name in CONTAINERS if name in wanted] + _PER_TURN * self.generate
 
     @property
     def seed(self) -> int | None:
-        """The seed of row seeds; None leaves them to the engine. Setting it starts its sequence again."""
+        """The seed of the row seeds' generator; None leaves them to the engine. Setting it restarts the sequence."""
         return self._seed
 
     @seed.setter
@@ -207,7 +207,7 @@ class LLMWrapperBase(nn.Module):
         self._generator = None if value is None else torch.Generator().manual_seed(value)
 
     def get_new_version(self, **changes: Any) -> Self:
-        """This wrapper with some constructor arguments changed and everything else kept; engine and weights are shared.
+        """Returns this wrapper with some constructor arguments changed; engine and weights are shared.
 
         Raises  ConfigError for a name that is not an argument of the constructor
 
@@ -232,14 +232,14 @@ class LLMWrapperBase(nn.Module):
                 new.engine = self.engine
                 if changes.keys() & BATCHING_SETTINGS:
                     new.engine = join_requests(own_engine(self.engine), new.settings)
-            new.engine.version = self.engine.version  # even a new engine has the same weights
+            new.engine.version = self.engine.version  # a new engine has the same weights
             new.scorer = self.scorer
             if "generate_kwargs" not in changes:
                 new._seed, new._generator = self._seed, self._generator
         return new
 
     def token_scores(self, input_ids: Tensor, attention_mask: Tensor, select: Tensor, **options: Any) -> TokenScores:
-        """Log-probs of the selected tokens at the policy's temperature, with gradients: what the losses call.
+        """Log-probs of the selected tokens at the policy's temperature, with gradients; called by losses.
 
         input_ids int64[B, T], attention_mask bool[B, T], select bool[B, T]; ``options`` are those of `token_logprobs`:
         entropy, media, routes
@@ -253,7 +253,7 @@ class LLMWrapperBase(nn.Module):
         return self.scorer(input_ids, attention_mask, select, **{"temperature": self.temperature, **options})
 
     def forward(self, td: TensorDictBase, *, generate_kwargs: Mapping[str, Any] | None = None) -> TensorDictBase:
-        """Generates or scores. ``generate_kwargs`` override single options for this call; the others stay."""
+        """Generates or scores. ``generate_kwargs`` override individual options for this call."""
         self._check_batch(td)
         if not self.generate:
             if generate_kwargs is not None:
@@ -271,23 +271,23 @@ class LLMWrapperBase(nn.Module):
         masking_strategy: Literal["generic", "sft", "rlhf"] = "generic",
         mask: Tensor | Sequence[Tensor] | None = None,
     ) -> TokenCategorical:
-        """The distributions that the tokens of whole conversations are drawn from, at the policy's temperature.
+        """The categorical distributions of the tokens of whole conversations, at the policy's temperature.
 
         Reads    ("tokens", "full") with its masks if present, else (mode, "full"), encoded
         Returns  a categorical over the vocabulary, float32, for [*B, T] tokens (rows padded on the right), with
-                 gradients where they are enabled; 4 bytes times the vocabulary for every chosen token
+                 gradients if they are enabled; it takes 4 bytes times the vocabulary size for every chosen token
         Raises   UnsupportedError if the backend has no logits; ConfigError, MissingKeyError, ShapeError
 
-        masking_strategy  "generic": every token but a conversation's first; "rlhf" and "sft": what the assistant wrote,
-                          by the assistant mask, or the response if there is no such mask
-        mask              bool, shaped like ("tokens", "full"): chosen by hand, instead of a strategy
+        masking_strategy  "generic": every token except a conversation's first; "rlhf" and "sft": the tokens in the
+                          assistant mask, or the response if there is no such mask
+        mask              bool, shaped like ("tokens", "full"): an explicit mask, instead of a strategy
         """
         model = self._scored_model()
         if model is None:
             engine = type(own_engine(self.engine)).__name__
             raise UnsupportedError(
-                f"{type(self).__name__}.get_dist: the backend must give logits: {engine} gives log-probs of tokens; "
-                "use get_new_version(generate=False) for those of a conversation, or a TransformersWrapper of the same "
+                f"{type(self).__name__}.get_dist: the backend must give logits: {engine} gives only log-probs; use "
+                "get_new_version(generate=False) for those of a conversation, or a TransformersWrapper of the same "
                 "weights."
             )
         self._check_batch(td)
@@ -297,16 +297,16 @@ class LLMWrapperBase(nn.Module):
     # --- collectors and requests of several threads -------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Remembers the collector that this policy works for, without keeping it alive."""
+        """Stores a weak reference to the collector that uses this policy."""
         self._collector = None if collector is None else weakref.ref(collector)
 
     @property
     def collector(self) -> Any:
-        """The collector that registered itself; None if there is none, or it is gone."""
+        """The collector that registered itself; None if there is none, or if it was deleted."""
         return None if self._collector is None else self._collector()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for another process: all but the collector, which stays here."""
+        """The state to pickle: everything except the collector."""
         return {**self.__dict__, "_collector": None}
 
     def get_batching_state(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class LLMWrapperBase(nn.Module):
         return {**none, "min_batch_size": None, "max_batch_size": None}
 
     def cleanup_batching(self, timeout: float = 600.0) -> None:
-        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones individually.
 
         Returns when all are answered. Raises DeadlineError if that takes longer than ``timeout`` seconds.
         """
@@ -327,7 +327,7 @@ class LLMWrapperBase(nn.Module):
     # --- generating ---------------------------------------------------------------------------------------------------
 
     def _generate(self, td: TensorDictBase, options: GenerationOptions) -> TensorDictBase:
-        # 1. The prompt ids: the stream of earlier turns as it was drawn, and behind it what was appended since.
+        # 1. The prompt ids: the sampled stream of earlier turns, then the messages appended since.
         prompt_mask_key = (self.keys["masks"], "prompt_attention_mask")
         prompts = self.mode.read(td, self.input_key, prompt_mask_key, self.attention_mask_key)
         stream = self.mode.read_stream(td, self.keys, prompts) if self.prefer_tokens else None
@@ -338,13 +338,13 @@ class LLMWrapperBase(nn.Module):
             prompts.texts = self.mode.carried_texts(td, self.keys, prompts.stream)
         seeds = self._seeds(td, len(prompts.ids))
         batch_size = td.batch_size
-        if self.num_samples is not None:  # only now: what the samples share was read and encoded once
+        if self.num_samples is not None:  # repeated here, so that each prompt is read and encoded only once
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
-        # 2. The engine draws an answer to each.
+        # 2. The engine samples an answer to each.
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
         generation = self.engine.generate(prompts.ids, params, seeds=seeds, **present(media=prompts.media))
-        # 3. The views of the finished turns, as rows or padded.
+        # 3. The views of the finished turns, ragged or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
         columns = turn_columns(prompts.ids, generation, prompts.stream, covered, log_probs=self.return_log_probs)
@@ -358,13 +358,13 @@ class LLMWrapperBase(nn.Module):
         begins = [True] * len(prompts.ids) if prompts.stream is None else prompts.stream.begins_record()
         out.set("stop_reason", torch.tensor(generation.stop_reasons).reshape(batch_size))
         versions = [()] * len(generation.ids) if generation.versions is None else generation.versions
-        oldest = [int(row[0]) if len(row) else generation.version for row in versions]  # they only rise within a row
+        oldest = [int(row[0]) if len(row) else generation.version for row in versions]  # versions increase within a row
         out.set("policy_version", torch.tensor(oldest).reshape(batch_size))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
 
     def _count_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
-        """Counts the rows that the template made start a new record, and says so the first time.
+        """Counts the rows that start a new record because of the template; logs a warning the first time.
 
         Raises  RewriteError if that is not allowed
         """
@@ -373,22 +373,22 @@ class LLMWrapperBase(nn.Module):
         if self.prefer_tokens == "always":
             raise RewriteError(
                 f"{who}: with prefer_tokens='always' a prompt must begin with the turns before it: row {row} does not "
-                f"({reason}) With prefer_tokens=True, in a recipe env.on_rewrite=new_record, such a turn starts a "
-                "training record of its own."
+                f"({reason}) With prefer_tokens=True (in a recipe env.on_rewrite=new_record) such a turn starts a new "
+                "training record."
             ) from reason
         if not self.counters["rewritten"]:
             _log.warning(
-                f"{who}: the template writes earlier turns differently once a conversation goes on, so that it cannot "
-                "be trained in one piece: a turn that does not begin with what came before is rendered again and "
-                "starts a training record of its own. They are counted in counters['rewritten']; this is logged once. "
-                f"({reason})"
+                f"{who}: the template writes earlier turns differently once a conversation continues, so the "
+                "conversation cannot be one training record: a turn whose prompt does not begin with the earlier turns "
+                "is rendered again and starts a new record. counters['rewritten'] counts these turns; this is logged "
+                f"once. ({reason})"
             )
         self.counters["rewritten"] += len(rewritten)
 
     def _seeds(self, td: TensorDictBase, num_rows: int) -> list[int] | None:
-        """One seed per row and sample: from the batch, else from the wrapper's own sequence, else the engine's."""
+        """One seed per row and sample: from the batch, else from the wrapper's generator; None: from the engine's."""
         num_samples = self.num_samples or 1
-        # The samples of one row must differ, and each be the same in every run.
+        # The samples of one row must differ, but be reproducible.
         if (given := row_seeds(td, num_rows, who=type(self).__name__)) is not None:
             return [seed + sample * _SEED_STRIDE for seed in given for sample in range(num_samples)]
         if self._generator is None:
@@ -398,7 +398,7 @@ class LLMWrapperBase(nn.Module):
     # --- scoring ------------------------------------------------------------------------------------------------------
 
     def _conversations(self, td: TensorDictBase) -> Conversations:
-        """The conversations to score: ("tokens", "full") wherever it is there, else (mode, "full")."""
+        """The conversations to score: ("tokens", "full") if present, else (mode, "full")."""
         key = (self.keys[self.mode.name], "full") if self.generate else self.input_key
         conversations = Conversations.read(td, self.mode, self.keys, key, self.attention_mask_key)
         size = vocabulary_size(self._scored_model())
@@ -406,7 +406,7 @@ class LLMWrapperBase(nn.Module):
         return conversations
 
     def _scored_model(self) -> nn.Module | None:
-        """The language model in this process, without what the scorer was wrapped in; None if it is elsewhere."""
+        """The language model in this process, without the scorer's wrappers; None if it is not in this process."""
         return getattr(getattr(self.scorer, "module", self.scorer), "model", None)
 
     def _score(self, td: TensorDictBase) -> TensorDictBase:
@@ -418,14 +418,14 @@ class LLMWrapperBase(nn.Module):
 
     @property
     def output_pad_id(self) -> int | None:
-        """The id that output is padded with; None if it stays rows."""
+        """The padding id of the output; None if the output is ragged."""
         return self.pad_token_id if self.pad_output else None
 
     def score_rows(
         self, ids: Rows, *, masks: Rows | None = None, temperature: float | None = None, media: MediaRows = None
     ) -> list[Tensor]:
-        """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; by the scorer if gradients are
-        enabled, else by the engine.
+        """Log-probs float32[T] of the ids int64[T], 0 where bool[T] masks are False; from the scorer if gradients are
+        enabled, else from the engine.
         """
         temperature = self.temperature if temperature is None else temperature
         if self.scorer is None or not torch.is_grad_enabled():
@@ -448,7 +448,7 @@ class LLMWrapperBase(nn.Module):
         return Renderer(settings.tokenizer, **given, template_kwargs=settings.tokenizer_kwargs if history else None)
 
     def _source(self) -> Any:
-        """The model that another wrapper over the same weights is built from."""
+        """The model for building another wrapper over the same weights."""
         return self._given[0]
 
     def _check_batch(self, td: Any) -> None:

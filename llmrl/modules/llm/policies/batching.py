@@ -1,7 +1,7 @@
-"""``BatchingEngine``: the requests of several threads as one call of the engine behind it.
+"""``BatchingEngine``: joins the requests of several threads into one call of the wrapped engine.
 
-It has no thread of its own: the thread of the oldest request makes the call for all requests that may share it. So
-nothing has to be started or joined, and an interrupted thread leaves nothing behind.
+It has no thread of its own: the thread of the oldest request makes the call for all requests that can share it. No
+thread has to be started or joined, and an interrupted thread leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LOOK_AROUND_S = 1.0  # longest sleep before a waiting thread checks that the ca
 
 
 class BatchingEngine:
-    """An ``Engine`` that joins requests of several threads. Everything that it does not define is the engine's.
+    """An ``Engine`` that joins requests of several threads. Other attributes are those of the wrapped engine.
 
-    min_batch_size  rows to wait for, 1 by default: a request goes at once, with whatever came while the engine was busy
-    max_batch_size  most rows in one call; a request is never cut, a larger one goes alone
-    timeout         seconds that a request waits for others; then it goes with those that are there
+    min_batch_size  rows to wait for; default 1: a request runs at once, with any that arrived while the engine was busy
+    max_batch_size  maximum rows in one call; requests are never split, a larger one runs alone
+    timeout         seconds that a request waits for others; then it runs with those that have arrived
     Raises          ConfigError  if a size is not positive, min exceeds max, or the timeout is negative
 
-    Requests share a call when they have the same sampling parameters (the same temperature, to score). One call runs at
-    a time, weights are updated between calls. When a joined call fails, its requests are made one by one, and an error
-    goes only to those that fail alone.
+    Requests share a call if they have the same sampling parameters (for scoring: the same temperature). One call runs
+    at a time; weights are updated between calls. If a joined call fails, its requests are repeated one by one, and only
+    those that fail alone get an error.
 
     >>> import torch
     >>> from llmrl.testing import FakeEngine, tiny_tokenizer
@@ -54,7 +54,7 @@ class BatchingEngine:
     ) -> None:
         for name, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
             if size is not None and (not isinstance(size, int) or size < 1):
-                raise ConfigError(f"batching: {name} must be positive and whole: got {size!r}.")
+                raise ConfigError(f"batching: {name} must be a positive integer: got {size!r}.")
         if None not in (min_batch_size, max_batch_size) and min_batch_size > max_batch_size:
             raise ConfigError(
                 f"batching: min_batch_size must not exceed max_batch_size: got {min_batch_size} and {max_batch_size}."
@@ -71,7 +71,7 @@ class BatchingEngine:
         self._changed = threading.Condition()
         self._queue: list[_Request] = []  # in the order of arrival
         self._caller: threading.Thread | None = None  # the thread that is using the engine
-        self._taken: list[_Request] = []  # the requests of the call that is running
+        self._taken: list[_Request] = []  # the requests of the running call
         self._joining = True
 
     # --- the engine's protocol ----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class BatchingEngine:
     def generate(
         self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation:
-        """As the engine's; waits for other requests with these parameters."""
+        """See `Engine`; waits for other requests with the same parameters."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[Generation]:
             given = {"seeds": _chained(parts, 1), **present(media=_chained(parts, 2))}
@@ -102,7 +102,7 @@ class BatchingEngine:
     def score(
         self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]:
-        """As the engine's; waits for other requests at this temperature."""
+        """See `Engine`; waits for other requests at the same temperature."""
 
         def call(parts: list[tuple[Any, ...]]) -> list[list[Tensor]]:
             given = {"temperature": temperature, "masks": _chained(parts, 1), **present(media=_chained(parts, 2))}
@@ -111,32 +111,32 @@ class BatchingEngine:
         return self._ask(("score", temperature, masks is None, media is None), call, (sequences, masks, media))
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """As the engine's, between two calls: what a call samples is of one version."""
+        """See `Engine`; runs between two calls, so that the samples of a call have one version."""
         with self._alone():
             self.engine.update_weights(weights, version=version)
 
     def close(self) -> None:
-        """Answers what waits, then closes the engine."""
+        """Answers waiting requests, then closes the engine."""
         self.drain()
         self.engine.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "engine":  # not there yet: while this is being unpickled
+        if name == "engine":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.engine, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for another process: the settings and the engine, without requests."""
+        """The state to pickle: the settings and the engine, without requests."""
         return {name: self.__dict__[name] for name in ("engine", "min_batch_size", "max_batch_size", "timeout")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
-    # --- ending and showing -------------------------------------------------------------------------------------------
+    # --- draining and inspection --------------------------------------------------------------------------------------
 
     def drain(self, timeout: float = 600.0) -> None:
-        """Stops joining requests: waiting ones are sent at once, later ones go one by one.
+        """Stops joining requests: waiting ones are sent at once, later ones individually.
 
         Returns when all are answered. Raises DeadlineError after ``timeout`` seconds.
         """
@@ -155,7 +155,7 @@ class BatchingEngine:
                 self._free_if_dead()
 
     def state(self) -> dict[str, Any]:
-        """The settings, and what waits now: ``queue_size`` requests for a call, ``pending_futures`` for their answer.
+        """The settings and the waiting requests: ``queue_size`` wait for a call, ``pending_futures`` for an answer.
 
         ``lock_state`` is "locked" while a thread uses the engine, else "unlocked".
         """
@@ -172,7 +172,7 @@ class BatchingEngine:
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def _ask(self, kind: tuple[Any, ...], call: Callable[[list[Any]], list[Any]], part: tuple[Any, ...]) -> Any:
-        """Waits until this request was answered, in this thread's call or in another's."""
+        """Waits until this request is answered, by a call in this thread or in another."""
         if not len(part[0]):
             return call([part])[0]
         request = _Request(kind, call, part, len(part[0]), time.monotonic() + self.timeout)
@@ -196,12 +196,12 @@ class BatchingEngine:
         return request.answer
 
     def _leave(self, request: _Request) -> None:
-        """After an answer, an error or an interrupt: frees the engine, and queues again what was left undone."""
+        """Cleans up after an answer, an error or an interrupt: frees the engine, and requeues unanswered requests."""
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
             if self._caller is threading.current_thread():
-                # Interrupted inside its call, which was for others too: one of their threads makes it again.
+                # If interrupted inside a joined call, a thread of another request in it repeats the call.
                 undone = [taken for taken in self._taken if taken is not request and not taken.answered]
                 for taken in undone:
                     taken.caller = None
@@ -210,10 +210,10 @@ class BatchingEngine:
             self._changed.notify_all()
 
     def _take(self, request: _Request) -> list[_Request] | None:
-        """The requests of the call that this thread has to make now; None while it must wait. The lock is held."""
+        """The requests of the call that this thread must make now; None while it must wait. Needs the lock."""
         if self._caller is not None or request not in self._queue:
             return None
-        # A kind of request that keeps coming must not hold back the others for longer than their timeout.
+        # Frequent requests of one kind must not delay the other kinds beyond their timeout.
         now = time.monotonic()
         first = min(self._queue, key=lambda waiting: waiting.deadline)
         if first.kind != request.kind and first.deadline <= now:
@@ -255,24 +255,24 @@ class BatchingEngine:
         return len(self._queue) + sum(not taken.answered for taken in self._taken)
 
     def _free_if_dead(self) -> None:
-        """Frees the engine if the thread that used it is gone, as after a fork."""
+        """Frees the engine if the thread that used it no longer exists, for example after a fork."""
         if self._caller is not None and not self._caller.is_alive():
             self._caller, self._taken = None, []
             self._changed.notify_all()
 
 
 def check_batching(settings: Any) -> None:
-    """Raises ConfigError for wrapper arguments that both forbid joined calls and give a size of them."""
+    """Raises ConfigError for wrapper arguments that disable batching but set a batch size, or for invalid sizes."""
     if settings.batching is False and (settings.min_batch_size, settings.max_batch_size) != (None, None):
         raise ConfigError(
             f"batching: batching=False must come without min_batch_size and max_batch_size: got "
             f"{settings.min_batch_size} and {settings.max_batch_size}."
         )
-    join_requests(None, settings)  # before an engine is built, which would be left open
+    join_requests(None, settings)  # checks sizes before an engine is built, which would stay open
 
 
 def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
-    """The engine, behind a ``BatchingEngine`` if a wrapper's arguments ask for one: they say so, or give a size."""
+    """The engine, in a ``BatchingEngine`` if a wrapper's arguments enable batching or set a batch size."""
     sizes = settings.min_batch_size, settings.max_batch_size
     if not (sizes != (None, None) if settings.batching is None else settings.batching):
         return engine
@@ -280,7 +280,7 @@ def join_requests(engine: Engine | None, settings: Any) -> Engine | None:
 
 
 def own_engine(engine: Engine) -> Engine:
-    """The engine itself, without what joins requests before it."""
+    """The engine itself, without a `BatchingEngine` around it."""
     return engine.engine if isinstance(engine, BatchingEngine) else engine
 
 
@@ -288,9 +288,9 @@ def own_engine(engine: Engine) -> Engine:
 class _Request:
     """Rows of one thread that wait for their answer.
 
-    kind    requests of equal kind may share a call
-    part    the arguments that are one per row; ``call`` takes those of several requests and answers each
-    caller  the thread that makes the call, once there is one
+    kind    requests of equal kind can share a call
+    part    the per-row arguments; ``call`` takes those of several requests and returns one answer per request
+    caller  the thread that makes the call, once it is known
     """
 
     kind: tuple[Any, ...]
@@ -305,7 +305,7 @@ class _Request:
 
 
 def _answer(batch: list[_Request]) -> None:
-    """Makes one call for all; if that fails, one for each, so that only the faulty requests fail."""
+    """Makes one call for all requests; if that fails, one for each, so that only the faulty requests fail."""
     try:
         answers = batch[0].call([request.part for request in batch])
     except Exception as error:
@@ -325,6 +325,6 @@ def _chained(parts: list[tuple[Any, ...]], position: int) -> list[Any] | None:
 
 
 def _split(values: Sequence[Any] | None, parts: list[tuple[Any, ...]]) -> list[Any]:
-    """As many of the values for each part as it has rows."""
+    """Splits the values by parts: as many for each part as it has rows."""
     rest = iter(values or ())
     return [None if values is None else list(islice(rest, len(part[0]))) for part in parts]

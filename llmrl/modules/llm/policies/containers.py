@@ -1,8 +1,8 @@
 """The containers of a conversation in a batch: ``Text``, ``ChatHistory``, ``Tokens``, ``LogProbs``, ``Masks``.
 
-Each is a TensorClass with the fields prompt, response and full, in a batch [B] (or any other batch size, one row alone
-included). Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are the
-truth of a conversation, text and history are views of it.
+Each is a TensorClass with the fields prompt, response and full, and batch size [B] (or any other, including () for a
+single row). Two layouts: ragged (a list of rows, the default) and padded (dense tensors, ``padded`` True). Tokens are
+the source of truth of a conversation; text and history are views of it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class _Rows:
-    """Building a container from rows, and reading it back as rows.
+    """Base class that builds a container from rows, and returns its rows.
 
-    The plain constructor takes a whole batch too: what the fields have before their last dimension (of tokens, of
-    messages; strings have none) is the batch size, if none is given.
+    The plain constructor also accepts a whole batch. If no batch size is given, it is the fields' shape without their
+    last dimension (tokens or messages; strings have none).
     """
 
     def __post_init__(self) -> None:
@@ -58,10 +58,10 @@ class _Rows:
 
     @classmethod
     def from_rows(cls, columns: Mapping[str, Any], batch_size: Sequence[int] | None = None) -> Self:
-        """A ragged container of one value per row, without copying any of them.
+        """A ragged container with one value per row, without copies.
 
         columns     field -> list of tensors or strings, Tensor[B, ...] or History[B, M]; all of one length
-        batch_size  [number of rows] by default; any other shape of as many rows, () for one row alone
+        batch_size  default [number of rows]; any other shape with as many rows, () for a single row
         Raises      ShapeError if the lengths disagree
         """
         if batch_size is None:
@@ -91,14 +91,14 @@ class _Rows:
         return field_rows(inner(self), field)
 
     def _parts(self) -> dict[str, list[Any]]:
-        """The rows of prompt and response, which make up ``full``; or of the fields that are set."""
+        """The rows of prompt and response if all fields are set (they make up ``full``), else of the set fields."""
         columns = {name: self.rows(name) for name in ("prompt", "response", "full")}
         present = {name: rows for name, rows in columns.items() if rows is not None}
         return {name: present[name] for name in ("prompt", "response")} if len(present) == 3 else present
 
     @classmethod
     def default_spec(cls, shape: Sequence[int], keys: Sequence[str] | None = None) -> Composite:
-        """The spec of a container of batch size ``shape`` with these fields (those of the conversation by default).
+        """The spec of a container of batch size ``shape`` with these fields (default: the conversation's).
 
         >>> tokens = Tokens.from_rows({"full": [torch.arange(2), torch.arange(3)]})
         >>> Tokens.default_spec((2,), ["full"]).is_in(tokens), Tokens.default_spec((2,)).is_in(tokens)
@@ -133,11 +133,11 @@ class _Rows:
 _DEFAULT_FIELDS = ("prompt", "response", "full", "all_attention_mask", "all_assistant_mask")
 
 
-_DIMENSIONS = {"covered": 0, "routes": 3}  # of a row, if they are others than tokens or messages
+_DIMENSIONS = {"covered": 0, "routes": 3}  # dimensions of a row's value; 1 for all other fields
 
 
 def _batch_of(value: Any, num_dims: int) -> tuple[int, ...]:
-    """The batch size of a field's value: its shape without the last dimensions, those of a row."""
+    """The batch size of a field's value: its shape without the ``num_dims`` dimensions of a row."""
     if isinstance(value, list):
         return (len(value), *_batch_of(value[0], num_dims)) if value else (0,)
     if isinstance(value, Tensor | History):
@@ -151,7 +151,7 @@ def _flat_rows(value: Any, num_dims: int) -> list[Any]:
 
 
 class Text(_Rows, TensorClass["nocast"]):
-    """Strings: ``full == prompt + response``, control tokens included.
+    """Strings with ``full == prompt + response``, including control tokens.
 
     >>> text = Text.from_rows({"prompt": ["1+1="], "response": ["2"], "full": ["1+1=2"]})
     >>> text.full, text[0].response, text.batch_size
@@ -163,13 +163,13 @@ class Text(_Rows, TensorClass["nocast"]):
     full: str | None = None
 
     def to_tokens(self, tokenizer: PreTrainedTokenizerBase, *, padding: bool = False) -> Tokens:
-        """Tokenises prompt and response, whose ids together are ``full``; or the one field that is there.
+        """Tokenises prompt and response, whose ids together are ``full``; or the only field that is set.
 
         Raises  ValueError for ``padding=True``
         """
         if padding:
             raise ShapeError(
-                "Text.to_tokens: Padding is not yet supported: rows stay apart, pad what you read from them."
+                "Text.to_tokens: Padding is not yet supported: rows stay ragged; pad the values that you read."
             )
         encoded = _converted(
             self._parts(), lambda texts: rows_to_tensors(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -194,7 +194,7 @@ class Text(_Rows, TensorClass["nocast"]):
 
 
 class ChatHistory(_Rows, TensorClass["nocast"]):
-    """Messages: ``History`` objects of batch [*B, M]; ``full`` is the prompt's messages and then the response's.
+    """Messages: ``History`` objects of batch [*B, M]; ``full`` has the prompt's messages, then the response's.
 
     >>> ask = [{"role": "user", "content": "Hi"}]
     >>> history = ChatHistory.from_rows({"prompt": History.from_chats([ask, ask])})
@@ -213,7 +213,7 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
             if isinstance(history, History) and history.ndim == self.ndim:
                 warnings.warn(
                     f"ChatHistory: {name} must have a dimension of messages after those of the batch: got "
-                    f"{list(history.shape)}; each row is taken as a conversation of one message.",
+                    f"{list(history.shape)}; each row is treated as a conversation of one message.",
                     stacklevel=3,
                 )
                 self.set(name, history.unsqueeze(-1))
@@ -224,8 +224,8 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
         return None if history is None else history_chats(history, self.ndim)
 
     def to_tokens(self, tokenizer: PreTrainedTokenizerBase | Renderer) -> Tokens:
-        """Renders with the chat template: ``prompt`` asks for an answer, ``full`` begins with it, ``response`` is the
-        rest.
+        """Renders with the chat template: ``prompt`` ends with a generation prompt, ``full`` begins with ``prompt``,
+        ``response`` is the rest.
 
         Raises  TemplateError if the template writes the prompt differently once the answer follows
         """
@@ -249,14 +249,14 @@ class ChatHistory(_Rows, TensorClass["nocast"]):
 
 
 class Tokens(_Rows, TensorClass["nocast"]):
-    """Token ids as the engine drew them: ``full == cat(prompt, response)``.
+    """Token ids as sampled by the engine: ``full == cat(prompt, response)``.
 
     prompt    int64[P]  left-padded if ``padded``
     response  int64[R]  right-padded if ``padded``
     full      int64[T]
-    covered   int64[]   how much of the mode's own view ``full`` covers: messages in history mode, characters in text
-                        mode; the next turn adds to the stream what the environment appends beyond that
-    padded    bool      the layout of the three
+    covered   int64[]   number of messages (history mode) or characters (text mode) that ``full`` covers; the next turn
+                        adds to the stream what the environment appends after them
+    padded    bool      layout of prompt, response and full
     """
 
     prompt: Tensor | None = None
@@ -266,7 +266,7 @@ class Tokens(_Rows, TensorClass["nocast"]):
     padded: bool | None = None
 
     def to_text(self, tokenizer: PreTrainedTokenizerBase) -> Text:
-        """Decodes each field, control tokens included.
+        """Decodes each field, including control tokens.
 
         Raises  ValueError for padded tokens
         """
@@ -283,16 +283,15 @@ class Tokens(_Rows, TensorClass["nocast"]):
 
 
 class LogProbs(_Rows, TensorClass["nocast"]):
-    """Log-probs of the tokens beside them, float32, aligned with the same field of ``Tokens``; 0 if nothing was
-    sampled.
+    """Log-probs of tokens, float32, aligned with the same field of ``Tokens``; 0 for tokens that were not sampled.
 
-    prompt, response, full  of the distribution that was sampled from (or, in a scoring call, of the model)
+    prompt, response, full  under the sampling distribution (or, in a scoring call, under the model)
     plain                   aligned with ``full``: the same tokens under ``softmax(logits / temperature)``; set only
-                            if top-k, top-p, min-p or a repetition penalty made the two differ
-    versions                int64, aligned with ``full``: of the weights that sampled each token; set only if weights
+                            if top-k, top-p, min-p or a repetition penalty makes the two differ
+    versions                int64, aligned with ``full``: weight version that sampled each token; set only if weights
                             may change within an answer
-    routes                  int16[T, layers, K], aligned with ``full``: the experts that each token was sent to, -1
-                            if that is not known; set only if the engine reports them
+    routes                  int16[T, layers, K], aligned with ``full``: the experts of each token, -1 if unknown; set
+                            only if the engine reports them
     """
 
     prompt: Tensor | None = None
@@ -308,12 +307,12 @@ class Masks(_Rows, TensorClass["nocast"]):
     """Masks of tokens, aligned with ``tokens.full`` (the ``prompt_`` masks with ``tokens.prompt``).
 
     all_attention_mask     bool[T]  True on real tokens
-    all_assistant_mask     bool[T]  True on tokens that the policy sampled, in any turn so far; from bookkeeping, never
-                           token values
-    prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, carried to this turn's prompt by the
-                           environment
+    all_assistant_mask     bool[T]  True on tokens that the policy sampled in any turn so far; recorded at sampling, not
+                           derived from token values
+    prompt_assistant_mask  bool[P]  the last turn's ``all_assistant_mask``, which the environment carries over to this
+                           turn's prompt
     prompt_attention_mask  bool[P]  the same for ``all_attention_mask``; only padded prompts need it
-    trained_from           int64[]  where the part begins that the row itself trains
+    trained_from           int64[]  start of the part that this row itself trains
 
     ``attention_mask_all`` and ``assistant_mask_all``, the older names of the first two, are attributes only.
     """
@@ -340,13 +339,13 @@ CONTAINERS: dict[str, Any] = {
     "tokens": Tokens,
     "log_probs": LogProbs,
     "history": ChatHistory,
-}  # in the order in which a wrapper writes them
+}  # in the order in which wrappers write them
 
 
 def make_containers(
     columns: Mapping[str, Mapping[str, Any]], batch_size: Sequence[int], padding: Padding | None = None
 ) -> dict[str, Any]:
-    """A container of each group of ragged columns; those of token ids padded if ``padding`` says how."""
+    """Makes a container of each group of ragged columns; with ``padding`` all but text and history are padded."""
     made = {}
     for name, fields in columns.items():
         if padding is None or name in ("text", "history"):
@@ -359,14 +358,14 @@ def make_containers(
 def history_chats(history: History, batch_ndim: int, *, asks: bool = False) -> list[list[dict[str, Any]]]:
     """The conversations of a History of batch [*batch, M] as lists of messages, one per row of the batch.
 
-    With ``asks`` an unfinished last message keeps its ``"is_complete": False``: the model is to go on with it.
+    With ``asks`` an unfinished last message keeps its ``"is_complete": False``: the model is to continue it.
     """
     if batch_ndim > 1:
         return [chat for part in history.unbind(0) for chat in history_chats(part, batch_ndim - 1, asks=asks)]
     if not batch_ndim:
         history = History.stack([history])
     chats = history.to_chats()
-    # ``to_chats`` leaves out whether a message is finished, which templates do not read.
+    # ``to_chats`` leaves out ``is_complete``, because templates do not read it.
     if asks and all(chats):
         for chat, complete in zip(chats, history[..., -1].is_complete, strict=True):
             if not complete:
@@ -379,15 +378,15 @@ def _renderer(tokenizer: PreTrainedTokenizerBase | Renderer) -> Renderer:
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    """The text of each row of ids, control tokens included."""
+    """The text of each row of ids, including control tokens."""
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        decode = tokenizer.backend_tokenizer.decode  # what batch_decode calls, without its checks of every single id
+        decode = tokenizer.backend_tokenizer.decode  # as batch_decode, but without its check of every id
         return [decode(row, skip_special_tokens=False) for row in rows]
     return tokenizer.batch_decode(rows, skip_special_tokens=False)
 
 
 def _converted(columns: Mapping[str, list[Any]], convert: Callable[[list[Any]], list[Any]]) -> dict[str, list[Any]]:
-    """The columns with their values converted, all in one call."""
+    """Converts the values of all columns in one call."""
     values = [value for rows in columns.values() for value in rows]
     results = iter(convert(values) if values else ())
     return {name: list(islice(results, len(rows))) for name, rows in columns.items()}
@@ -397,7 +396,7 @@ def _beyond(prompt: Tensor, full: Tensor, row: int) -> Tensor:
     if not torch.equal(full[: len(prompt)], prompt):
         raise TemplateError(
             f"ChatHistory.to_tokens: the rendered conversation must begin with its rendered prompt: row {row} does not;"
-            " this template rewrites the past, so prompt and response have no boundary in it."
+            " this template rewrites the past, so there is no boundary between prompt and response."
         )
     return full[len(prompt) :]
 
@@ -410,15 +409,15 @@ def _without_opening(prompt: list[dict[str, Any]], full: list[dict[str, Any]]) -
 
 # --- the part of a row that is trained --------------------------------------------------------------------------------
 
-# In a batch of turns each sampled token is in the rows of all later turns as well; ("masks", "trained_from") says where
-# the part begins that belongs to a row alone.
+# In a batch of turns each sampled token is also in the rows of all later turns. To train it only once, each row stores
+# in ("masks", "trained_from") where its own part begins.
 TRAINED_FROM = ("masks", "trained_from")
 
 
 def mark_turn(td: TensorDictBase) -> None:
-    """Writes ("masks", "trained_from") int64[B]: the place in ("tokens", "full") where the turn's response begins.
+    """Writes ("masks", "trained_from") int64[B]: the index in ("tokens", "full") where the turn's response begins.
 
-    A batch [B] without the masks or the prompt of a turn is left as it is.
+    A batch [B] without the masks or the prompt of a turn is left unchanged.
     """
     prompt = td.get(("tokens", "prompt"), None, as_list=True)
     if prompt is not None and td.get(("masks", "all_assistant_mask"), None, as_list=True) is not None:
@@ -426,15 +425,15 @@ def mark_turn(td: TensorDictBase) -> None:
 
 
 def mark_whole_record(td: TensorDictBase) -> None:
-    """Writes ("masks", "trained_from") 0: the row stands for every turn that it holds."""
+    """Sets ("masks", "trained_from") to 0 if present: the row trains every turn that it holds."""
     if td.get(TRAINED_FROM, None, as_list=True) is not None:
         _mark(td, torch.zeros(td.batch_size[0], dtype=torch.int64))
 
 
 def own_part(td: TensorDictBase, like_BT: Tensor) -> Tensor:
-    """bool[B, T]: True from where the part of each row begins that it trains itself.
+    """bool[B, T]: True from the start of the part that each row itself trains.
 
-    Reads   ("masks", "trained_from") int64[B]; where a batch has none, a row stands for every turn that it holds
+    Reads   ("masks", "trained_from") int64[B]; if absent, a row trains every turn that it holds
     """
     starts = td.get(TRAINED_FROM, None, as_list=True)
     if starts is None:
@@ -447,7 +446,7 @@ def response_part(
 ) -> Tensor | None:
     """bool[B, T]: True from the first token of each row's response on; None if the batch has no responses.
 
-    Reads   lengths  of the rows of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
+    Reads   lengths  row lengths of a ragged batch, padded on the right in ``like_BT``; None for a dense batch
     """
     response = td.get(response_key, None, as_list=True)
     if response is None:

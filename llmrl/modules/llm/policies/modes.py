@@ -1,7 +1,7 @@
 """History, text and tokens mode of a policy: reading a view of the conversation, encoding it, writing the answer.
 
-A mode encodes whole conversations, or only what was appended since the last turn. The ids are the truth in all three;
-what an engine drew is never tokenised again.
+A mode encodes whole conversations, or only the part appended since the last turn. Ids are the source of truth in all
+three; sampled ids are never re-tokenised from text.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prompts:
-    """The input of a turn, one entry per row of the batch: as it was read, and as the engine is given it.
+    """The input of a turn, one entry per row of the batch: as read, and as passed to the engine.
 
-    rows       values of the mode's kind, and ``source``, their common object if there is one
+    rows       values of the mode's kind; ``source`` is their common object if there is one
     ids        int64[P]
-    num_new    how many of them, at the end, this turn adds: only those were encoded
-    stream     what earlier turns left, without the rows that restart; None if all do
-    texts      of the stream, if an environment carried it
-    media      of each row, where the policy reads images
+    num_new    number of ids, at the end, that this turn adds: only those were encoded
+    stream     the stream of earlier turns, with restarted rows emptied; None if there is none
+    texts      text of the stream, if an environment carried it over
+    media      media of each row, if the policy reads images
     """
 
     rows: list[Any]
@@ -62,7 +62,7 @@ class Prompts:
 
 @dataclass
 class Turn:
-    """A finished turn, as a mode needs it to write its views."""
+    """A finished turn, from which a mode writes its views."""
 
     prompts: Prompts
     response_ids: list[Tensor]
@@ -72,23 +72,23 @@ class Turn:
 
 
 class Mode(ABC):
-    """One kind of input of a policy.
+    """One kind of policy input.
 
     name      the ``input_mode`` that selects it, and the default key of its container
-    expected  what it reads, for the messages
+    expected  description of its input, for error messages
     written   the containers that :meth:`views` fills
     """
 
     name: ClassVar[str]
     expected: ClassVar[str]
     written: ClassVar[tuple[str, ...]]
-    renderer: Renderer | None = None  # only messages have one
+    renderer: Renderer | None = None  # only in history mode
 
     def read(self, td: TensorDictBase, key: Key, *attention_keys: Key) -> Prompts:
-        """The view under ``key``, one value per row of the batch.
+        """Reads the view under ``key``, one value per row of the batch.
 
-        attention_keys  where the attention mask of ids may be; the first that is there counts
-        Raises  MissingInputError, TypeError for another kind, ShapeError for another number of rows
+        attention_keys  possible keys of the attention mask of ids; the first one present is used
+        Raises  MissingInputError, TypeError for a wrong type, ShapeError for a wrong number of rows
         """
         prompts = self._read(td, key, attention_keys)
         if len(prompts.rows) != td.batch_size.numel():
@@ -99,7 +99,7 @@ class Mode(ABC):
         return prompts
 
     def read_stream(self, td: TensorDictBase, keys: Mapping[str, str], prompts: Prompts) -> TokenStream | None:
-        """The stream of earlier turns beside the prompts; None if this turn begins one."""
+        """The stream of earlier turns, stored beside the prompts; None if this turn begins a new one."""
         stream = TokenStream.read(td, keys=keys)
         if stream is None or stream.covered is None:
             return None
@@ -107,26 +107,26 @@ class Mode(ABC):
             return stream
         view = inner(td.get(keys[self.name], None))
         if stream.assistant_mask is None or view is None or "full" not in view.keys():
-            # This very prompt was answered before, and is rendered again; or the ids are those of the turn before, left
-            # behind if those of this turn were dropped: a new record.
+            # Either this prompt was answered before and is rendered again, or the ids are left over from the previous
+            # turn because this turn's ids were dropped: start a new record.
             return None
         stream.answered, stream.plain = True, None
         return stream
 
     def carried_texts(self, td: TensorDictBase, keys: Mapping[str, str], stream: TokenStream) -> list[str] | None:
-        """The text of the stream, if an environment carried it; a new conversation has none yet."""
+        """The text of the stream, if an environment carried it over; empty for new conversations."""
         return None
 
     def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
-        """Sets the ids of each row: its stream and what was appended since, or all of it if it cannot go on.
+        """Sets the ids of each row: its stream and the ids appended since, or the whole conversation, encoded anew.
 
-        Returns  row -> why its earlier turns could not be continued as they were
+        Returns  row -> the reason that its stream could not be continued
         """
         if stream is None or stream.answered:
             prompts.ids, prompts.stream = self.encode(prompts.rows) if stream is None else stream.ids, stream
             prompts.num_new = [len(row) if stream is None else 0 for row in prompts.ids]
             return {}
-        # 1. Rows that go on: only what the environment appended is encoded.
+        # 1. Rows that continue: encode only what the environment appended.
         prompt_ids: list[Tensor] = list(stream.ids)
         rewritten: dict[int, RewriteError] = {}
         if grown := [row for row, ids in enumerate(stream.ids) if len(ids)]:
@@ -136,13 +136,13 @@ class Mode(ABC):
                     rewritten[row] = ids
                 else:
                     prompt_ids[row] = torch.cat([stream.ids[row], ids])
-        # 2. Rows that are new, or that the template rewrote: all of the conversation.
+        # 2. Rows that are new, or that the template rewrote: encode the whole conversation.
         if restarted := [row for row, ids in enumerate(stream.ids) if not len(ids) or row in rewritten]:
             for row, ids in zip(restarted, self.encode([prompts.rows[row] for row in restarted]), strict=True):
                 prompt_ids[row] = ids
                 before = stream.ids[row]
                 if len(before) and torch.equal(ids[: len(before)], before):
-                    del rewritten[row]  # what the template rewrote is not in this row's stream: it goes on after all
+                    del rewritten[row]  # the rewritten text is not in this row's stream: it can continue
             stream = stream.cut({row for row in restarted if not len(stream.ids[row]) or row in rewritten})
         prompts.ids, prompts.stream = prompt_ids, stream
         prompts.num_new = [len(ids) - len(before) for ids, before in zip(prompt_ids, stream.ids, strict=True)]
@@ -151,9 +151,9 @@ class Mode(ABC):
     def media(
         self, rows: Sequence[Any], ids: Sequence[Tensor], stream: TokenStream | Sequence[Tensor] | None
     ) -> list[Media] | None:
-        """The media of rows with these ids. The ids that the policy sampled are marked by a stream, or by masks.
+        """The media of rows with these ids. A stream, or masks, mark the ids that the policy sampled.
 
-        Returns  None if the rows are not messages, or there is no processor
+        Returns  None if the rows are not messages, or if there is no processor
         """
         if self.renderer is None or self.renderer.vision is None:
             return None
@@ -170,23 +170,21 @@ class Mode(ABC):
 
     @abstractmethod
     def extend(self, stream: TokenStream, rows: Sequence[Any]) -> Sequence[Tensor | RewriteError]:
-        """Only the ids that each row adds to its stream; or why the stream cannot go on."""
+        """The ids that each row adds to its stream, or the error if its stream cannot be continued."""
 
     @abstractmethod
     def encode_full(self, rows: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Ids of whole conversations that were not sampled here, and which of them the assistant wrote, if that is
-        known.
-        """
+        """Ids of whole conversations that were not sampled here, and masks of the assistant's ids; None if unknown."""
 
     @abstractmethod
     def views(self, turn: Turn) -> tuple[dict[str, dict[str, Any]], list[int] | None]:
-        """Columns per container ("text", "history") of a finished turn, and how much of the mode's view the ids now
-        cover.
+        """Columns per container ("text", "history") of a finished turn, and the part of the mode's view (messages or
+        characters) that the ids now cover.
         """
 
 
 class HistoryMode(Mode):
-    """Messages, through the renderer of the tokenizer's own template."""
+    """Messages, rendered by the chat template."""
 
     name = "history"
     expected = "History object"
@@ -227,14 +225,14 @@ class HistoryMode(Mode):
         messages = [[self._message(*row)] for row in zip(contents, turn.stop_reasons, chats, strict=True)]
         response = History.from_chats(messages)
         full = prompt.extend(response, inplace=False, dim=-1)
-        # A turn that went on with an unfinished message is one message with it: row by row then.
+        # A turn that continues an unfinished message is merged into it, row by row.
         if any(map(is_open, chats)):
             full = History.stack([_with_turn(*row) for row in zip(full.unbind(0), chats, messages, strict=True)])
         covered = [len(chat) + (not is_open(chat)) for chat in chats]
         return {"text": text, "history": {"prompt": prompt, "response": response, "full": full}}, covered
 
     def _message(self, content: str, reason: StopReason, chat: list[dict[str, Any]]) -> dict[str, Any]:
-        """An answer as a message: what the template would write as it was drawn, in a later turn."""
+        """The answer as a message, which the template renders in later turns to the text that was sampled."""
         answer = self.renderer.template.answer
         content = self.renderer.codec.content_of(content, begins=not is_open(chat), ends=reason is StopReason.EOS)
         fields = {"content": content} if answer is None or is_open(chat) else answer(content)
@@ -242,7 +240,7 @@ class HistoryMode(Mode):
 
 
 class TextMode(Mode):
-    """Strings, tokenised as they are: no template, no special tokens unless ``tokenizer_kwargs`` asks for them."""
+    """Strings, tokenised unchanged: no template, and no special tokens unless ``tokenizer_kwargs`` adds them."""
 
     name = "text"
     expected = "str"
@@ -278,7 +276,7 @@ class TextMode(Mode):
 
 
 class TokensMode(Mode):
-    """Ids as they are. The prompt is always the whole stream, so there is nothing to cover or to extend."""
+    """Ids, used unchanged. The prompt is always the whole stream, so ``covered`` is not needed."""
 
     name = "tokens"
     expected = "int64[P] per row"
@@ -314,7 +312,7 @@ class TokensMode(Mode):
 
 
 def make_mode(settings: Any, tokenizer: PreTrainedTokenizerBase | None, renderer: Renderer | None) -> Mode:
-    """The ``input_mode`` of a wrapper. Raises ConfigError for an unknown one, or one that lacks its tokenizer."""
+    """The mode named by ``input_mode``. Raises ConfigError for an unknown one, or one that lacks its tokenizer."""
     name, known = settings.input_mode, ("history", "text", "tokens")
     if name not in known:
         raise ConfigError(
@@ -331,7 +329,7 @@ def _text_views(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt_texts: list[str] | None
 ) -> tuple[list[str], dict[str, list[str]]]:
     """The text of each response without its end-of-turn token, and the text container's columns."""
-    # All parts are decoded in one call: answers without their end-of-turn token, new parts of prompts, and the ends.
+    # One call decodes all parts: answers without their end-of-turn token, new parts of prompts, and end tokens.
     bodies: list[list[int]] = []
     ends: list[int | None] = []
     for ids, reason in zip(turn.response_ids, turn.stop_reasons, strict=True):
@@ -369,19 +367,19 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options:
 
 
 def _num_new(rows: Sequence[Any], covered: Sequence[int], unit: str) -> list[int]:
-    """The messages or characters that each row's stream does not cover. Raises RolloutError if it covers too many."""
+    """The number of messages or characters that each row's stream does not cover. Raises RolloutError if negative."""
     num_new = [len(value) - known for value, known in zip(rows, covered, strict=True)]
     if num_new and min(num_new) < 0:
         row = num_new.index(min(num_new))
         raise RolloutError(
-            f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, its tokens cover "
+            f"LLM wrapper: a conversation only grows: row {row} has {len(rows[row])} {unit}, but its tokens cover "
             f"{covered[row]}; a transform that rewrites the past must drop ('tokens', 'prompt') too."
         )
     return num_new
 
 
 def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[str, Any]]) -> History:
-    """One conversation with its turn; a turn that continues an unfinished message is joined to it."""
+    """One conversation with its turn; a turn that continues an unfinished message is merged into it."""
     if not is_open(chat):
         return full
     [said] = messages
@@ -389,7 +387,7 @@ def _with_turn(full: History, chat: list[dict[str, Any]], messages: list[dict[st
 
 
 def _flat(history: History) -> History:
-    """[M] or [*batch, M] -> [B, M]."""
+    """Flattens [M] or [*batch, M] to [B, M]."""
     if history.ndim == 1:
         return History.stack([history])
     while history.ndim > 2:

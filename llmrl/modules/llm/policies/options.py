@@ -1,7 +1,7 @@
-"""The checks of a wrapper's arguments, and its ``generate_kwargs`` turned into ``SamplingParams``.
+"""Checks a wrapper's arguments, and converts its ``generate_kwargs`` to ``SamplingParams``.
 
-An unknown name, or one that the engine cannot honour, is an error with the nearest known name; nothing is dropped in
-silence.
+An option that is unknown, or that the engine does not support, is an error that suggests the nearest known name; no
+option is silently dropped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from llmrl.modules.llm.policies.batching import check_batching
 
 
 def container_keys(settings: Any) -> dict[str, str]:
-    """The key of each container, by the arguments of a wrapper."""
+    """The key of each container, from the arguments of a wrapper."""
     return {name: getattr(settings, f"{name}_key") for name in ("text", "masks", "tokens", "log_probs", "history")}
 
 
 def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
-    """Raises ConfigError if arguments of a wrapper contradict each other or cannot be honoured."""
+    """Raises ConfigError if arguments of a wrapper contradict each other or are not supported."""
     for name in ("generate", "pad_output"):
         if not isinstance(getattr(settings, name), bool):
             raise ConfigError(f"{who}: {name} must be True or False: got {getattr(settings, name)!r}.")
@@ -34,15 +34,16 @@ def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
         raise ConfigError(f"{who}: generate_kwargs logprobs={options.logprobs} contradicts return_log_probs.")
     if settings.layout not in (None, torch.strided):
         raise ConfigError(
-            f"{who}: layout must be torch.strided: got {settings.layout}; rows are kept apart, read them with "
+            f"{who}: layout must be torch.strided: got {settings.layout}; rows are stored ragged, read them with "
             "td.get(key, as_nested_tensor=True, layout=torch.jagged)."
         )
     samples = (settings.num_samples, options.num_return_sequences)
     if not (samples[0] is None or _is_count(samples[0])):
-        raise ConfigError(f"{who}: num_samples must be positive and whole: got {samples[0]!r}.")
+        raise ConfigError(f"{who}: num_samples must be a positive integer: got {samples[0]!r}.")
     if None not in samples and samples[0] != samples[1]:
         raise ConfigError(
-            f"{who}: num_samples and num_return_sequences name one thing: got {samples[0]} and {samples[1]}."
+            f"{who}: num_samples and num_return_sequences mean the same and must be equal: got {samples[0]} and "
+            f"{samples[1]}."
         )
     if samples != (None, None) and settings.inplace is True:
         raise ConfigError(f"{who}: num_samples changes the batch size, so inplace must not be True.")
@@ -53,13 +54,13 @@ def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
     check_batching(settings)
     keys = list(container_keys(settings).values())
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{who}: each container must have a key of its own: got {', '.join(map(repr, keys))}.")
+        raise ConfigError(f"{who}: each container must have its own key: got {', '.join(map(repr, keys))}.")
     for name in ("padding", "return_tensors", "truncation"):
         if name in (settings.tokenizer_kwargs or {}):
-            raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are kept apart and whole.")
+            raise ConfigError(f"{who}: tokenizer_kwargs must not set {name}: rows are ragged and whole.")
 
 
-_NOT_GIVEN = ("stop_strings", "extra")  # generate_kwargs have other names for these: see _LEGACY, VLLM_OPTIONS
+_NOT_GIVEN = ("stop_strings", "extra")  # set under other names: see _LEGACY, VLLM_OPTIONS
 _LEGACY = {
     "max_tokens": "max_new_tokens",
     "n": "num_return_sequences",
@@ -68,7 +69,7 @@ _LEGACY = {
 }
 _SAMPLING = (*(field.name for field in fields(SamplingParams) if field.name not in _NOT_GIVEN), "stop_sequences")
 _OTHER = ("num_return_sequences", "skip_special_tokens", "logprobs", "seed")
-_SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # of beam search, with their neutral values
+_SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}  # beam search options -> neutral values
 _KNOWN = (*_SAMPLING, *_OTHER, *_SEARCH, *_LEGACY)
 _OF_THE_WRAPPER = {
     "num_return_sequences": "policy.get_new_version(num_samples=...)",
@@ -90,8 +91,8 @@ class GenerationOptions:
 
 
 def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) -> GenerationOptions:
-    """Reads one or more mappings; later ones override earlier ones name by name. Legacy names win over the names they
-    stand for. With ``vllm`` the options that this engine alone has are known too.
+    """Reads one or more mappings; later ones override single names of earlier ones. Legacy names override the names
+    that they stand for. ``vllm`` also accepts vLLM-specific options.
 
     Raises  ConfigError for an unknown name, a search option, or a value out of range
 
@@ -107,12 +108,12 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
     for number, layer in enumerate(layers):
         for name in layer or ():
             if name not in known:
-                alone = "; it is an option of vLLM alone." if name in VLLM_OPTIONS else "."
+                alone = "; it is a vLLM-specific option." if name in VLLM_OPTIONS else "."
                 raise ConfigError(f"generate_kwargs: unknown option {name!r}{alone}{did_you_mean(name, known)}")
         named = standard_names(layer)
         options |= named
         if number and "temperature" in named and "do_sample" not in named:
-            options.pop("do_sample", None)  # the later layer decides between greedy and sampling
+            options.pop("do_sample", None)  # the later mapping decides between greedy and sampling
         if named.get("do_sample") is False and "temperature" not in named:
             options["temperature"] = 0.0
     temperature, do_sample = options.get("temperature", 1.0), options.get("do_sample")
@@ -129,7 +130,7 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
             )
     num, seed = options.get("num_return_sequences"), options.get("seed")
     if not (num is None or _is_count(num)):
-        raise ConfigError(f"generate_kwargs: num_return_sequences must be positive and whole: got {num!r}.")
+        raise ConfigError(f"generate_kwargs: num_return_sequences must be a positive integer: got {num!r}.")
     if not (seed is None or isinstance(seed, Integral)):
         raise ConfigError(f"generate_kwargs: seed must be an integer: got {seed!r}.")
     extra = take_vllm_options(options)
@@ -148,7 +149,7 @@ def generation_options(*layers: Mapping[str, Any] | None, vllm: bool = False) ->
 def options_of_call(
     own: Mapping[str, Any] | None, given: Mapping[str, Any], *, vllm: bool = False
 ) -> GenerationOptions:
-    """The wrapper's own options with those of one call over them. Raises ConfigError for what one call cannot change.
+    """The wrapper's options, overridden by those of one call. Raises ConfigError for options that a call cannot change.
 
     >>> options_of_call({"temperature": 0.7, "max_new_tokens": 9}, {"max_new_tokens": 4}).params.temperature
     0.7
@@ -160,7 +161,7 @@ def options_of_call(
 
 
 def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options with legacy names replaced by those that they stand for, over which they win.
+    """Replaces legacy names by the names that they stand for; legacy values override existing ones.
 
     >>> standard_names({"n": 2, "temperature": 0.5})
     {'temperature': 0.5, 'num_return_sequences': 2}
@@ -173,8 +174,8 @@ def standard_names(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def with_stop_ids(
     params: SamplingParams, own: tuple[int, ...], of_engine: Collection[int]
 ) -> tuple[SamplingParams, frozenset[int]]:
-    """The parameters with the wrapper's ``own`` stop ids, and every id that ends a response; with ``ignore_eos`` only
-    those of the parameters.
+    """Adds the wrapper's ``own`` stop ids to the parameters; returns them and all ids that end a response. With
+    ``ignore_eos`` only the given ``stop_token_ids`` do.
     """
     if params.ignore_eos:
         return params, frozenset(params.stop_token_ids)
@@ -183,7 +184,7 @@ def with_stop_ids(
 
 
 def _several(value: Any, kind: type) -> tuple[Any, ...]:
-    """One value, or several of them, as a tuple."""
+    """One value or a sequence of values, as a tuple."""
     return (value,) if isinstance(value, kind) else tuple(value)
 
 
@@ -191,7 +192,7 @@ def _is_count(value: Any) -> bool:
     return _is_int(value) and value >= 1
 
 
-# --- options of vLLM alone: handed on, or refused with the reason ---------------------------------------------------
+# --- vLLM-specific options: passed on, or refused with the reason ---------------------------------------------------
 
 
 def _is_int(value: Any) -> bool:
@@ -202,7 +203,7 @@ def _is_penalty(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and -2 <= value <= 2
 
 
-_HANDED_ON: dict[str, tuple[Any, Callable[[Any], bool], str]] = {  # neutral value, what holds of others
+_HANDED_ON: dict[str, tuple[Any, Callable[[Any], bool], str]] = {  # neutral value, check, rule
     "presence_penalty": (0, _is_penalty, "a number within [-2, 2]"),
     "frequency_penalty": (0, _is_penalty, "a number within [-2, 2]"),
     "min_tokens": (0, lambda value: _is_int(value) and value >= 0, "a non-negative integer"),
@@ -210,24 +211,24 @@ _HANDED_ON: dict[str, tuple[Any, Callable[[Any], bool], str]] = {  # neutral val
     "allowed_token_ids": (None, lambda value: bool(value) and all(map(_is_int, value)), "token ids"),
     "bad_words": ([], lambda value: all(isinstance(word, str) and word for word in value), "non-empty strings"),
 }
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that change nothing, why others are refused
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # allowed values, why others are refused
     "best_of": ((1,), "the log-probs of an answer are not those of one that was picked from several"),
     "logits_processors": (([],), "log-probs of logits that a function changed are not those of the policy"),
     "prompt_logprobs": ((), "a wrapper with generate=False scores a whole conversation"),
     "truncate_prompt_tokens": ((), "the model would see other ids than those of the prompt"),
-    "include_stop_str_in_output": ((True,), "a response is what was drawn, its stop string included"),
-    "output_kind": ((), "an answer comes once, whole"),
+    "include_stop_str_in_output": ((True,), "a response holds all sampled tokens, including its stop string"),
+    "output_kind": ((), "answers are returned once, when they are complete"),
     "guided_decoding": ((), "answers are not constrained by a grammar; allowed_token_ids limits their tokens"),
     "structured_outputs": ((), "answers are not constrained by a grammar; allowed_token_ids limits their tokens"),
 }
-_WITHOUT_EFFECT = ("detokenize", "spaces_between_special_tokens")  # text is decoded by the wrapper, from the ids
+_WITHOUT_EFFECT = ("detokenize", "spaces_between_special_tokens")  # the wrapper decodes text from the ids
 VLLM_OPTIONS = (*_HANDED_ON, *_REFUSED, *_WITHOUT_EFFECT)
 
 
 def take_vllm_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Takes vLLM's own options out of ``options``: those that change what is drawn, as (name, value).
+    """Removes vLLM's own options from ``options``; returns those that affect sampling, as (name, value).
 
-    Raises  ConfigError for a value out of range, and for what would make ids or log-probs untrue, with the reason
+    Raises  ConfigError for a value out of range, and for options that would make ids or log-probs wrong
 
     >>> take_vllm_options({"presence_penalty": 0.5, "min_tokens": 0, "detokenize": True})
     (('presence_penalty', 0.5),)

@@ -1,4 +1,4 @@
-"""Fields of a batch as flat lists of rows, without padding; and such rows back in the layout of a padded batch."""
+"""Converts fields of a batch to flat lists of rows without padding, and such rows back to a padded layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_ragged(td: TensorDictBase) -> bool:
 
 
 def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
-    """The values of one entry, one per row of the batch in order; None if it is missing. Strings come as str."""
+    """The values of one entry, one per row of the batch, in order; None if it is missing. Strings become str."""
     if td.ndim > 1:
         parts = [field_rows(part, field) for part in td.unbind(0)]
         return None if any(part is None for part in parts) else [value for part in parts for value in part]
@@ -40,13 +40,13 @@ def field_rows(td: TensorDictBase, field: str) -> list[Any] | None:
 
 
 def unpadded_rows(holder: TensorDictBase, field: str, mask: Tensor | Sequence[Tensor] | None) -> list[Any]:
-    """The rows of a field; of those that have the length of their mask only what it keeps."""
+    """The rows of a field without padding: the mask applies to rows of its own length, others are unchanged."""
     rows = mask.reshape(-1, mask.shape[-1]) if isinstance(mask, Tensor) else mask
     return kept_parts(field_rows(holder, field), None if rows is None else [row.bool() for row in rows])
 
 
 def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any]:
-    """The values without what ``kept`` leaves out; values of another length, and all if it is None, as they are."""
+    """Each value where its mask in ``kept`` is True; unchanged if the mask has another length, or ``kept`` is None."""
     if kept is None:
         return list(values)
     pairs = zip(values, kept, strict=True)
@@ -54,7 +54,7 @@ def kept_parts(values: Sequence[Any], kept: Sequence[Tensor] | None) -> list[Any
 
 
 def num_real_ids(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[int]:
-    """The ids of each response without padding; ``kept`` are the masks of whole rows, which end with the response."""
+    """The number of ids in each response without padding; ``kept`` are masks of whole rows, which end with it."""
     if kept is None:
         return [len(row) for row in responses]
     return [int(mask[len(mask) - len(row) :].sum()) for row, mask in zip(responses, kept, strict=True)]
@@ -63,11 +63,11 @@ def num_real_ids(responses: Sequence[Tensor], kept: Sequence[Tensor] | None) -> 
 def attention_rows(
     td: TensorDictBase, keys: Sequence[Key], rows: Sequence[Tensor], what: Key, *, dense: bool
 ) -> list[Tensor] | None:
-    """bool[L_i] per row: which ids of ``rows`` are real, by the mask under the first of ``keys`` that is there.
+    """bool[L_i] per row, True on real ids of ``rows``, from the mask under the first of ``keys`` that is present.
 
     what     the key of the rows, for the message
-    Returns  None if there is no mask, or nothing is padding. A mask of other lengths is not of these rows
-    Raises   ShapeError for such a mask if the rows are ``dense``: their padding is not known
+    Returns  None if there is no mask, or no padding. A mask of other lengths is skipped, as it is not for these rows
+    Raises   ShapeError for such a mask if the rows are ``dense``: their padding is then unknown
     """
     for key in keys:
         holder, field = _found(td, key)
@@ -89,7 +89,7 @@ def attention_rows(
 def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDictBase, str]:
     """The tensordict that holds the last part of ``key``, and that part.
 
-    Raises  MissingInputError, TypeError if something else is in the container's place
+    Raises  MissingInputError; TypeError if another value is stored in place of the container
     """
     holder, field = _found(td, key)
     if not (holder is None or isinstance(holder, TensorDictBase)):
@@ -100,9 +100,7 @@ def find_holder(td: TensorDictBase, key: Key, expected: str) -> tuple[TensorDict
 
 
 def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
-    """The container (or other value) that the last part of ``key`` belongs in, and that part; None if there is
-    nothing.
-    """
+    """The container (or other value) at all but the last part of ``key``, or None; and that last part."""
     path = (key,) if isinstance(key, str) else tuple(key)
     holder: Any = td
     for part in path[:-1]:
@@ -116,11 +114,11 @@ def _found(td: TensorDictBase, key: Key) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Padding:
-    """The layout of padded rows, and the way into it: the only place that pads what a wrapper writes.
+    """The layout of padded rows; all padding in a wrapper's output is done here.
 
     mask          bool[B, L], True on real tokens
-    prompt_width  the first so many columns hold the prompts; the others the responses
-    pad_token_id  fills ids; False and 0 fill the rest
+    prompt_width  number of leading columns for prompts; the others are for responses
+    pad_token_id  padding of ids; other fields are padded with False or 0
     """
 
     mask: Tensor
@@ -129,19 +127,19 @@ class Padding:
 
     @classmethod
     def around_turns(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int) -> Padding:
-        """Prompts padded on the left and responses on the right, so that all responses begin in one column."""
+        """Pads prompts on the left and responses on the right, so that all responses begin in the same column."""
         sizes = [[len(row) for row in rows] for rows in (prompts, responses)]
         parts = [lengths_mask(of, max(of), side) for of, side in zip(sizes, ("left", "right"), strict=True)]
         return cls(torch.cat(parts, 1), max(sizes[0]), pad_token_id)
 
     @classmethod
     def behind(cls, rows: Sequence[Tensor], pad_token_id: int) -> Padding:
-        """Rows padded on the right."""
+        """Pads rows on the right."""
         lengths = [len(row) for row in rows]
         return cls(lengths_mask(lengths, max(lengths)), 0, pad_token_id)
 
     def padded(self, container: str, columns: Mapping[str, Any], batch_size: Sequence[int]) -> dict[str, Tensor]:
-        """[*batch_size, ...] of the ragged columns of a container: fields named prompt or response in their columns."""
+        """Pads a container's ragged columns to [*batch_size, ...]; prompt and response fields only to their width."""
         out: dict[str, Tensor] = {}
         for field, rows in columns.items():
             if isinstance(rows, Tensor):  # one number per row
@@ -152,7 +150,7 @@ class Padding:
             values = torch.cat(list(rows))
             fill = self.pad_token_id if container == "tokens" else 0
             mask = mask.to(values.device)
-            # A mask selects row by row, in the order of the joined values: one assignment places them all.
+            # A mask selects row by row, in the order of the joined values, so one assignment places all of them.
             dense = values.new_full((*mask.shape, *values.shape[1:]), fill)
             dense[mask] = values
             out[field] = dense.reshape((*batch_size, *dense.shape[1:]))
@@ -160,7 +158,7 @@ class Padding:
 
 
 def row_seeds(td: TensorDictBase, num_rows: int, *, who: str) -> list[int] | None:
-    """The batch's own "seed" of each row; None if it has none."""
+    """The "seed" of each row of the batch; None if the batch has none."""
     seeds = td.get("seed", None)
     if not isinstance(seeds, Tensor):
         return None

@@ -1,8 +1,7 @@
-"""Whole conversations of a batch as ids, and the log-probs and distributions that a model gives their tokens.
+"""Whole conversations of a batch as ids, and a model's log-probs and distributions of their tokens.
 
-The ids are ``("tokens", "full")`` if that is there, because ids that were sampled are never made again from text;
-else the mode's own view, encoded. Losses call ``token_scores`` instead of a distribution, whose memory grows with the
-vocabulary times the tokens.
+The ids are ``("tokens", "full")`` if present, because sampled ids are never re-tokenised from text; else the mode's own
+view, encoded. Losses call ``token_scores`` instead of using a distribution, whose memory is vocabulary times tokens.
 
 Shapes: B sequences, T tokens, N chosen positions, V vocabulary, S samples.
 """
@@ -43,15 +42,15 @@ _STRATEGIES = ("generic", "sft", "rlhf")
 
 @dataclass
 class Conversations:
-    """The ids of a batch of conversations, one row each, and the layout that the batch has them in.
+    """The ids of a batch of conversations, one row each, and their layout in the batch.
 
-    laid_out   int64[L_i] each, in order, as the batch holds them
-    kept       bool[L_i] each, which of those are real; None if none is padding
-    dense      True if the batch holds them as one tensor, [*B, L]
-    assistant  bool[T_i] each, which of the real ones the assistant wrote, if it is known; None
+    laid_out   int64[L_i] each, as stored in the batch
+    kept       bool[L_i] each, True on real ids; None if there is no padding
+    dense      True if the batch stores them as one tensor, [*B, L]
+    assistant  bool[T_i] each, True on real ids that the assistant wrote; None if unknown
     given      False if the ids were encoded here
-    media      of each row, if the batch or its messages have some; None
-    rows       int64[T_i] each: the real ones
+    media      media of each row; None if neither the batch nor its messages have any
+    rows       int64[T_i] each: the real ids
     """
 
     laid_out: list[Tensor]
@@ -74,7 +73,7 @@ class Conversations:
         """
         tokens, masks = (inner(td.get(keys[name], None)) for name in ("tokens", "masks"))
         full_key = (keys["tokens"], "full")
-        # Ids that were sampled are scored as they are, even if the mode's own view is there too.
+        # Sampled ids are scored unchanged, even if the mode's own view is present too.
         elsewhere = mode.name == "tokens" and input_key not in (full_key, list(full_key))
         if elsewhere or tokens is None or "full" not in tokens.keys():
             rows = mode.read(td, input_key, attention_mask_key).rows
@@ -96,7 +95,7 @@ class Conversations:
         return cls(laid_out, kept, dense, assistant, given=True, media=read_media(td))
 
     def padded(self, pad_token_id: int) -> tuple[Tensor, Tensor]:
-        """int64[B, L] and bool[B, L]: the ids and which of them are real; rows are padded on the right."""
+        """The ids int64[B, L] and the mask of real ids bool[B, L]; rows are padded on the right."""
         ids_BL = pad_rows(self.laid_out, value=pad_token_id)
         if self.kept is not None:
             return ids_BL, pad_rows(self.kept).to(ids_BL.device)
@@ -105,9 +104,9 @@ class Conversations:
     def containers(
         self, scores: Sequence[Tensor], batch_size: Sequence[int], pad_token_id: int | None
     ) -> dict[str, Any]:
-        """The containers "masks", "tokens" and "log_probs" of ``scores`` float32[T_i], laid out as the ids are.
+        """The containers "masks", "tokens" and "log_probs" for ``scores`` float32[T_i], in the layout of the ids.
 
-        pad_token_id  ids that were encoded here are padded on the right with it; None: they stay rows
+        pad_token_id  padding on the right for ids that were encoded here; None: they stay ragged
         """
         masks = {"all_attention_mask": [torch.ones(len(row), dtype=torch.bool) for row in self.rows]}
         if self.assistant is not None:
@@ -123,14 +122,14 @@ class Conversations:
             padding = Padding(torch.stack(kept), 0, 0)
         elif not self.given and pad_token_id is not None:
             padding = Padding.behind(self.rows, pad_token_id)
-        elif self.kept is not None:  # rows of a padded batch keep the padding that they have
+        elif self.kept is not None:  # rows of a padded batch keep their padding
             for fields in columns.values():
                 for field, rows in fields.items():
                     fields[field] = [_spread(*pair) for pair in zip(rows, self.kept, strict=True)]
         return make_containers(columns, batch_size, padding)
 
     def views(self, td: TensorDictBase, mode: Mode, keys: Mapping[str, str], input_key: Key) -> dict[str, Any]:
-        """The containers of ``td`` that show these conversations; views of the mode that are not there, as "full"."""
+        """The containers of ``td`` for these conversations; missing views of the mode are added with only "full"."""
         names = (*mode.written, "tokens", "masks") if self.given else mode.written
         views = {name: td.get(keys[name], None) for name in names}
         views = {
@@ -149,7 +148,7 @@ class Conversations:
         return views | make_containers(columns, td.batch_size)
 
     def selected(self, strategy: str, mask: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
-        """bool[T_i] per row: the tokens that a strategy, or a mask of the tokens' layout, asks for."""
+        """bool[T_i] per row: the tokens selected by a strategy, or by a mask in the layout of the tokens."""
         if strategy not in _STRATEGIES:
             raise ConfigError(
                 f"get_dist: masking_strategy must be one of {', '.join(_STRATEGIES)}: got {strategy!r}."
@@ -162,7 +161,7 @@ class Conversations:
         if self.assistant is None:
             raise MissingKeyError(
                 f"get_dist: masking_strategy {strategy!r} needs ('masks', 'all_assistant_mask') or ('tokens', "
-                "'response'), to know what the assistant wrote: got neither; use 'generic', or pass mask=."
+                "'response') to find the assistant's tokens: got neither; use 'generic', or pass mask=."
             )
         return [row.bool() for row in self.assistant]
 
@@ -186,24 +185,24 @@ class Conversations:
 
 
 def _spread(values: Tensor, kept: Tensor) -> Tensor:
-    """[T_i] to [L_i]: 0 on padding."""
+    """Expands [T_i] to [L_i], with 0 on padding."""
     kept = kept.to(values.device)
     return values.new_zeros(kept.shape).masked_scatter(kept, values)
 
 
-_ROWS_AT_A_TIME = 256  # of the vocabulary-wide temporaries
+_ROWS_AT_A_TIME = 256  # rows of temporaries of vocabulary width
 
 
 class TokenCategorical(Distribution):
-    """A categorical over the vocabulary at every chosen token: what that token was, or could have been, drawn from.
+    """A categorical distribution over the vocabulary for every chosen token.
 
-    logits  float32[N, V]    of the chosen positions alone, in the order of ``mask``
+    logits  float32[N, V]    only of the chosen positions, in the order of ``mask``
     tokens  int64[*B, T]     the conversations
-    mask    bool[*B, T]      the positions that have a distribution: those asked for that have a token before them
+    mask    bool[*B, T]      positions with a distribution: those chosen that have a preceding token
     Raises  ShapeError       if values do not have the shape of the tokens
 
     Results have the shape of the tokens. Where the mask is False, ``log_prob`` and ``entropy`` are 0, and ``sample``
-    and ``mode`` keep the token that is there. Memory: 4 N V bytes, and about five times that for a backward pass.
+    and ``mode`` return the given token. Memory: 4 N V bytes, and about five times that for a backward pass.
 
     >>> mask = torch.tensor([[False, True, True]])
     >>> dist = TokenCategorical(torch.zeros(2, 4), torch.tensor([[3, 1, 2]]), mask)
@@ -211,7 +210,7 @@ class TokenCategorical(Distribution):
     ([[1.0, 0.25, 0.25]], [[3, 0, 0]])
     """
 
-    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (torch's own way to say that there is none)
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (how torch declares that there are none)
     has_rsample = False
 
     def __init__(self, logits: Tensor, tokens: Tensor, mask: Tensor) -> None:
@@ -224,11 +223,11 @@ class TokenCategorical(Distribution):
         self.logits = logits
         self.tokens = tokens
         self.mask = mask
-        # In parts, as all sums over the vocabulary: their temporaries are as large as the logits that they read.
+        # In parts, like all sums over the vocabulary: the temporaries of a sum are as large as its logits.
         self._log_total_N = torch.cat([part_CV.logsumexp(-1) for part_CV in logits.split(_ROWS_AT_A_TIME)])
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """float32[*S, *B, T] of ids int64[*S, *B, T]; ``dist.log_prob(dist.tokens)`` is what ``token_scores`` gives."""
+        """float32[*S, *B, T] of ids int64[*S, *B, T]; ``dist.log_prob(dist.tokens)`` equals ``token_scores``."""
         if value.shape[-self.mask.ndim :] != self.mask.shape:
             raise ShapeError(
                 f"TokenCategorical.log_prob: ids must end in the shape of the tokens: got {tuple(value.shape)}, "
@@ -242,7 +241,7 @@ class TokenCategorical(Distribution):
         """float32[*B, T], in nats."""
         entropies = []
         for log_p_CV in self._log_p():
-            finite_CV = log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min)  # a probability of 0 counts 0, not 0 * -inf
+            finite_CV = log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min)  # avoids 0 * -inf for a probability of 0
             entropies.append(-(log_p_CV.exp() * finite_CV).sum(-1))
         return self._spread(torch.cat(entropies))
 
@@ -253,7 +252,7 @@ class TokenCategorical(Distribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """int64[*sample_shape, *B, T], from torch's global generator."""
+        """Samples int64[*sample_shape, *B, T] with torch's global generator."""
         shape = torch.Size(sample_shape)
         if not len(self.logits):
             return self.tokens.expand(*shape, *self.mask.shape).clone()
@@ -262,12 +261,12 @@ class TokenCategorical(Distribution):
         return self._spread(ids_SN, self.tokens)
 
     def _log_p(self) -> Iterator[Tensor]:
-        """float32[C, V]: the log-probs of all ids, some positions at a time."""
+        """Yields log-probs of all ids, float32[C, V], for a few positions at a time."""
         parts = zip(self.logits.split(_ROWS_AT_A_TIME), self._log_total_N.split(_ROWS_AT_A_TIME), strict=True)
         return (logits_CV - log_total_C[:, None] for logits_CV, log_total_C in parts)
 
     def _spread(self, values_SN: Tensor, elsewhere: Tensor | None = None) -> Tensor:
-        """[*S, *B, T] of [*S, N]; 0 where nothing else is given."""
+        """Scatters [*S, N] to [*S, *B, T]; ``elsewhere`` (default 0) fills the rest."""
         shape, device = (*values_SN.shape[:-1], *self.mask.shape), values_SN.device
         out = values_SN.new_zeros(shape) if elsewhere is None else elsewhere.to(device).expand(shape)
         return out.masked_scatter(self.mask.to(device).expand(shape), values_SN)
@@ -283,7 +282,7 @@ def token_categorical(
     temperature: float,
     batch_size: torch.Size,
 ) -> TokenCategorical:
-    """The distributions of the chosen tokens, [*batch_size, T]. Without gradients the model runs in evaluation mode."""
+    """The distributions of the chosen tokens, [*batch_size, T]. Uses evaluation mode if gradients are off."""
     chosen = conversations.selected(masking_strategy, mask)
     device = model_device(model)
     ids_BT, attention_BT = (value.to(device) for value in conversations.padded(pad_token_id))
@@ -301,9 +300,9 @@ def token_categorical(
 
 
 def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor, temperature: float) -> Tensor:
-    """float32[N, V]: the logits that the tokens under the mask are drawn from, divided by the temperature.
+    """float32[N, V]: the logits that predict the tokens under the mask, divided by the temperature.
 
-    Calls  the body once, and the head on the N positions; if the two do not make up the model, the whole model
+    Calls  the body once and the head on the N positions; or the whole model, if it does not compute head(body)
     """
     path = find_head_path(model)
     if path is None:
@@ -312,7 +311,7 @@ def _chosen_logits(model: nn.Module, inputs: dict[str, Tensor], mask_BT: Tensor,
     hidden_NH = hidden_before(path, inputs, mask_BT)
     if len(hidden_NH) <= _ROWS_AT_A_TIME or torch.is_grad_enabled():
         return map_logits(path.head(hidden_NH), path, temperature)
-    # in parts: a second tensor of their size never exists
+    # In parts, to avoid a second tensor of the size of all logits.
     start, logits_NV = 0, None
     for part_CH in hidden_NH.split(_ROWS_AT_A_TIME):
         part_CV = map_logits(path.head(part_CH), path, temperature)

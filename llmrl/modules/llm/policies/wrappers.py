@@ -1,4 +1,4 @@
-"""The wrappers of two backends: a Hugging Face model in this process, and vLLM in any of its places."""
+"""The wrappers of the two backends: a Hugging Face model in this process, and vLLM wherever it runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class TransformersWrapper(LLMWrapperBase):
     """A Hugging Face model (the module, or its name or path) as a policy. Arguments, keys and errors: `LLMWrapperBase`.
 
-    The engine generates with the very module that is trained; ``scorer`` holds it (``wrapper.model``) and is what a
-    recipe wraps for DDP or FSDP. ``device`` moves the model.
+    The engine generates with the same module that is trained. ``scorer`` holds it (``wrapper.model``); recipes wrap
+    ``scorer`` for DDP or FSDP. ``device`` moves the model.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.llm.chat import History
@@ -49,7 +49,7 @@ class TransformersWrapper(LLMWrapperBase):
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
-            # Any id will do: masks come from lengths, never from ids.
+            # Any id works: masks are derived from lengths, never from ids.
             pad = config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids), 0)
         engine = TransformersEngine(
             model,
@@ -70,7 +70,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The language model itself, without what the scorer was wrapped in."""
+        """The language model itself, without the scorer's wrappers."""
         return self._scored_model()
 
     def _source(self) -> PreTrainedModel:
@@ -78,7 +78,7 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def load_model(model: PreTrainedModel | str, device: torch.device | str | None) -> PreTrainedModel:
-    """The module itself, or the pretrained model of that name or path; moved to ``device`` if one is given.
+    """The given module, or the pretrained model of that name or path; moved to ``device`` if it is given.
 
     Raises  DataError for a name or path that cannot be loaded, ConfigError for anything else
     """
@@ -99,16 +99,16 @@ def load_model(model: PreTrainedModel | str, device: torch.device | str | None) 
 class vLLMWrapper(LLMWrapperBase):
     """vLLM as a policy. Arguments, keys and errors: `LLMWrapperBase`.
 
-    model  a `VLLMEngine`, or one in a Ray actor (`make_vllm_worker`); or what an engine is built from with its
+    model  a `VLLMEngine`, or one in a Ray actor (`make_vllm_worker`); or the argument for building an engine with its
            defaults: a ``vllm.LLM``, a model's folder or hub name, a Hugging Face model, the URL of a server started by
            ``vllm serve``. An engine built here is closed by ``wrapper.engine.close()``
 
-    ``generate_kwargs`` may hold vLLM's own options too: presence_penalty, frequency_penalty, min_tokens, logit_bias,
-    allowed_token_ids, bad_words. Log-probs are those of the distribution sampled from, with the plain ones beside
-    them. What would make ids or log-probs untrue (best_of, say) is refused with the reason.
+    ``generate_kwargs`` may also contain vLLM's own options: presence_penalty, frequency_penalty, min_tokens,
+    logit_bias, allowed_token_ids, bad_words. Log-probs are those of the sampling distribution; "plain" holds those
+    before truncation. Options that would make ids or log-probs wrong (such as best_of) are refused with the reason.
 
-    Without ``tokenizer``, that of the engine or of the folder is taken. vLLM gives no logits: for ``get_dist`` and
-    gradients use a `TransformersWrapper`. ``device`` and ``pad_model_input`` are decided by vLLM.
+    The default ``tokenizer`` is that of the engine or of the folder. vLLM gives no logits: for ``get_dist`` and
+    gradients use a `TransformersWrapper`. vLLM decides ``device`` and ``pad_model_input``.
 
     ::
 
@@ -126,7 +126,7 @@ class vLLMWrapper(LLMWrapperBase):
         try:
             engine.check(self.options.params)
         except BaseException:
-            if engine is not model:  # built here, so only here can it be closed
+            if engine is not model:  # built here, so the caller cannot close it
                 engine.close()
             raise
         pad = getattr(self.tokenizer, "pad_token_id", None)

@@ -1,4 +1,4 @@
-"""vLLM under its documented names: ways to have a `llmrl.modules.llm.VLLMEngine`."""
+"""vLLM under its documented names: ways to create a `llmrl.modules.llm.VLLMEngine`."""
 
 from llmrl.modules.llm.backends.vllm.workers import (
     LLMOnDevice,

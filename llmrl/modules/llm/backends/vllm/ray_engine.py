@@ -1,4 +1,4 @@
-"""`RayEngine`: a vLLM engine in a Ray actor, behind the methods of every engine."""
+"""`RayEngine`: a vLLM engine in a Ray actor, with the methods of every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl.optional import require
 
 
 class _Actor(VLLMEngine):
-    """The engine in its actor, whose attributes are read and set through methods."""
+    """The engine in its actor, with methods to read and set attributes remotely."""
 
     def get(self, name: str) -> Any:
         return getattr(self, name)
@@ -24,16 +24,16 @@ class _Actor(VLLMEngine):
 
 
 class RayEngine:
-    """An ``Engine`` that asks a `VLLMEngine` in an actor of its own.
+    """An ``Engine`` that forwards calls to a `VLLMEngine` in its own Ray actor.
 
     model         a folder or hub name that the actor's machine can read
-    num_gpus      of the actor, one tensor-parallel rank on each; None: none
+    num_gpus      number of the actor's GPUs, one tensor-parallel rank on each; None: no GPU
     timeout_s     longest wait for one answer
-    settings      of `VLLMEngine`
+    settings      keyword arguments of `VLLMEngine`
 
-    Weights go through Ray's object store, whole: on one machine ``VLLMEngine(own_process=True)`` is faster.
+    Weights go through Ray's object store as a whole: on one machine ``VLLMEngine(own_process=True)`` is faster.
 
-    Raises  RolloutError, naming the actor, if it dies; DeadlineError; what the engine itself raises
+    Raises  RolloutError, naming the actor, if the actor dies; DeadlineError; any error of the engine
     """
 
     def __init__(self, model: str, *, num_gpus: int | None = None, timeout_s: float = 900.0, **settings: Any) -> None:
@@ -62,23 +62,23 @@ class RayEngine:
 
     @property
     def unsaved_buffers(self) -> frozenset[str]:
-        """As `VLLMEngine.unsaved_buffers`."""
+        """See `VLLMEngine.unsaved_buffers`."""
         return self._ask("get", "unsaved_buffers")
 
     def check(self, params: SamplingParams) -> None:
-        """Raises ConfigError for options that the engine cannot honour."""
+        """Raises ConfigError for options that the engine does not support."""
         self._ask("check", params)
 
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams, **options: Any) -> Generation:
-        """As `VLLMEngine.generate`, with its options."""
+        """See `VLLMEngine.generate`."""
         return self._ask("generate", list(prompts), params, **options)
 
     def score(self, sequences: Sequence[Tensor], **options: Any) -> list[Tensor]:
-        """As `VLLMEngine.score`, with its options."""
+        """See `VLLMEngine.score`."""
         return self._ask("score", list(sequences), **options)
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """As `VLLMEngine.update_weights`, of whole weights."""
+        """See `VLLMEngine.update_weights`; groups are collected into one set first."""
         if weights is None:
             raise WeightSyncError("RayEngine: weights must be given: the actor holds its own copy of the model.")
         if not isinstance(weights, Mapping):
@@ -94,7 +94,7 @@ class RayEngine:
         try:
             self._ray.get(actor.close.remote(), timeout=60)
         except (self._ray.exceptions.RayError, TimeoutError):
-            pass  # it is dead, or does not answer: it is killed either way
+            pass  # the actor is dead or does not answer; it is killed below in any case
         finally:
             self._ray.kill(actor)
 
@@ -109,4 +109,4 @@ class RayEngine:
                 f"RayEngine: {method} must be answered within {self._timeout_s:g} s: it was not."
             ) from error
         except self._ray.exceptions.RayActorError as error:
-            raise RolloutError(f"RayEngine: the actor must live to answer {method}: {error}") from error
+            raise RolloutError(f"RayEngine: the actor must be alive to answer {method}: {error}") from error

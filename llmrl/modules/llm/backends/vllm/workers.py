@@ -1,4 +1,4 @@
-"""The documented ways to have a vLLM engine: on chosen devices, in a Ray actor, with a worker that takes broadcasts."""
+"""Documented ways to create a vLLM engine: on chosen devices, in a Ray actor, with a worker for broadcast weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
 
 class LLMOnDevice(VLLMEngine):
-    """A `VLLMEngine` on some of this machine's GPUs, its ``devices``, one tensor-parallel rank on each."""
+    """A `VLLMEngine` on some of this machine's GPUs, given as ``devices``, with one tensor-parallel rank on each."""
 
 
 def make_vllm_worker(
@@ -29,13 +29,13 @@ def make_vllm_worker(
     enable_fp32_output: bool = False,
     **settings: Any,
 ) -> VLLMEngine | RayEngine:
-    """A vLLM engine over the model ``model_name``, to be given to `vLLMWrapper`.
+    """Creates a vLLM engine for the model ``model_name``, to be passed to `vLLMWrapper`.
 
-    devices             the GPUs to use; num_devices: their number, wherever they are. Not both
-    make_ray_worker     True: in a Ray actor, which Ray gives its GPUs; False: on this machine
-    enforce_eager       no graphs, no compiling
-    enable_fp32_output  logits in float32. vLLM has no switch for the head alone, so the whole model computes in float32
-    settings            of `VLLMEngine`
+    devices             the GPUs to use; num_devices: only their number. Not both
+    make_ray_worker     True: in a Ray actor, whose GPUs Ray assigns; False: on this machine
+    enforce_eager       True: no graphs, no compilation
+    enable_fp32_output  logits in float32. vLLM has no switch for only the head, so the whole model computes in float32
+    settings            keyword arguments of `VLLMEngine`
 
     Raises  ConfigError  for devices and num_devices together
     """
@@ -59,22 +59,22 @@ def make_vllm_worker(
 
 
 class vLLMWorker(WorkerExtension):
-    """The methods of vLLM's worker for a trainer that sends weights itself, tensor by tensor over a process group.
+    """Worker methods for a trainer that sends weights itself, tensor by tensor over a process group.
 
-    Named as ``worker_extension_cls``. An engine's own ``update_weights`` needs none of this, and is faster.
+    For use as ``worker_extension_cls``. An engine's own ``update_weights`` needs none of this, and is faster.
     """
 
     def init_weight_update_group(
         self: Any, master_address: str, master_port: int, rank_offset: int, world_size: int
     ) -> None:
-        """Joins the group, behind the ``rank_offset`` ranks of the trainer."""
+        """Joins the group, after the ``rank_offset`` ranks of the trainer."""
         rank = rank_offset + self.rank
         self._llmrl_group = stateless_init_process_group(master_address, master_port, rank, world_size, self.device)
         self._llmrl_received = {}
         self._llmrl_before = vLLMWorker._checksums(self)
 
     def update_weight(self: Any, name: str, dtype_name: str, shape: Sequence[int]) -> None:
-        """Takes part in a broadcast of rank 0, and keeps the tensor."""
+        """Receives a broadcast tensor from rank 0, and stores it for `apply_weights`."""
         if getattr(self, "_llmrl_group", None) is None:
             raise WeightSyncError("vLLMWorker: init_weight_update_group must come before update_weight: it did not.")
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
@@ -83,17 +83,17 @@ class vLLMWorker(WorkerExtension):
         self._llmrl_received[name] = weight
 
     def apply_weights(self: Any) -> None:
-        """Loads and releases what was kept, which must be a complete set."""
+        """Loads and releases the stored tensors, which must be a complete set."""
         received, self._llmrl_received = self._llmrl_received, {}
         WorkerExtension.llmrl_load_weights(self, received.items())
-        # As after vLLM's own reload, for an engine that is not a `VLLMEngine`: embeddings of images were computed with
-        # the old weights, and the memory of adapters does not outlast a deep sleep.
+        # As after vLLM's own reload, for engines other than `VLLMEngine`: image embeddings were computed with the old
+        # weights, and the memory of adapters is lost in a level-2 sleep.
         self.model_runner.reset_encoder_cache()
         if hasattr(self.model_runner, "reset_lora_state"):  # older versions have none
             self.model_runner.reset_lora_state()
 
     def check_weights_changed(self: Any) -> bool:
-        """True if any parameter has changed since the group was joined."""
+        """True if any parameter has changed since `init_weight_update_group`."""
         return vLLMWorker._checksums(self) != self._llmrl_before
 
     def _checksums(self: Any) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""An answer that is drawn in one piece, or, if new weights interrupt it, in several, by growing versions."""
+"""An answer sampled in one piece or, if weight updates interrupt it, in several pieces by successive versions."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from llmrl.modules.llm.engines.base import Generation, StopReason
 from llmrl.modules.llm.engines.vllm.core import Completion
 from llmrl.modules.llm.vision import Media
 
-_STRIDE = 0x9E3779B97F4A7C15  # a piece must not repeat the random numbers of the one before
+_STRIDE = 0x9E3779B97F4A7C15  # changes the seed: a piece must not repeat the random numbers of the previous one
 
 
 @dataclass
 class Answer:
-    """The ids drawn after ``prompt`` so far; ``reason`` is ABORT until it has ended."""
+    """The ids sampled after ``prompt`` so far; ``reason`` is ABORT until the answer has ended."""
 
     prompt: list[int]
     row_seed: int
-    media: Media | None = None  # of the prompt's images; None: no row has any
+    media: Media | None = None  # the prompt's images; None: no row has any
     ids: list[int] = field(default_factory=list)
-    log_probs: list[Tensor] = field(default_factory=list)  # of each piece
+    log_probs: list[Tensor] = field(default_factory=list)  # one tensor per piece
     plain: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of each id
+    versions: list[int] = field(default_factory=list)  # one per id
     routes: Tensor | None = None  # of prompt and answer, from the first id on, as far as reported
     reason: StopReason = StopReason.ABORT
 
     @property
     def so_far(self) -> list[int]:
-        """Prompt and answer: what the next piece continues."""
+        """Prompt and answer so far, which the next piece continues."""
         return self.prompt + self.ids
 
     @property
     def seed(self) -> int:
-        """Of the next piece. torch's CPU generator reads only 32 bits of it, so all bits are hashed into those."""
+        """Seed of the next piece. Hashed, because torch's CPU generator reads only 32 of its bits."""
         seed = (self.row_seed + len(self.ids) * _STRIDE) % (1 << 64)
         digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def add(self, piece: Completion, version: int) -> None:
-        """Appends a piece that ``version`` drew."""
+        """Appends a piece that ``version`` sampled."""
         ids = piece.ids.tolist()
         self.ids += ids
         self.log_probs.append(piece.log_probs)
         self.versions += [version] * len(ids)
-        if piece.routes is not None:  # it has read again what came before, by newer weights: those are the old ones'
+        if piece.routes is not None:  # earlier ids, re-read by newer weights, keep their old routes
             known = self.routes if self.routes is not None else piece.routes[:0]
             self.routes = torch.cat([known, piece.routes[len(known) :]])
         self.reason = piece.reason
 
     def can_continue(self, version: int, max_age: int | None) -> bool:
-        """False if its oldest id would then be more than ``max_age`` versions old."""
+        """False if its oldest id would be more than ``max_age`` versions old at ``version``."""
         return not self.versions or max_age is None or version - self.versions[0] <= max_age
 
 
 def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, mixed: bool) -> Generation:
-    """The answers of a call; ``version`` if nothing was drawn, ``mixed`` if ids have versions of their own."""
+    """The answers of a call. ``version`` applies if nothing was sampled; ``mixed`` reports a version for each id."""
     versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
     return Generation(
         [torch.tensor(answer.ids, dtype=torch.int64) for answer in answers],
@@ -73,7 +73,7 @@ def as_generation(answers: Sequence[Answer], version: int, *, truncated: bool, m
 
 
 def _routes(answers: Sequence[Answer]) -> list[Tensor] | None:
-    """Of each id of prompt and answer; None if no answer has any."""
+    """The routes of each id of prompt and answer, -1 where unknown; None if no answer has any."""
     shape = next((answer.routes.shape[1:] for answer in answers if answer.routes is not None), None)
     if shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Weights by broadcast: process groups of a trainer and an engine's workers, and a buffer that each of them has."""
+"""Weight transfer by broadcast: process groups of a trainer and an engine's workers, with a buffer on each member."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmrl.optional import require
 def stateless_init_process_group(
     master_address: str, master_port: int, rank: int, world_size: int, device: torch.device | str | int | None = None
 ) -> Any:
-    """Joins a group of ``world_size``, a trainer and an engine's workers, beside the default group of
+    """Joins a group of ``world_size`` ranks, a trainer and an engine's workers, separate from the default group of
     ``torch.distributed``; waits until all have joined.
 
     Returns  on a GPU vLLM's NCCL communicator; if ``device`` is None or the CPU, a group with the same ``broadcast``
-             that goes through the store at ``master_address``: for small things
-    Raises   ConfigError for a rank outside of the group
+             that goes through the store at ``master_address``, suitable for small tensors
+    Raises   ConfigError for a rank outside the group
     """
     who = "stateless_init_process_group"
     if not 0 <= rank < world_size:
@@ -35,21 +35,21 @@ def stateless_init_process_group(
 
 
 class _StoreGroup:
-    """vLLM's group of metadata, with ``broadcast`` in place like that of a communicator."""
+    """vLLM's metadata group, with an in-place ``broadcast`` like that of its NCCL communicator."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank, self.world_size = group.rank, group.world_size
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Every rank has the tensor of ``src`` afterwards."""
+        """Overwrites ``tensor`` on every rank with that of ``src``."""
         found = self._group.broadcast(tensor, src=src)
         if self.rank != src:
             tensor.copy_(found)
 
 
 class BroadcastBuffer(Buffer):
-    """A buffer on the device of each member of a group: the trainer, rank 0, and the workers, whose ranks follow."""
+    """A buffer on each member of a group, on its own device: the trainer is rank 0, the workers follow."""
 
     def __init__(self, size: int, device: Any, address: str, port: int, world_size: int) -> None:
         super().__init__(torch.empty(size, dtype=torch.uint8, device=device))

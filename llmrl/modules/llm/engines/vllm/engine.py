@@ -1,6 +1,6 @@
-"""`VLLMEngine` and `AsyncVLLMEngine`: generation and scoring by vLLM, behind the methods of every engine.
+"""`VLLMEngine` and `AsyncVLLMEngine`: generation and scoring by vLLM, as an `Engine`.
 
-Seeds, checks, plain log-probs, weights and versions are here, the same wherever vLLM runs; requests are the `Core`'s.
+This file handles seeds, checks, plain log-probs, weights and versions, wherever vLLM runs; a `Core` runs the requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llmrl.modules.llm.vision import Media, has_images
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_DEFAULT_TIMEOUT_S = 600.0  # without timeout_s; plus one second for every token that a row may have
+_DEFAULT_TIMEOUT_S = 600.0  # if timeout_s is None; plus one second per token of the longest possible row
 
 
 class VLLMEngine(SeededEngine):
@@ -44,29 +44,29 @@ class VLLMEngine(SeededEngine):
 
     model          a folder or hub name; a Hugging Face model, which is copied; a ``vllm.LLM``; or the URL of a server
                    started by ``vllm serve``, or a list of URLs of servers of one model, which share the requests
-    tokenizer      of a model given as a module: without one, stop strings are refused
-    own_process    vLLM's core runs in a process of its own, and calls of several threads at the same time
+    tokenizer      for a model given as a module: without one, stop strings are refused
+    own_process    runs vLLM's core in a separate process, and calls of several threads concurrently
     devices        numbers of the GPUs that its process sees, one tensor-parallel rank on each; implies own_process
-    eos_token_ids  ids that end a response and are part of it; the model's generation settings by default
-    seed           of the generator that hands out row seeds if a call brings none
-    timeout_s      longest that a call may take, in seconds; None: 600, and one more for every token of its longest row
-    connect_s      of a server: longest that its first answer may take
-    silence_s      of a server: longest that it may leave ``/health`` unanswered during a request
-    weight_backend how weights reach an engine in another process: "shared_memory", "nccl" or "ipc", or a
-                   `SharedMemory`, `NCCL` or `CudaIPC` with settings; None or "auto": the shortest of them
-    options        arguments of ``vllm.LLM``, when one is built; ``dtype`` is the checkpoint's own unless given
+    eos_token_ids  ids that end a response and are part of it; default: the model's generation settings
+    seed           seeds the generator of row seeds, used if a call passes none
+    timeout_s      longest duration of a call, in seconds; None: 600, and one more for every token of its longest row
+    connect_s      for a server: longest wait for its first answer
+    silence_s      for a server: longest that it may leave ``/health`` unanswered during a request
+    weight_backend transfer of weights to an engine in another process: "shared_memory", "nccl" or "ipc", or a
+                   `SharedMemory`, `NCCL` or `CudaIPC` with settings; None or "auto": the shortest of these paths
+    options        arguments of ``vllm.LLM``, if one is built; ``dtype`` is the checkpoint's own unless given
 
-    Log-probs are those of the distribution sampled from; if truncation or a penalty changed it, drawn ids are scored
-    once more for the plain ones. A row depends on its prompt, seed and weights alone, up to rounding. All rows of a
-    call are of one version: updates wait for calls. docs/engines.md: threads, failures, what a server cannot do.
+    Log-probs are those of the sampling distribution; if truncation or a penalty changed it, sampled ids are scored
+    again for the plain ones. A row depends only on its prompt, seed and weights, up to rounding. All rows of a call
+    have one version: updates wait for calls. docs/engines.md: threads, failures, limits of servers.
 
     Raises  MissingDependencyError  vllm is not installed, or lacks something that is needed
             ConfigError             an impossible setting, a model whose heads vLLM cannot compute on a CPU
             DataError               a folder or hub name without a model
     """
 
-    takes_groups = True  # of weights, one after the other
-    update_s = float("inf")  # longest that an update may take; less than what other ranks wait for it
+    takes_groups = True  # accepts weights in groups, one after the other
+    update_s = float("inf")  # longest duration of an update; must be shorter than other ranks wait for it
     in_flight: Literal["finish", "abort", "continue"] = "finish"  # see AsyncVLLMEngine
     max_age: int | None = None
 
@@ -96,14 +96,14 @@ class VLLMEngine(SeededEngine):
         self.timeout_s = timeout_s
         place = {"own_process": own_process, "devices": devices}
         self._make_core = partial(make_core, tokenizer=tokenizer, options=options, waits=waits, **place)
-        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # for a restart
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: model  # kept for `restart`
         self._transfer = WeightTransfer(lambda *args, **kwargs: self.core.call_workers(*args, **kwargs))
         self._lock = SharedExclusiveLock("VLLMEngine")
         self._sleep = SleepCycle(lambda: self.core)
-        self._incomplete = False  # the weights in the engine, after an update that failed in the middle
+        self._incomplete = False  # True after an update failed in the middle: the weights are a mix
         self._was_updated = self._has_adapter = False
-        self._interruptions = 0  # of calls under way, by updates
-        self.load_speed = 0.0  # bytes a second, of the last set of weights
+        self._interruptions = 0  # number of updates that interrupted calls in progress
+        self.load_speed = 0.0  # bytes per second of the last weight update
         self.core: Core = self._make_core(model)
         try:
             self._config: PretrainedConfig | None = config_of(model, self.core.info.model)
@@ -114,29 +114,29 @@ class VLLMEngine(SeededEngine):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its response together: one less than ``max_model_len``, the room that vLLM wants
-        for scoring what it has generated. A response that reaches it ends as LENGTH.
+        """Maximum tokens of a prompt and its response together: one less than ``max_model_len``, because vLLM needs one
+        more to score what it has generated. A response that reaches it ends as LENGTH.
         """
         return self.core.info.max_length
 
     @property
     def address(self) -> str | None:
-        """The URL of a server, or of all of them, which ranks may share; None for an engine of this process's own."""
+        """The URL of a server, or of all servers, which ranks may share; None for an engine that this process built."""
         return getattr(self.core, "url", None)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def check(self, params: SamplingParams) -> None:
-        """Raises ConfigError for options that this engine cannot honour; a wrapper asks when it is built."""
+        """Raises ConfigError for options that this engine does not support; wrappers call it at construction."""
         request_options(params, stop_token_ids=())
         info = self.core.info
         if self.in_flight == "continue" and (params.stop_strings or params.extra):
             raise ConfigError(
-                "AsyncVLLMEngine: with in_flight='continue' answers are drawn in pieces, in which stop_strings and "
-                "options of vLLM alone would restart: leave them out, or use in_flight='finish'."
+                "AsyncVLLMEngine: with in_flight='continue' answers are sampled in pieces, and stop_strings and "
+                "vLLM-specific options would restart in each: leave them out, or use in_flight='finish'."
             )
         if params.stop_strings and not info.reads_text:
-            raise ConfigError("VLLMEngine: stop_strings need tokenizer= at construction, to read what was drawn.")
+            raise ConfigError("VLLMEngine: stop_strings need tokenizer= at construction, to decode sampled tokens.")
         if not info.processed and (params.scoring_temperature != 1.0 or params.truncates):
             raise ConfigError(
                 "VLLMEngine: this engine reports log-probs of the raw logits, so sampling must be at temperature 1 "
@@ -145,7 +145,7 @@ class VLLMEngine(SeededEngine):
             )
         if info.place == "server" and params.truncates and params.scoring_temperature != 1.0:
             raise ConfigError(
-                f"VLLMEngine: a server cannot say the plain log-probs of a truncated distribution at temperature "
+                f"VLLMEngine: a server cannot report plain log-probs of a truncated distribution at temperature "
                 f"{params.temperature}: use temperature 1, or leave truncation and penalty out."
             )
 
@@ -159,8 +159,8 @@ class VLLMEngine(SeededEngine):
     ) -> Generation:
         """Samples one response per prompt: see `Engine`. A server takes no images.
 
-        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine cannot take; RolloutError if
-                 vLLM fails, DeadlineError
+        Raises   ShapeError, ConfigError; UnsupportedError for images that this engine does not support; RolloutError
+                 if vLLM fails, DeadlineError
         """
         self.check(params)
         seeds = self._seeds(seeds, len(prompts))
@@ -168,20 +168,20 @@ class VLLMEngine(SeededEngine):
         rows = self._rows(prompts, "a prompt", 1)
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
         left = answers
-        # One pass, or with in_flight="continue" one more after each update that interrupts it. The lock is held in a
-        # pass alone, so that the update gets in between.
+        # One pass, or with in_flight="continue" another one after each update that interrupts it. Each pass takes the
+        # lock anew, so that the update can run in between.
         while True:
             end = self._end(params.max_new_tokens)
             with self._lock.holding("requests", end, "generating"):
                 self._check_ready("generating")
                 version, interruptions = self.version, self._interruptions
                 left = [answer for answer in left if answer.can_continue(version, self.max_age)]
-                # Compared with the count under this lock: an update that begins from here on ends the drawing.
+                # The count was read under this lock, so any update that begins from here on stops the sampling.
                 if left:
                     self._draw(left, params, end, lambda count=interruptions: self._interruptions != count)
             left = [answer for answer in left if answer.reason is StopReason.ABORT]
             if not left or self.in_flight != "continue" or interruptions == self._interruptions:
-                break  # nothing is left that new weights have interrupted
+                break  # no answer is left that an update interrupted
         home = prompts[0].device if answers else torch.device("cpu")
         mixed = self.in_flight == "continue"
         drawn = as_generation(answers, version, truncated=params.truncates, mixed=mixed)
@@ -190,7 +190,7 @@ class VLLMEngine(SeededEngine):
         return drawn
 
     def _draw(self, answers: Sequence[Answer], params: SamplingParams, end: float, stop: Callable[[], bool]) -> None:
-        """Continues each answer, to its end or until it is aborted."""
+        """Continues each answer until it ends or is aborted."""
         rows = [answer.so_far for answer in answers]
         shared = request_options(params, stop_token_ids=self.eos_token_ids)
         options = [
@@ -207,8 +207,8 @@ class VLLMEngine(SeededEngine):
         for answer, piece in zip(answers, pieces, strict=True):
             answer.add(piece, self.version)
         if params.truncates:
-            # vLLM reports one kind of log-probs, those of the truncated distribution. The plain ones are asked for
-            # here, before other weights come.
+            # vLLM reports only the log-probs of the truncated distribution. The plain ones are scored here, under the
+            # same lock and thus with the same weights.
             scores = self._score([answer.so_far for answer in answers], params.scoring_temperature, end, media)
             for answer, score, row in zip(answers, scores, rows, strict=True):
                 answer.plain.append(score[len(row) :])
@@ -267,18 +267,18 @@ class VLLMEngine(SeededEngine):
         version: int,
         backend: str | TransferSettings | None = None,
     ) -> None:
-        """Loads a complete set of weights, empties the prefix cache, then moves the version.
+        """Loads a complete set of weights, empties the prefix cache, then sets the version.
 
         Names are those of the Hugging Face model's ``state_dict()``; of tied weights one name is enough. All of them
-        are checked before the first one is loaded, and until then the old version stays in use. If it fails in the
-        middle, nothing is served until a complete set is loaded. Calls that are under way end first.
+        are checked before the first one is loaded, and until then the old version stays in use. If an update fails in
+        the middle, requests fail until a complete set is loaded. Calls in progress end first.
 
-        weights  all of them, or groups that are made one after the other (`weight_groups`, `merged_weights`); every
-                 group is made even after a failure, because making it may be a collective
-        backend  for this update; by default ``weight_backend``
-        Raises  DeadlineError    if calls under way do not end within ``timeout_s``: nothing was updated
-                WeightSyncError  naming what is unknown, missing, misshapen, tied but different
-                UnsupportedError if a server was not started so that it takes weights, or the engine takes adapters
+        weights  all of them, or groups that are produced one by one (`weight_groups`, `merged_weights`); every group is
+                 produced even after a failure, because that may be a collective
+        backend  for this update; default: ``weight_backend``
+        Raises  DeadlineError    if calls in progress do not end within ``timeout_s``: nothing was updated
+                WeightSyncError  naming a weight that is unknown, missing, misshapen, or tied but different
+                UnsupportedError if a server was started without weight updates, or the engine takes adapters
                 ConfigError      for a backend that does not reach this engine
         """
         if weights is None:
@@ -296,15 +296,15 @@ class VLLMEngine(SeededEngine):
             with self._lock.holding(object(), end, f"loading version {version}", self._before_weight_update):
                 self._load(checked, version, end, settings)
         finally:
-            for _ in groups:  # a collective, maybe: the other ranks make them too
+            for _ in groups:  # producing a group may be a collective, which the other ranks also run
                 pass
 
     def update_adapter(self, folder: str | Path, *, version: int) -> None:
-        """Draws from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is not
-        needed afterwards. For an engine that was built with ``enable_lora=True``; one that sleeps wakes.
+        """Samples from now on with the LoRA adapter in ``folder``, as peft saves it (`adapter_folder`); the folder is
+        not needed afterwards. The engine must be built with ``enable_lora=True``; it wakes if it sleeps.
 
-        Raises  WeightSyncError if vLLM refuses it: the previous one stays in use; if it sleeps without weights
-                UnsupportedError for an engine without ``enable_lora``
+        Raises  WeightSyncError if vLLM refuses the adapter (the previous one stays in use), or if the engine sleeps
+                without its weights; UnsupportedError for an engine without ``enable_lora``
         """
         end = self._end(0)
         with self._lock.holding(object(), end, f"loading adapter {version}", self._before_weight_update):
@@ -317,7 +317,7 @@ class VLLMEngine(SeededEngine):
 
     @property
     def unsaved_buffers(self) -> frozenset[str]:
-        """Names that a set of weights may hold and need not: buffers that the model makes by itself."""
+        """Names that a set of weights may leave out: buffers that the model creates itself."""
         return frozenset() if self._config is None else self._weight_spec.unsaved_buffers
 
     @cached_property
@@ -330,11 +330,11 @@ class VLLMEngine(SeededEngine):
         return WeightSpec(self._config)
 
     def _before_weight_update(self) -> None:
-        """Hook before a weight update, called where requests are in flight; by default they are waited for."""
+        """Hook before a weight update, called while requests are in flight; the default is to wait for them."""
 
     def _load(self, weights: WeightSet, version: int, end: float, settings: TransferSettings | None) -> None:
         try:
-            # Also shows that the workers answer, while nothing is paused or changed yet.
+            # Also confirms that the workers answer, before anything is paused or changed.
             workers = self.core.call_workers("llmrl_describe", end)
         except UnsupportedError:
             raise
@@ -351,7 +351,7 @@ class VLLMEngine(SeededEngine):
                 if self.core.info.place == "process":
                     self.core.call_workers("llmrl_load_weights", end, weights=weights.pairs())
                 else:
-                    if not same_workers:  # new processes have never opened the buffer
+                    if not same_workers:  # new workers have not opened the buffer yet
                         self._transfer.close()
                     self._transfer.send(weights, end, settings or nearest_transfer(place_of_process(), workers))
         except (UnsupportedError, NothingLoadedError):  # both are raised before anything is loaded
@@ -362,7 +362,7 @@ class VLLMEngine(SeededEngine):
                 f"VLLMEngine: version {version} was checked but could not be loaded: {type(error).__name__}: {error}; "
                 "nothing is served until a complete set of weights is loaded."
             ) from error
-        self._incomplete, self._was_updated = False, True  # only now: an error above leaves the engine unready
+        self._incomplete, self._was_updated = False, True  # last: an error above leaves the engine not ready
         self.load_speed = weights.num_bytes / max(time.monotonic() - began, 1e-9)
         self.version = version
 
@@ -377,21 +377,21 @@ class VLLMEngine(SeededEngine):
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Gives the engine's GPU memory to the trainer beside it, once the calls under way have ended.
+        """Frees the engine's GPU memory for a trainer on the same GPU, once the calls in progress have ended.
 
-        The next `update_weights` wakes the engine: memory for the weights, the weights, memory for keys and values.
-        On a CPU nothing is freed, and the order is checked all the same. An engine on a GPU is built with
-        ``enable_sleep_mode=True`` for this.
+        The next `update_weights` wakes the engine: memory for the weights, the weights, then the KV cache. On a CPU
+        nothing is freed, but the order is still checked. An engine on a GPU must be built with
+        ``enable_sleep_mode=True``.
 
-        keep_weights  in host memory, for `wake`; else they are gone
-        Raises  RolloutError of every request until the engine is awake; UnsupportedError if it cannot sleep
+        keep_weights  keeps the weights in host memory, for `wake`; otherwise they are discarded
+        Raises  UnsupportedError if it cannot sleep; every request raises RolloutError until the engine is awake
         """
         end = self._end(0)
         with self._lock.holding(object(), end, "falling asleep", self._before_weight_update):
             self._sleep.sleep(end, keep_weights=keep_weights)
 
     def wake(self) -> None:
-        """Wakes an engine that kept its weights. Raises WeightSyncError if it did not, or is awake."""
+        """Wakes an engine that kept its weights. Raises WeightSyncError if it did not keep them, or is awake."""
         end = self._end(0)
         with self._lock.holding(object(), end, "waking up"):
             self._sleep.wake(end)
@@ -399,11 +399,11 @@ class VLLMEngine(SeededEngine):
     # --- life and state -----------------------------------------------------------------------------------------------
 
     def restart(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Ends the engine that was built here, dead or alive, and builds a new one, which serves once it has `version`.
+        """Replaces the engine that was built here, running or crashed, by a new one with the weights of `version`.
 
-        weights  of `version`, as in `update_weights`. Needed if the engine was ever given some: no copy is kept here
+        weights  of `version`, as in `update_weights`. Needed if the engine was ever updated: no copy is kept here
         Raises   WeightSyncError if they are needed and not given, UnsupportedError for an engine or a server that
-                 was not built here: nothing has changed then
+                 was not built here: in both cases nothing has changed
         """
         if not self.core.info.owned:
             raise UnsupportedError(
@@ -415,23 +415,23 @@ class VLLMEngine(SeededEngine):
                 "trainer's state_dict()."
             )
         if (model := self._model()) is None:
-            raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it is gone.")
-        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before anything is lost
+            raise WeightSyncError("VLLMEngine: restart needs the model that the engine was built from: it was deleted.")
+        checked = None if weights is None else self._weight_spec.weight_set(weights)  # before the old engine is closed
         self.close()
         end = self._end(0)
         with self._lock.holding(object(), end, "restarting"):
             self.core = self._make_core(model)
             self._sleep = SleepCycle(lambda: self.core)
-            self._incomplete = self._has_adapter  # the adapter is gone, and must be given again
+            self._incomplete = self._has_adapter  # the new engine needs its adapter again
             if checked is not None:
                 self._load(checked, self.version, end, self.weight_backend)
 
     def take_gauges(self) -> dict[str, float]:
-        """The numbers of `gauges` since the last call; without those that this vLLM does not report."""
+        """The numbers of `gauges` since the last call, without those that this vLLM does not report."""
         return self.core.take_gauges()
 
     def close(self) -> None:
-        """Ends an engine that was built here, with its processes and threads. A second call does nothing."""
+        """Shuts down an engine that was built here, with its processes and threads. A second call does nothing."""
         core, self.core = self.core, ClosedCore(self.core)
         self._transfer.close()
         core.close()
@@ -440,14 +440,14 @@ class VLLMEngine(SeededEngine):
 class AsyncVLLMEngine(VLLMEngine):
     """`VLLMEngine` with ``own_process=True``: the rows of every call join the running batch at once.
 
-    ``generate`` is called by as many threads as there are conversations (``LLMCollector(concurrency=...)``), so that a
-    long answer or a slow tool holds back no other conversation and the engine stays full.
+    One thread per conversation calls ``generate`` (``LLMCollector(concurrency=...)``), so a long answer or a slow tool
+    delays no other conversation, and the engine's batch stays full.
 
-    in_flight  what new weights do with the rows that are being drawn: "finish", they are waited for; "abort", they end
-               with what they have, as ``StopReason.ABORT``; "continue", they go on with the new weights from where
-               they are, keys and values recomputed, and `Generation.versions` says which version drew each id
+    in_flight  treatment of rows in progress when new weights arrive: "finish", the update waits for them; "abort", they
+               end with the ids so far, as ``StopReason.ABORT``; "continue", they continue with the new weights (which
+               recompute keys and values), and `Generation.versions` holds the version of each id
     max_age    with "continue": a row ends as ABORT once its first id is more than this many versions old
-    settings   of `VLLMEngine`
+    settings   keyword arguments of `VLLMEngine`
 
     ::
 
@@ -469,10 +469,10 @@ class AsyncVLLMEngine(VLLMEngine):
         super().__init__(model, own_process=True, **settings)
 
     def abort(self) -> int:
-        """Ends the rows that are drawn now, as ``StopReason.ABORT`` with the ids so far; the number of requests."""
+        """Ends rows in progress as ``StopReason.ABORT`` with the ids so far; returns the number of requests ended."""
         return self.core.abort()
 
     def _before_weight_update(self) -> None:
         if self.in_flight != "finish":
-            self._interruptions += 1  # first: a call that has not reached the core yet must see it there
+            self._interruptions += 1  # before abort: calls that have not reached the core yet check it there
             self.abort()

@@ -1,4 +1,4 @@
-"""Builds the parts of a `VLLMEngine` from what a user gives: its core, the model's configuration, its stop ids."""
+"""Builds the parts of a `VLLMEngine` from user arguments: its core, the model's configuration, its stop ids."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_core(
         compat.check_head_size(model.llm_engine.model_config)
         return InProcessCore(model, owned=False)
     if isinstance(model, nn.Module):
-        with _saved(model, tokenizer) as folder:  # vLLM reads it while it is built
+        with _saved(model, tokenizer) as folder:  # vLLM reads the folder only while it is built
             options = {"dtype": _dtype_name(model.dtype), "skip_tokenizer_init": tokenizer is None, **options}
             return _build(folder, own_process, devices, options)
     config = config_of(model, str(model))
@@ -68,8 +68,8 @@ def make_core(
     if config is not None:
         return build(str(model))
     if not own_process:
-        compat.load_vllm()  # its absence has an error of its own
-    # vLLM reads formats that the Transformers library does not, so whether there is a model is for it to say.
+        compat.load_vllm()  # first, so that a missing vLLM is not reported as a missing model
+    # No configuration was found, but vLLM reads formats that Transformers does not, so let it try.
     return loaded(lambda path, **_: build(path), str(model), setting="VLLMEngine: model")
 
 
@@ -81,13 +81,13 @@ def _build(path: str, own_process: bool, devices: Sequence[int] | None, options:
 
 @contextmanager
 def visible(devices: Sequence[int] | None) -> Iterator[None]:
-    """Processes that begin inside the block see these GPUs alone, numbered as this process numbers them."""
+    """Limits processes started inside the block to these GPUs, given by their numbers in this process."""
     if devices is None:
         yield
         return
     variable = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(variable)
-    own = before.split(",") if before else None  # this process may see a part of the GPUs: its number 0 is then own[0]
+    own = before.split(",") if before else None  # if this process sees only some GPUs, its number 0 is own[0]
     os.environ[variable] = ",".join(str(number) if own is None else own[number] for number in devices)
     try:
         yield
@@ -98,7 +98,7 @@ def visible(devices: Sequence[int] | None) -> Iterator[None]:
 
 
 def config_of(model: Any, path: str) -> PretrainedConfig | None:
-    """The Hugging Face configuration; None if a server has its model on another machine."""
+    """The Hugging Face configuration; None if it is not readable here, as for a server on another machine."""
     if isinstance(model, nn.Module):
         return model.config
     from transformers import AutoConfig
@@ -110,7 +110,7 @@ def config_of(model: Any, path: str) -> PretrainedConfig | None:
 
 
 def eos_ids(given: int | Sequence[int] | None, model: Any, path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: those that are given, or the model's own, or the tokenizer's."""
+    """The ids that end a response: the given ones, or else the model's, or else the tokenizer's."""
     if given is None:
         from transformers import GenerationConfig
 
@@ -129,18 +129,18 @@ def _dtype_name(dtype: Any) -> str:
 
 @contextmanager
 def _saved(model: nn.Module, tokenizer: Any) -> Iterator[str]:
-    """A folder with the model and the tokenizer inside the block; written on every rank, without progress bars."""
+    """A temporary folder with the model and the tokenizer; written on every rank, without progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    # In a process group the Transformers library saves on rank 0 alone; each rank's engine reads a folder of its own.
+    # In a process group Transformers saves only on rank 0, but each rank's engine reads its own folder.
     on_rank_0_only = hasattr(model, "should_save_on_this_rank")
     with tempfile.TemporaryDirectory(prefix="llmrl-vllm-") as folder:
         logging.disable_progress_bar()
         if on_rank_0_only:
             model.should_save_on_this_rank = lambda is_main_process: True
         try:
-            weights = model.state_dict()  # sharded ones are gathered, a collective: such a model is given as files
+            weights = model.state_dict()  # gathering sharded ones is a collective: pass such a model as files
             model.save_pretrained(
                 folder,
                 state_dict={

@@ -1,7 +1,7 @@
 """Gauges of a running vLLM: the share of its KV cache in use, preempted requests, hits of its prefix cache.
 
-Numbers are counted as ``preempted``, ``prefix_hits`` and ``prefix_queries`` (both in tokens), ``cache_max`` and
-``waiting_max``. What a vLLM does not report has no number. `gauge_metrics` gives them the names of a run's metrics.
+The numbers are ``preempted``, ``prefix_hits`` and ``prefix_queries`` (both in tokens), ``cache_max`` and
+``waiting_max``; those that a vLLM does not report are absent. `gauge_metrics` converts them to a run's metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from llmrl.optional import require
 
-_COUNTERS = {  # of a server's /metrics; "started" tells that it is another process, whose counters began at 0
+_COUNTERS = {  # names in a server's /metrics; a new "started" means a new process, whose counters began at 0
     "vllm:num_preemptions": "preempted",
     "vllm:prefix_cache_queries": "prefix_queries",
     "vllm:prefix_cache_hits": "prefix_hits",
@@ -21,10 +21,10 @@ _COUNTERS = {  # of a server's /metrics; "started" tells that it is another proc
 
 
 class EngineStats:
-    """Adds up what an engine that was built here reports after each of its steps; vLLM calls it from any thread.
+    """Adds up the statistics that an engine built here reports after each step; vLLM calls it from any thread.
 
-    It is one of the ``stat_loggers`` of ``engine``, an ``LLMEngine`` or ``AsyncLLM``. If that has none, because it was
-    built with ``disable_log_stats=True`` or is of another version, there are no numbers.
+    It registers itself in the ``stat_loggers`` of ``engine``, an ``LLMEngine`` or ``AsyncLLM``. If the engine has none
+    (``disable_log_stats=True``, or another vLLM version), there are no numbers.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -35,7 +35,7 @@ class EngineStats:
             loggers.append(self)
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, **_: Any) -> None:
-        """Called by vLLM. A preempted request that ends before it is resumed is not counted in ``iteration_stats``."""
+        """Called by vLLM. ``iteration_stats`` omits a preempted request that ends before it is resumed."""
         prefix = getattr(scheduler_stats, "prefix_cache_stats", None)
         found = {
             "preempted": getattr(iteration_stats, "num_preempted_reqs", None),
@@ -50,7 +50,7 @@ class EngineStats:
                     self._numbers[name] = _both(name, self._numbers.get(name, 0), value)
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Called by vLLM, as the methods below; nothing is printed."""
+        """Called by vLLM, like its aliases below; does nothing."""
 
     log_engine_initialized = record_sleep_state = record_admission_rejection = log
 
@@ -62,7 +62,7 @@ class EngineStats:
 
 
 class ServerCounters:
-    """What a server counted between two readings of its ``/metrics``, for all of its clients. It keeps no peak."""
+    """A server's counts between two readings of its ``/metrics``, for all its clients; it reports no maxima."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -74,11 +74,11 @@ class ServerCounters:
         if before.pop("started", None) != now.pop("started", None):
             return {}
         counts = {name: now[name] - before[name] for name in now.keys() & before.keys()}
-        return counts if all(count >= 0 for count in counts.values()) else {}  # negative: counted anew after a restart
+        return counts if all(count >= 0 for count in counts.values()) else {}  # negative after a restart
 
 
 def _read_counters(page: str) -> dict[str, float]:
-    """Sums over the engines of a server. Raises MissingDependencyError, ValueError for a page that is damaged."""
+    """Sums of the counters over a server's engines. Raises MissingDependencyError; ValueError for a damaged page."""
     lines = [line + "\n" for line in page.splitlines() if line.startswith(tuple(_COUNTERS))]
     if not lines:
         return {}
@@ -92,7 +92,7 @@ def _read_counters(page: str) -> dict[str, float]:
 
 
 def merged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several engines: sums, of ``_max`` the largest; what one of them does not report is not known of all."""
+    """Merges the numbers of several engines: sums, or maxima for ``_max``; keeps only numbers that all report."""
     numbers = dict(parts[0]) if parts else {}
     for part in parts[1:]:
         numbers = {name: _both(name, value, part[name]) for name, value in numbers.items() if name in part}
@@ -104,7 +104,7 @@ def _both(name: str, one: float, other: float) -> float:
 
 
 def gauge_metrics(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Named as in metrics.jsonl. Without a prompt that was looked up in the prefix cache it has no share of hits.
+    """Converts numbers to metrics of metrics.jsonl; the share of prefix hits is absent if there were no queries.
 
     >>> gauge_metrics({"preempted": 3, "cache_max": 0.5, "prefix_hits": 16, "prefix_queries": 64})
     {'engine/preempted': 3, 'engine/cache_max_frac': 0.5, 'engine/prefix_hit_frac': 0.25}

@@ -1,4 +1,4 @@
-"""HTTP to one server: a kept-alive connection per thread, one deadline for all of a request, and a health monitor."""
+"""HTTP to one server: a keep-alive connection per thread, one deadline per whole request, and a health monitor."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from urllib.parse import urlsplit
 from llmrl.errors import ConfigError, DeadlineError, RolloutError
 
 _LARGEST_ANSWER = 1 << 28  # bytes; the log-probs of a prompt of a million tokens are 100 MB
-_PERIOD_S = 1.0  # of the health monitor
+_PERIOD_S = 1.0  # between two health checks
 
 
 class Connections:
-    """One kept-alive connection per thread that asks."""
+    """One keep-alive connection per calling thread."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"VLLMEngine: a server is given as http://host:port: got {url!r}.")
+            raise ConfigError(f"VLLMEngine: a server must be given as http://host:port: got {url!r}.")
         self.url = url
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._make = partial(make, parts.hostname, parts.port)
         self._mine = threading.local()
         self._open: list[http.client.HTTPConnection] = []
-        self._interrupted: tuple[float, str] = (0.0, "")  # when, and why
+        self._interrupted: tuple[float, str] = (0.0, "")  # time and reason
         self._closed = False
 
     def interrupt(self, why: str) -> None:
-        """Ends the waits of all threads."""
-        self._interrupted = (time.monotonic(), why)  # first: the waits end at once, and look for the reason
+        """Interrupts the requests of all threads."""
+        self._interrupted = (time.monotonic(), why)  # set first: interrupted threads read the reason at once
         for connection in list(self._open):
-            with contextlib.suppress(OSError, AttributeError):  # it may be closing, or not be open yet
+            with contextlib.suppress(OSError, AttributeError):  # the connection may be closing, or not open yet
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(
@@ -53,9 +53,9 @@ class Connections:
         end: float,
         read: Callable[[bytes], Any] = json.loads,
     ) -> Any:
-        """The answer, decoded by ``read``.
+        """Sends a request and returns the answer, decoded by ``read``.
 
-        Raises  DeadlineError at ``end``, ConfigError (the server refuses the request), RolloutError, ValueError (no
+        Raises  DeadlineError at ``end``, ConfigError (the server refuses the request), RolloutError, ValueError (not
                 JSON)
         """
         payload = None if body is None else json.dumps(body)
@@ -75,12 +75,12 @@ class Connections:
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 self._drop()
-                when, why = self._interrupted  # the health monitor knows more than the broken connection
+                when, why = self._interrupted  # the health monitor's reason is better than the socket error
                 if when > began:
                     raise RolloutError(
                         f"VLLMEngine: gave up on {self.url}{path}: {why}; see the server's own log."
                     ) from error
-                if attempt == 2 or kept is None:  # a server may close an idle connection; that is asked again, once
+                if attempt == 2 or kept is None:  # retry once: a server may close an idle connection
                     raise RolloutError(
                         f"VLLMEngine: {self.url}{path} must be reachable: {type(error).__name__}: {error}; see the "
                         "server's own log."
@@ -89,7 +89,7 @@ class Connections:
             kind = ConfigError if status < 500 else RolloutError
             raise kind(f"VLLMEngine: {self.url}{path} refused with {status}: {text[:500].decode(errors='replace')}")
         if len(text) > _LARGEST_ANSWER:
-            self._drop()  # the rest is still to come
+            self._drop()  # the rest of the answer is unread
             raise RolloutError(
                 f"VLLMEngine: {self.url}{path} must answer in at most {_LARGEST_ANSWER} bytes: it sends more."
             )
@@ -99,7 +99,7 @@ class Connections:
             raise RolloutError(f"VLLMEngine: {self.url}{path} answered with JSON that nests too deeply.") from error
 
     def check_health(self, seconds: float) -> None:
-        """Asks for ``/health`` over a connection of its own; any answer will do. Raises OSError, HTTPException."""
+        """Requests ``/health`` over a separate connection; any answer is enough. Raises OSError, HTTPException."""
         connection = self._make(timeout=seconds)
         try:
             self._exchange(connection, "GET", "/health", end=time.monotonic() + seconds)
@@ -109,7 +109,7 @@ class Connections:
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, payload: str | None = None, *, end: float
     ) -> tuple[int, bytes]:
-        """The status and the answer; reads at most one byte more than the largest answer.
+        """Returns the status and the answer; reads at most one byte more than the largest answer.
 
         Raises  TimeoutError at ``end``, of `time.monotonic`, however much has arrived; OSError, HTTPException
         """
@@ -118,8 +118,8 @@ class Connections:
             connection.sock.settimeout(connection.timeout)
         headers = {} if payload is None else {"Content-Type": "application/json"}
         connection.request(method, self._prefix + path, body=payload, headers=headers)
-        # Closed before there was a socket to be interrupted. A health check asks about the server alone: an error
-        # there would take the place of the reason that the waits end with.
+        # `interrupt_for_good` may have run before this connection had a socket. Health checks are exempt: their error
+        # would replace the reason of the interruption.
         if self._closed and connection in self._open:
             raise ConnectionAbortedError
         connection.response_class = partial(_Response, end)
@@ -130,12 +130,12 @@ class Connections:
         connection, self._mine.connection = getattr(self._mine, "connection", None), None
         if connection is not None:
             if connection.sock is not None:
-                os.close(connection.sock.detach())  # an answer that was never read would keep it open
+                os.close(connection.sock.detach())  # an unread answer would keep the socket open
             connection.close()
             self._open.remove(connection)
 
     def interrupt_for_good(self) -> None:
-        """Ends the waits of all threads, now and later."""
+        """Interrupts the requests of all threads, and all later ones."""
         self._closed = True
         self.interrupt("the engine was closed")
 
@@ -153,7 +153,7 @@ def _left(end: float) -> float:
 
 
 class _Response(http.client.HTTPResponse):
-    """A response whose reads all end by one deadline: a socket's own timeout restarts with every byte."""
+    """A response with one deadline for all its reads: a socket's own timeout restarts with every byte."""
 
     def __init__(self, end: float, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -179,8 +179,8 @@ class _Reader(io.RawIOBase):
 class HealthMonitor:
     """Interrupts requests to a server that has stopped answering ``/health``, long before their own deadlines.
 
-    A request may rightly take minutes without a byte, so health is asked beside it, once a second while a request is in
-    flight, in a thread that ends with the last one.
+    A request may legitimately take minutes without a byte. A thread therefore requests ``/health`` once a second while
+    requests are in flight, and ends with the last one.
 
     silence_s  the longest that ``/health`` may take
     """
@@ -216,5 +216,5 @@ class HealthMonitor:
                 problem = f"the server must answer /health within {self._silence_s:g} s: it did not"
             except (OSError, http.client.HTTPException) as error:
                 problem = f"the server must be reachable: /health ended in {type(error).__name__}: {error}"
-            if problem and not stop.is_set():
+            if problem and not stop.is_set():  # a check that outlasts its requests must not interrupt later ones
                 self._connections.interrupt(problem)

@@ -1,4 +1,4 @@
-"""A `Core` in this process: a ``vllm.LLM``, which serves one call at a time."""
+"""A `Core` in this process: a ``vllm.LLM`` that serves one call at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 from llmrl.modules.llm.engines.vllm.worker import WorkerExtension
 
-_CLOSING_S = 30.0  # for the step that another thread is in
+_CLOSING_S = 30.0  # longest wait for an engine step that another thread is running
 
 
 class InProcessCore:
-    """Requests to one ``LLM``. Deadlines are checked between two steps of the engine."""
+    """Requests to one ``LLM``. Deadlines are checked between engine steps."""
 
     def __init__(self, llm: Any, *, owned: bool) -> None:
         if type(llm.llm_engine.engine_core).__name__ != "InprocClient":
             raise ConfigError(
                 "VLLMEngine: an LLM must have its core in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0): got one "
-                "with a process of its own, whose death such an LLM does not notice; let VLLMEngine(path, "
+                "with a process of its own, whose exit such an LLM does not notice; let VLLMEngine(path, "
                 "own_process=True) build the engine."
             )
         self.llm, self._owned = llm, owned
@@ -53,7 +53,7 @@ class InProcessCore:
             raise
 
     def complete(self, requests: Requests) -> list[Completion]:
-        """One completion per prompt. The global seed of torch stays as it was."""
+        """One completion per prompt. Leaves torch's global random state unchanged."""
         phase = requests.phase
         params = [self._make_request(**{"detokenize": "stop" in option, **option}) for option in requests.options]
         with self._temperature.held(requests.temperature, phase, requests.end):
@@ -71,7 +71,7 @@ class InProcessCore:
         ]
 
     def _outputs(self, requests: Requests, params: list[Any]) -> list[Any]:
-        """vLLM's output of each row, None if it was aborted. `close` and the deadline are noticed between two steps."""
+        """vLLM's output of each row, None if it was aborted. Checks `close` and the deadline between engine steps."""
         engine, names = self.llm.llm_engine, []
         media = requests.media or [None] * len(requests.prompts)
         for ids, images, param in zip(requests.prompts, media, params, strict=True):
@@ -85,32 +85,32 @@ class InProcessCore:
             if time.monotonic() > requests.end:
                 raise DeadlineError(
                     f"VLLMEngine: {requests.phase} must end before its deadline: the engine in this process was still "
-                    "at it; give a longer timeout_s, or ask for less."
+                    "running; set a longer timeout_s, or request less."
                 )
             found |= {output.request_id: output for output in engine.step() if output.finished}
         return [found.get(name) for name in names]  # vLLM has no output of an aborted request
 
     def _abort_requests(self) -> None:
-        """Removes what a failed call left in the engine, so that the next call does not get its answers."""
+        """Removes a failed call's requests from the engine, so that the next call does not get their answers."""
         engine = self.llm.llm_engine
         with contextlib.suppress(Exception):  # the engine may be what failed
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]:
-        """Calls a method of `WorkerExtension`; it ends when it ends, whatever ``end`` says."""
+        """Calls a method of `WorkerExtension`; ignores ``end``."""
         call: Any = method if self._has_extension else getattr(WorkerExtension, method)
         return self.llm.collective_rpc(call, kwargs=arguments)
 
     @contextlib.contextmanager
     def updating(self, version: int, end: float) -> Iterator[bool]:
-        """No other call runs inside the block."""
+        """Ensures that no other call runs inside the block."""
         with self._temperature.lock.holding(object(), end, f"loading version {version}"):
             yield True
-            # Keys and values that the old weights computed must not be found by prompts under the new ones.
+            # Prompts under the new weights must not reuse keys and values that the old ones computed.
             if not self.llm.reset_prefix_cache():
                 raise WeightSyncError("VLLMEngine: the prefix cache must be emptied after an update: vLLM refused.")
-            # The same for images. The scheduler lists them and the worker has their embeddings: with one of the two
-            # emptied alone, the next request for the same image would fail.
+            # The same for images. The scheduler tracks them and the worker stores their embeddings: if only one of the
+            # two were emptied, the next request for the same image would fail.
             self.llm.llm_engine.reset_encoder_cache()
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
@@ -125,10 +125,10 @@ class InProcessCore:
         self.llm.wake_up(None if part is None else [part])
 
     def close(self) -> None:
-        """Ends an engine that was built here, and the process group that it opened in this process."""
+        """Shuts down an engine that was built here, and the process group that it opened in this process."""
         if not self._owned:
             return
-        self._closing = True  # a call of another thread ends with the step that it is in
+        self._closing = True  # a call in another thread ends after its current step
         with self._temperature.lock.holding(object(), time.monotonic() + _CLOSING_S, "closing"):
             self.llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
             renderer = getattr(self.llm, "renderer", None)

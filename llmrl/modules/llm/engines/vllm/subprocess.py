@@ -1,8 +1,8 @@
-"""A `Core` in a process of its own: vLLM's ``AsyncLLM``, which batches the requests of any number of threads.
+"""A `Core` in a separate process: vLLM's ``AsyncLLM``, which batches the requests of any number of threads.
 
-``AsyncLLM`` lives in one event loop, which runs in a thread here. Every wait ends with the answer, with its deadline,
-or with the death of the process, whichever comes first: vLLM itself leaves a caller waiting for the answer of a dead
-process in most calls that are not requests.
+``AsyncLLM`` is bound to one event loop, which runs in a thread here. Every wait ends with the answer, at its deadline,
+or when the process exits, whichever is first: in most calls other than requests, vLLM itself would wait forever for a
+process that has exited.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ from llmrl.modules.llm.engines.vllm.core import (
 from llmrl.modules.llm.engines.vllm.gauges import EngineStats
 from llmrl.modules.llm.engines.vllm.images import prompt_of
 
-_STARTED_S = 120.0  # for the first answer of an engine that says that it is up
-_LOOP_S = 10.0  # for work of the loop itself
-_CLOSING_S = 30.0  # for the process to end its own workers; killed earlier, it leaves those and shared memory behind
-_AGAIN_S = 0.005  # after which an abort is asked for again
-_RESUMED_S = 2.0  # for the engine to resume; it may have stopped answering
-_EXIT_S = 4.0  # for a process that vLLM calls dead to be gone
+_STARTED_S = 120.0  # timeout of the first answer, once vLLM reports that the engine is up
+_LOOP_S = 10.0  # timeout of functions that run in the loop
+_CLOSING_S = 30.0  # time for the process to end its workers; killed earlier, it leaves them and shared memory behind
+_AGAIN_S = 0.005  # interval at which an abort is repeated
+_RESUMED_S = 2.0  # timeout of resuming: the engine may have stopped answering
+_EXIT_S = 4.0  # timeout of the exit of a process that vLLM reports as dead
 T = TypeVar("T")
 
 
 class SubprocessCore:
-    """Requests to one ``AsyncLLM``, which belongs to this object.
+    """Requests to one ``AsyncLLM``, which this object owns.
 
-    Scoring under another temperature waits until no row is being drawn, and new rows wait for it: that temperature is a
-    setting of the whole engine.
+    Scoring at a temperature other than 1 waits until no row is being sampled, and new rows wait for it, because the
+    temperature is a setting of the whole engine.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self._closing = False
         self._numbers = itertools.count()
         self._drawing: set[_Call] = set()
-        self._shared: set[Path] = set()  # files of the process, which it removes unless it is killed
+        self._shared: set[Path] = set()  # shared memory files, which the process removes unless it is killed
         self._loop = BackgroundLoop("llmrl-vllm")
         self._log = self._in_loop(lambda: LogTail(asyncio.get_running_loop(), compat.NOISE))
         try:
             with self._log.inherited():
                 self.llm = build()
         except BaseException as error:
-            if not isinstance(error, LLMRLError):  # errors of ours precede the process
+            if not isinstance(error, LLMRLError):  # llmrl's own errors are raised before the process starts
                 error.add_note(f"The engine's process: {self._log.lines()}")
             self._in_loop(self._log.close)
             self._loop.close()
@@ -105,13 +105,13 @@ class SubprocessCore:
     async def _outputs(self, call: _Call) -> list[Any]:
         if call.requests.phase == "generating":
             self._drawing.add(call)
-            call.aborted = call.requests.stop()  # in the loop, where no abort comes between these two
+            call.aborted = call.requests.stop()  # runs in the loop, so no abort comes between these lines
         rows = [asyncio.ensure_future(self._output(call, row)) for row in range(len(call.params))]
         try:
             return await asyncio.gather(*rows)
         finally:
             for row in rows:
-                row.cancel()  # takes the request out of the engine
+                row.cancel()  # removes the request from the engine
             await asyncio.gather(*rows, return_exceptions=True)
             self._drawing.discard(call)
 
@@ -126,14 +126,14 @@ class SubprocessCore:
         return [output async for output in outputs][-1]
 
     def abort(self) -> int:
-        """Ends what is being drawn, with what it has, and returns when it has ended; the number of requests."""
+        """Ends the rows being sampled, with the ids so far, and waits for their end. Returns the number of requests."""
         return self._wait(self._abort, "aborting requests", time.monotonic() + _STARTED_S)
 
     async def _abort(self) -> int:
         calls = list(self._drawing)
         for call in calls:
             call.aborted = True
-        while any(call in self._drawing for call in calls):  # again, for a request that was on its way to the engine
+        while any(call in self._drawing for call in calls):  # repeated: a request may not have reached the engine
             if names := [name for call in calls for name in call.names]:
                 await self.llm.abort(names)
             await asyncio.sleep(_AGAIN_S)
@@ -146,7 +146,7 @@ class SubprocessCore:
 
     @contextlib.contextmanager
     def updating(self, version: int, end: float) -> Iterator[bool]:
-        """Pauses the engine between two of its steps."""
+        """Pauses the engine between two steps."""
         with self._paused(end):
             yield True
             if not self._wait(self.llm.reset_prefix_cache, "emptying the prefix cache", end):
@@ -161,8 +161,8 @@ class SubprocessCore:
             except (RolloutError, DeadlineError) as error:
                 raise NothingLoadedError(f"{error} Nothing was updated.") from error
             yield
-        finally:  # even if pausing was not answered: the engine may have done it
-            with contextlib.suppress(RolloutError, DeadlineError):  # the first error counts; the next request fails too
+        finally:  # even if pausing failed without an answer: the engine may be paused
+            with contextlib.suppress(RolloutError, DeadlineError):  # keeps the first error; the next request fails too
                 self._wait(self.llm.resume_generation, "resuming", time.monotonic() + _RESUMED_S)
 
     def set_adapter(self, folder: Path, *, version: int, end: float) -> None:
@@ -183,9 +183,9 @@ class SubprocessCore:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, ask: Callable[[], Awaitable[T]], phase: str, end: float) -> T:
-        """The result of ``ask``, which is called in the loop.
+        """Calls ``ask`` in the loop and returns its result.
 
-        Raises  DeadlineError at ``end``; RolloutError if the process died, the engine was closed, or vLLM fails
+        Raises  DeadlineError at ``end``; RolloutError if the process exited, the engine was closed, or vLLM fails
         """
         closed = RolloutError(f"VLLMEngine: the engine was closed while {phase}.")
         try:
@@ -201,19 +201,19 @@ class SubprocessCore:
                 raise closed from error
             if not isinstance(error, _DiedError) and type(error).__name__ != "EngineDeadError":
                 raise RolloutError(f"VLLMEngine: {phase} failed: {type(error).__name__}: {error}") from error
-            for process in self._processes:  # the message is to say how it ended
+            for process in self._processes:  # so that the message can include exit codes
                 wait_for_exit(process, _EXIT_S)
             raise RolloutError(
                 f"VLLMEngine: the engine's process died while {phase}: {self._process_states()} "
-                f"{self._log.lines()}\nrestart() begins a new one."
+                f"{self._log.lines()}\nrestart() starts a new one."
             ) from None
 
     async def _result_or_death(self, ask: Callable[[], Awaitable[T]]) -> T:
-        # vLLM does not answer for a process that has died: its death, noticed by the sentinel, ends the wait.
+        # vLLM does not report that its process exited: the process sentinel ends the wait.
         task = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():  # an answer that came at the same time counts
+            if not task.done():  # an answer that arrived at the same time is used
                 raise _DiedError
             return task.result()
         finally:
@@ -248,14 +248,14 @@ class SubprocessCore:
     # --- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the process, and all calls that wait for it."""
+        """Ends the process and all calls that wait for it."""
         if self._closing:
             return
         self._closing = True
         for process in self._processes:
             if process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGCONT)  # a stopped process could not end by itself
+                    os.kill(process.pid, signal.SIGCONT)  # a stopped process could not shut down
         with contextlib.suppress(LLMRLError, TimeoutError):
             self._in_loop(lambda: compat.stop_output_handler(self.llm))
         self.llm.shutdown(timeout=_CLOSING_S)
@@ -278,7 +278,7 @@ def _close_at_exit(reference: Callable[[], SubprocessCore | None]) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    """Rows that were asked for together, and the names of their requests so far."""
+    """Rows of one call, and the names of their requests so far."""
 
     requests: Requests
     params: Sequence[Any]

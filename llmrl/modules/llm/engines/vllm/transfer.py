@@ -1,6 +1,6 @@
-"""The trainer's half of moving weights into the worker processes of a vLLM engine. The workers' half is in ``worker``.
+"""The trainer's half of transferring weights to vLLM's worker processes. The workers' half is in ``worker``.
 
-There is one way with three kinds of buffers: memory of the machine (`SharedMemory`), memory of a GPU that both use
+There is one protocol with three kinds of buffers: host memory (`SharedMemory`), memory of a GPU that both sides use
 (`CudaIPC`), a buffer on each side that is broadcast (`NCCL`). Chunks, checksums and barriers are the same.
 """
 
@@ -29,7 +29,7 @@ CallWorkers = Callable[..., list[Any]]  # (method, end, **arguments): each worke
 
 
 class TransferSettings(ABC):
-    """The settings of a transfer. Equal settings are the same transfer."""
+    """The settings of a transfer. Equal settings reuse the same buffer."""
 
     buffer_bytes: int
 
@@ -39,17 +39,17 @@ class TransferSettings(ABC):
 
     @abstractmethod
     def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
-        """A buffer for the workers that ``call`` reaches. Raises OSError, OutOfMemoryError if there is no room."""
+        """Creates a buffer for the workers behind ``call``. Raises OSError, OutOfMemoryError if memory is short."""
 
 
 @dataclass(frozen=True)
 class SharedMemory(TransferSettings):
-    """The transfer through memory that trainer and workers share: both on one machine, with or without GPUs. Where the
-    trainer has a GPU the memory is pinned.
+    """Transfer through shared memory: trainer and workers are on one machine, with or without GPUs. The memory is
+    pinned if the trainer has a GPU.
 
-    buffer_bytes  of shared memory, kept between updates; one half is loaded while the other is filled. Small is fast:
-                  what was just written is still in the processor's cache. It grows to the largest tensor, and shrinks
-                  to what the machine has to give
+    buffer_bytes  size of the shared memory, kept between updates; one half is loaded while the other is filled. A small
+                  buffer is fast: its data is still in the processor's cache. It grows to the size of the largest
+                  tensor, and shrinks to the memory that is available
 
     >>> SharedMemory(buffer_bytes=100)
     Traceback (most recent call last):
@@ -65,9 +65,9 @@ class SharedMemory(TransferSettings):
 
 @dataclass(frozen=True)
 class CudaIPC(TransferSettings):
-    """The transfer through memory of the trainer's GPU, which the workers see too.
+    """Transfer through memory of the trainer's GPU, which must be visible to the workers.
 
-    buffer_bytes  of its memory, kept between updates, as in `SharedMemory`
+    buffer_bytes  size of the GPU memory, kept between updates, as in `SharedMemory`
     """
 
     buffer_bytes: int = 1 << 28
@@ -75,7 +75,7 @@ class CudaIPC(TransferSettings):
     def create_buffer(self, size: int, call: CallWorkers, end: float) -> Buffer:
         if not torch.cuda.is_available():
             raise UnsupportedError(
-                "VLLMEngine: the ipc transfer goes through memory of a GPU, and there is none here; "
+                "VLLMEngine: the ipc transfer goes through memory of a GPU, and this process has none; "
                 "backend='shared_memory' needs none. Nothing was updated."
             )
         return CudaBuffer.create(size)
@@ -83,13 +83,14 @@ class CudaIPC(TransferSettings):
 
 @dataclass(frozen=True)
 class NCCL(TransferSettings):
-    """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Where there are no
-    GPUs it goes through a store at the same address, slowly.
+    """Broadcast from the trainer, rank 0, to the workers, which may be on other GPUs and machines. Without GPUs it uses
+    a store at the same address, which is slow.
 
-    num_workers     of the engine, over all of its replicas: tensor x pipeline x data parallel; None: as many as answer
-    master_address  of this process, as the workers reach it
-    master_port     None: a free one
-    buffer_bytes    on each side, kept between updates, as in `SharedMemory`
+    num_workers     workers of the engine, over all its replicas: tensor x pipeline x data parallel; None: all that
+                    answer
+    master_address  address of this process, as seen by the workers
+    master_port     None: a free port
+    buffer_bytes    buffer size on each side, kept between updates, as in `SharedMemory`
     """
 
     num_workers: int | None = None
@@ -106,7 +107,7 @@ class NCCL(TransferSettings):
         workers = call("llmrl_describe", end)
         if self.num_workers not in (None, len(workers)):
             raise ConfigError(
-                f"NCCL: num_workers must be that of the engine: got {self.num_workers}, {len(workers)} answer."
+                f"NCCL: num_workers must be that of the engine: got {self.num_workers}, but {len(workers)} answer."
             )
         device = "cpu" if None in (workers[0]["gpu"], place_of_process()["gpu"]) else "cuda"
         port = self.master_port or vllm_module("vllm.utils.network_utils").get_open_port()
@@ -117,7 +118,7 @@ _NAMED: dict[str, TransferSettings] = {"shared_memory": SharedMemory(), "nccl": 
 
 
 def transfer_settings(given: str | TransferSettings | None) -> TransferSettings | None:
-    """The settings that a name stands for, or those given; None for "auto". Raises ConfigError for an unknown name."""
+    """The settings for a name, or the given settings; None for "auto". Raises ConfigError for an unknown name."""
     if given is None or given == "auto":
         return None
     if isinstance(given, str) and given not in _NAMED:
@@ -139,7 +140,7 @@ def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, 
     near = all(worker["machine"] == trainer["machine"] for worker in workers)
     gpus = [worker["gpu"] for worker in workers]
     if near and trainer["gpu"] in gpus and trainer["gpu"] is not None:
-        # NCCL refuses two members on one GPU; a handle is for all who see the GPU that it is of.
+        # NCCL refuses two ranks on one GPU; a CUDA IPC handle works for every process that sees its GPU.
         return CudaIPC() if all(trainer["gpu"] in worker["sees"] for worker in workers) else SharedMemory()
     if near and None in (trainer["gpu"], *gpus):
         return SharedMemory()
@@ -150,10 +151,10 @@ def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, 
 
 
 class WeightTransfer:
-    """Weights through one buffer: written once here, read once by every worker, with a checksum on both sides.
+    """Transfers weights through one buffer: written once here, read once by every worker, checksummed on both sides.
 
-    No second copy of the model exists: a tensor is in the buffer while it is loaded. Weights that fit into half of the
-    buffer are all verified before the first one is loaded. The buffer is kept until other settings are asked for or an
+    There is no second copy of the model: a tensor is in the buffer only while it is loaded. Weights that fit into half
+    of the buffer are all verified before the first one is loaded. The buffer is kept until the settings change or an
     update fails.
     """
 
@@ -162,7 +163,7 @@ class WeightTransfer:
         self._settings: TransferSettings | None = None
         self._buffer: Buffer | None = None
         self._half = 0
-        self._touched = False  # some of an update's weights may be loaded
+        self._touched = False  # True if some weights of an update may have been loaded
 
     def send(self, weights: WeightSet, end: float, settings: TransferSettings) -> None:
         """Sends a complete set. Raises NothingLoadedError if it failed before the first weight was loaded."""
@@ -172,7 +173,7 @@ class WeightTransfer:
         try:
             self._reserve(weights, end)
             self._call("llmrl_start", end)
-            with ThreadPoolExecutor(1, thread_name_prefix="llmrl-weights") as pool:  # a call ends by its deadline
+            with ThreadPoolExecutor(1, thread_name_prefix="llmrl-weights") as pool:  # exit waits, at most until ``end``
                 loading: Future[list[list[str]]] | None = None
                 try:
                     # One half is written while the workers load the other.
@@ -189,17 +190,19 @@ class WeightTransfer:
                     self._await_loaded(loading)
             self._finish(end)
         except BaseException as error:
-            self.close()  # by the next update the workers may be others
+            self.close()  # the workers may have changed by the next update
             if self._touched or not isinstance(error, Exception) or isinstance(error, UnsupportedError):
                 raise
             raise NothingLoadedError(f"{error} Nothing was updated.") from error
 
     def close(self) -> None:
-        """Releases the buffer; its memory is free once the workers have ended too, or have opened another one."""
+        """Releases the buffer; its memory is freed once the workers have also exited, or have opened another one."""
         self._buffer = None
 
     def _reserve(self, weights: WeightSet, end: float) -> None:
-        """Creates a buffer for these weights, unless there is one; every worker has mapped it and its path is gone."""
+        """Creates a buffer for these weights unless there is one. On return all workers have opened it, and its path is
+        deleted.
+        """
         sizes = {name: padded_size(shape.numel() * dtype.itemsize) for name, (dtype, shape) in weights.sent.items()}
         largest, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         # Weights that fit into one half need no second one; a tensor larger than a half gets the whole buffer.
@@ -219,15 +222,15 @@ class WeightTransfer:
                     raise WeightSyncError(
                         f"VLLMEngine: {largest} needs {size / 2**20:.0f} MiB of {memory} memory: {error}; {remedy}."
                     ) from error
-                # Less will do, down to one tensor at a time.
+                # Retry with half the size, down to one tensor at a time.
                 half = padded_size(half // 2)
                 size = max(2 * half if half > 64 else 0, sizes[largest])
         buffer.connect(lambda info: self._call("llmrl_open_buffer", end, info=info))
         self._buffer, self._half = buffer, half
 
     def _fill_halves(self, weights: WeightSet) -> Iterator[list[StoredTensor]]:
-        """Writes one half of the buffer after the other, and yields what it holds. The caller must have had one half
-        loaded before it asks for the next but one, and everything before it asks for what follows an empty list.
+        """Writes the halves of the buffer in turn, and yields the tensors in each. The caller must load a half before
+        it requests the next but one, and must load everything before it continues after an empty list.
         """
         assert self._buffer is not None
         stored: list[StoredTensor] = []
@@ -249,7 +252,7 @@ class WeightTransfer:
         yield stored
 
     def _await_loaded(self, loading: Future[list[list[str]]] | None) -> None:
-        """Waits until the workers have loaded what they were given. Raises if one found it damaged."""
+        """Waits until the workers have loaded their part. Raises if one of them found damaged tensors."""
         if loading is None:
             return
         try:
@@ -266,7 +269,7 @@ class WeightTransfer:
                 )
 
     def _finish(self, end: float) -> None:
-        """Ends the update. Raises if a worker's model does not have what was sent."""
+        """Ends the update. Raises if a worker's model does not hold the sent weights."""
         for worker, findings in enumerate(self._call("llmrl_finish", end)):
             for what, names in findings.items():
                 if names:

@@ -1,7 +1,7 @@
 """The part of llmrl that runs inside vLLM's worker processes: loading weights, scaling logits.
 
-vLLM mixes ``WorkerExtension`` into its worker when it is named as ``worker_extension_cls``; in this process its methods
-are called with the worker as ``self`` instead, so an ``LLM`` that was built elsewhere has them too.
+vLLM mixes ``WorkerExtension`` into its worker if ``worker_extension_cls`` names it. For an ``LLM`` in this process that
+was built without it, the methods are called with the worker as ``self``.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, Sha
 
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
-parent_watchdog.follow()  # here, because vLLM runs nothing of ours in its own process before it imports this file
+parent_watchdog.follow()  # at import: this file is the first llmrl code that runs in vLLM's own process
 if parent_watchdog.OWNER in os.environ and "vllm.config.vllm" in sys.modules:
-    compat.let_a_cpu_report_routes()  # likewise: the process checks its settings once more, when its worker is up
+    compat.let_a_cpu_report_routes()  # at import too: the process checks its settings again once its worker is up
 
 
 class WorkerExtension:
-    """The calls that llmrl makes into a worker. ``self`` is vLLM's worker; every name begins with ``llmrl_``."""
+    """Methods that llmrl calls in a worker. ``self`` is vLLM's worker; every name begins with ``llmrl_``."""
 
     def llmrl_prepare(self: Any) -> None:
-        """Called once, when the engine is up."""
+        """Prepares the worker; called once, when the engine is up."""
         compat.skip_compiled_rank_count()
-        _reload_modules()  # what is missing is noticed now, not at the first update
+        _reload_modules()  # reports missing modules now, not at the first update
         reports = getattr(getattr(self.vllm_config, "aux_output_config", None), "enabled", False)
         if reports and not self.vllm_config.use_v2_model_runner:
             _report_routes(self.model_runner, self.vllm_config)
 
     def llmrl_describe(self: Any) -> dict[str, Any]:
-        """`place_of_process`; the "dtype" that weights are to come in; "refuses", why none can be loaded, or ""."""
+        """`place_of_process`, the "dtype" of weights to send, and "refuses": why none can be loaded, or ""."""
         lora = self.vllm_config.lora_config is not None
         refuses = "it was built with enable_lora, and takes adapters in their place (update_adapter)" if lora else ""
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
@@ -52,8 +52,8 @@ class WorkerExtension:
         return place | {"dtype": dtype, "refuses": refuses}
 
     def llmrl_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are neither the
-        old nor the new ones, and a complete set can be loaded again.
+        """Replaces the model's weights by these, named as in a checkpoint. After an error the weights are a mix of old
+        and new ones; a complete set can then be loaded again.
         """
         reload = _Reload(self.model_runner.get_model(), self.vllm_config)
         reload.load(weights)
@@ -62,8 +62,8 @@ class WorkerExtension:
     def llmrl_open_buffer(self: Any, info: dict[str, Any], first_rank: int = 1) -> None:
         """Opens this worker's end of the trainer's buffer.
 
-        info        of `Buffer.connect`
-        first_rank  of this engine's workers in the group that weights are broadcast to: the trainer is 0
+        info        from `Buffer.connect`
+        first_rank  lowest rank of this engine's workers in the broadcast group; the trainer is rank 0
         """
         if "path" in info:
             self._llmrl_buffer = SharedBuffer.open(info["path"], info["size"])
@@ -75,14 +75,14 @@ class WorkerExtension:
             self._llmrl_buffer = BroadcastBuffer.open(info["size"], self.device, info["group"], rank)
 
     def llmrl_start(self: Any) -> None:
-        """Begins an update; an unfinished one is ended first."""
+        """Begins an update; ends an unfinished one first."""
         if (unfinished := getattr(self, "_llmrl_reload", None)) is not None:
             unfinished.finish()
         self._llmrl_reload = _Reload(self.model_runner.get_model(), self.vllm_config)
 
     def llmrl_receive(self: Any, stored: list[list[Any]], start: int, stop: int) -> list[str]:
-        """Loads what the trainer wrote into the buffer from ``start`` to ``stop``, or nothing if some of it is
-        damaged; then its names.
+        """Loads the tensors that the trainer wrote into the buffer from ``start`` to ``stop``. If some are damaged,
+        loads none and returns their names.
         """
         entries = [StoredTensor(*entry) for entry in stored]
         self._llmrl_buffer.pass_on(start, stop)
@@ -90,19 +90,19 @@ class WorkerExtension:
         if not damaged:
             self._llmrl_reload.load_stored(entries, self._llmrl_buffer)
             if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # copies may be under way, and the trainer writes there next
+                torch.accelerator.synchronize()  # pending copies read memory that the trainer overwrites next
         return damaged
 
     def llmrl_finish(self: Any) -> dict[str, list[str]]:
-        """Ends the update. What is wrong with the loaded model: {what: names of parameters}."""
+        """Ends the update. Returns the faults of the loaded model: {fault: names of parameters}."""
         reload, self._llmrl_reload = self._llmrl_reload, None
         reload.finish()
         return {"was not loaded": reload.not_loaded(), "is not what was sent": reload.differing()}
 
     def llmrl_set_temperature(self: Any, temperature: float) -> int:
-        """Divides the logits of everything that follows by ``temperature``, until it is set again. 1: as they were.
+        """Divides the logits of all following requests by ``temperature``, until it is set again. 1: no change.
 
-        Returns the number of output heads that were reached: 0 if this model does not use vLLM's own.
+        Returns the number of output heads that were changed: 0 if this model does not use vLLM's own.
         """
         kind = compat.vllm_module("vllm.model_executor.layers.logits_processor").LogitsProcessor
         heads = [module for module in self.model_runner.get_model().modules() if isinstance(module, kind)]
@@ -113,7 +113,7 @@ class WorkerExtension:
 
 
 def place_of_process(device: Any = None) -> dict[str, Any]:
-    """The place of this process: "machine", "gpu", the UUID of its own or None, and the UUIDs that it "sees"."""
+    """The place of this process: "machine"; "gpu", the UUID of its GPU or None; "sees", the UUIDs of visible GPUs."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     if not torch.cuda.is_available():
@@ -124,10 +124,10 @@ def place_of_process(device: Any = None) -> dict[str, Any]:
 
 
 def _report_routes(runner: Any, vllm_config: Any) -> None:
-    """Makes vLLM's older model runner, that of a CPU, report the experts of every token.
+    """Makes vLLM's older model runner, used on CPUs, report the experts of every token.
 
-    What vLLM has for it (capturing, blocks of the prefix cache, the way to the answer) is used as its newer runner uses
-    it: told of each step before it, and of the positions that it has computed.
+    vLLM's own connector captures them, stores them with prefix cache blocks and returns them. As in the newer runner,
+    it is called before each step, and then with the positions that the step computed.
     """
     make = compat.vllm_module("vllm.distributed.aux_output_connector.worker").get_aux_output_connector
     connector = make(runner.get_model(), vllm_config, runner.kv_cache_config)
@@ -161,25 +161,25 @@ def _report_routes(runner: Any, vllm_config: Any) -> None:
 
 @cache
 def _reload_modules() -> tuple[ModuleType, ModuleType]:
-    """The modules of vLLM that every update needs, looked up once."""
+    """The vLLM modules that every update needs, looked up once."""
     return compat.vllm_module("vllm.config"), compat.vllm_module("vllm.model_executor.model_loader.reload")
 
 
 class _Reload:
-    """One update of a vLLM model, part by part."""
+    """One update of a vLLM model, in several parts."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model, self._config = model, vllm_config.model_config
         config, self._reload = _reload_modules()
         self._as_current = partial(config.set_current_vllm_config, vllm_config)
-        self._attach_kernels: Any = None  # between the first part and the end
+        self._attach_kernels: Any = None  # set between the first part and `finish`
         self._sent: dict[str, StoredTensor] = {}
-        # What is still in here after the last part has its old value. vLLM puts ".base_layer." into names for adapters.
+        # Parameters that still have their old value. vLLM inserts ".base_layer." into names for adapters.
         self._unmet = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], buffer: Buffer | None = None) -> None:
-        """Loads a part. What vLLM still needs of tensors in ``buffer`` is copied, so that it can be written again."""
+        """Loads a part. Copies the tensors in ``buffer`` that vLLM still needs, so that it can be overwritten."""
         try:
             with self._as_current():
                 if self._attach_kernels is None:
@@ -189,12 +189,12 @@ class _Reload:
             if buffer is not None:
                 compat.copy_pending(self._model, buffer.bytes)
         except BaseException:
-            self.finish()  # ends the reload of layers that are incomplete, while the buffer is there
+            self.finish()  # ends the reload of incomplete layers while the buffer still exists
             raise
         self._unmet = set() if loaded is None else self._unmet - loaded
 
     def load_stored(self, stored: list[StoredTensor], buffer: Buffer) -> None:
-        """Loads views of the buffer, so that nothing is held twice."""
+        """Loads views of the buffer, without a copy."""
         self.load(((entry.name, buffer.read(entry)) for entry in stored), buffer)
         self._sent |= {entry.name: entry for entry in stored}
 
@@ -209,11 +209,11 @@ class _Reload:
             compat.repack_tied(self._model)
 
     def not_loaded(self) -> list[str]:
-        """The parameters of vLLM's model that nothing sent has reached."""
+        """The parameters of vLLM's model that no sent weight was loaded into."""
         return sorted(self._unmet) if self._config.quantization is None else []
 
     def differing(self) -> list[str]:
-        """Of a few parameters that vLLM keeps as they are sent (vectors), those that are now something else."""
+        """Checks a few parameters that vLLM stores as sent (vectors); returns those that differ from what was sent."""
         kept = [
             (entry, parameter)
             for name, parameter in self._model.named_parameters()
