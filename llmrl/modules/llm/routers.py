@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from llmrl.errors import ConfigError, ShapeError
@@ -187,8 +188,8 @@ def replaying(
     # The batch holds no real routes for padding, so the model routes it by itself.
     routes_BTLK = routes_BTLK.masked_fill(~attention_BT.bool()[..., None, None], -1)
     if (split := active_split()) is not None:
-        filler = routes_BTLK[:, :1].expand(-1, -routes_BTLK.shape[1] % split.size, -1, -1)  # padding: never read
-        routes_BTLK = split.cut(torch.cat([routes_BTLK, filler], dim=1))
+        padding = -routes_BTLK.shape[1] % split.size
+        routes_BTLK = split.cut(pad(routes_BTLK, (0, 0, 0, 0, 0, padding), value=-1))
     routes_NLK = routes_BTLK.flatten(0, 1)
     if packed is not None:
         routes_NLK = routes_NLK.new_full((packed.input_ids.numel(), *routes_NLK.shape[1:]), -1)
