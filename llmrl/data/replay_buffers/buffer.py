@@ -1,7 +1,7 @@
-"""The replay buffer: rows go in through transforms and a writer, batches come out by a sampler through transforms.
+"""The replay buffer: writes pass through transforms and a writer, reads through a sampler and transforms.
 
-The parts do the work: a storage keeps rows (``storages``), a writer decides where they go (``writers``), a sampler
-which ones come back (``samplers``). This file joins them under the storage's lock.
+The parts do the work: a storage keeps rows (``storages``), a writer chooses their positions (``writers``), a sampler
+selects the rows of a batch (``samplers``). This file combines them under the storage's lock.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]
 
 
 class ReplayBuffer:
-    """Keeps rows and hands out batches of them: copies in, copies out.
+    """Stores rows and returns batches of them; rows are copied on writes and on reads.
 
-    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one, with
-    ``delayed_init`` at the first use. ``transform`` (or ``transform_factory``) is a callable that runs on every batch
-    that is read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
-    ``write_transform`` runs on writes only, before the others. ``collate_fn`` makes a batch of what the storage returns
-    for several rows.
+    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one (on first use
+    with ``delayed_init``). ``transform`` (or ``transform_factory``) is a callable that runs on every batch that is
+    read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
+    ``write_transform`` runs on writes only, before the others. ``collate_fn`` builds a batch from what the storage
+    returns for several rows.
 
-    ``prefetch`` batches are prepared ahead by threads: the same batches, earlier; one that takes longer than
+    Threads prepare ``prefetch`` batches ahead, which does not change the batches; one that takes longer than
     ``prefetch_timeout_s`` raises ``DeadlineError``. On a storage with ``ndim`` dimensions, time is dimension
     ``dim_extend`` of a batch (default: the last of the grid), and positions are coordinates int64[N, ndim], time first.
-    ``shared`` rows are written and read by other processes too; each has its own sampler, which draws from
-    ``generator``. A buffer that loads a ``state_dict`` goes on with the same batches. ``compilable`` changes nothing.
+    ``shared`` lets other processes write and read the rows; each process has its own sampler, which draws from
+    ``generator``. A buffer that loads a ``state_dict`` continues with the same batches. ``compilable`` has no effect.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -156,7 +156,7 @@ class ReplayBuffer:
 
     @property
     def dim_extend(self) -> int:
-        """The dimension of a batch that is time; set once, by default the last one that counts rows."""
+        """The time dimension of a batch; can be set once, by default the last dimension that counts rows."""
         return self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
 
     @dim_extend.setter
@@ -181,29 +181,29 @@ class ReplayBuffer:
     def add(self, data: Any) -> int | Tensor:
         """Writes one row; on a grid, one time step of all its streams.
 
-        Returns its position; an empty int64 tensor if a transform kept it back, and the positions int64[N] if a
-        transform made several rows of it.
+        Returns its position; an empty int64 tensor if a transform dropped or held back the row; the positions int64[N]
+        if a transform turned it into several rows.
         """
         with self._storage.lock:
             return self._write_row(data)
 
     @torch.compiler.disable
     def extend(self, data: Any) -> Tensor:
-        """Writes a batch of rows: a list holds rows one by one, in anything else dimension ``dim_extend`` counts rows.
+        """Writes a batch: a list of single rows, or data whose dimension ``dim_extend`` counts rows.
 
-        Returns the positions, int64[N]; none if a transform kept everything back.
+        Returns the positions, int64[N]; empty if a transform dropped or held back every row.
         """
         with self._storage.lock:
             return self._write_batch(data)
 
     def __setitem__(self, index: Index, data: Any) -> None:
-        """Replaces rows in place; length and cursor stay as they are."""
+        """Replaces rows in place; length and cursor do not change."""
         with self._storage.lock:
             where = self._select(index)
             if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
-            # A run stays a slice for the storage, which writes it in one piece; the others want positions.
+            # The storage gets contiguous rows as a slice, which it writes in one copy; writer and sampler need positions.
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -216,19 +216,19 @@ class ReplayBuffer:
             self._sampler.mark_update(positions)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows; what was allocated stays."""
+        """Removes all rows; allocated memory is kept."""
         with self._storage.lock:
             self._rewind()
-            self._writer.empty(empty_write_count)  # first: it may refuse
+            self._writer.empty(empty_write_count)  # first, because a read-only writer raises
             self._storage.empty()
             self._sampler.empty()
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
-        """Tells the sampler how much the rows at ``index`` matter."""
+        """Sets the sampler's priorities of the rows at ``index``."""
         self._at_rest(lambda: self._sampler.update_priority(self._cells(index), priority))
 
     def mark_update(self, index: int | Tensor) -> None:
-        """Tells the sampler that the rows at ``index`` were changed."""
+        """Notifies the sampler that the rows at ``index`` were changed."""
         self._at_rest(lambda: self._sampler.mark_update(self._cells(index)))
 
     def _write_row(self, data: Any) -> int | Tensor:
@@ -237,10 +237,10 @@ class ReplayBuffer:
             return torch.empty(0, dtype=torch.int64)
         if self._storage.ndim > 1:
             return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
-        # A transform may have made several rows of one: they are written as a batch.
+        # If a transform turned the row into several, they are written as a batch.
         if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
             return self._extend(made)
-        self._rewind()  # batches that wait were drawn from other rows
+        self._rewind()  # prefetched batches were drawn before this write
         index = self._writer.add(made)
         if index is not None:
             self._sampler.add(index)
@@ -278,7 +278,7 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next batch, or ``(batch, info)`` where ``info["index"]`` is the position of every row, int64[N].
 
-        ``batch_size`` is needed if the constructor got none; if the two differ, the argument counts, with a warning.
+        ``batch_size`` is required if the constructor got none; if the two differ, the argument wins, with a warning.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
@@ -302,7 +302,7 @@ class ReplayBuffer:
             where = self._select(index)
             flat = where.reshape(-1) if isinstance(where, Tensor) else where
             data = self._storage.get(flat) if isinstance(flat, int) else self._collected(flat)
-        # Outside of the lock: what was read is a copy, and collating may take long.
+        # Outside the lock: the data is a copy already, and collating may take long.
         if not isinstance(where, int):
             data = self._collate(data)
             if isinstance(where, Tensor):
@@ -310,7 +310,7 @@ class ReplayBuffer:
         return self._transformed(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
+        """Yields batches until the sampler's pass ends; endless if the sampler has no passes (see ``epoch``)."""
         if self._batch_size is None:
             raise RuntimeError("ReplayBuffer: iterating needs a batch_size at construction: got none.")
         ran_out = False

@@ -108,7 +108,7 @@ class StorageEnsemble(Members, Storage):
                 restore(storage, state)
         except BaseException:
             load_transforms(self.transforms, kept)
-            # Those that were reached, and the one that failed, which is all or nothing itself.
+            # Restores the members loaded so far; for the one that failed this has no effect, as its own load is atomic.
             for storage, (content, counters) in zip(self.storages, before, strict=False):
                 storage.restore(content, counters)
             raise
@@ -128,7 +128,7 @@ def same_schema(storages: Sequence[Storage]) -> bool:
 def join(parts: Sequence[Any], dense: bool) -> Any:
     """The members' parts along a new first dimension.
 
-    Stacked if ``dense`` and of one size; else a lazy stack of tensordicts, or a list of parts that are something else.
+    Stacked if ``dense`` and of the same size; otherwise a lazy stack of tensordicts, or a list for other data.
     """
     if dense:
         layouts, columns = zip(*[take_apart(part, stacked=False) for part in parts], strict=True)
@@ -136,7 +136,7 @@ def join(parts: Sequence[Any], dense: bool) -> Any:
             stacked = [torch.stack(entries) for entries in zip(*columns, strict=True)]
             return put_together(layouts[0], stacked, len(parts))
     if all(is_tensor_collection(part) for part in parts):
-        if len({part.device for part in parts}) > 1:  # some say that they are on the CPU, others say nothing
+        if len({part.device for part in parts}) > 1:  # some parts declare the CPU, others declare no device
             parts = [part.copy().clear_device_() for part in parts]
         return LazyStackedTensorDict.lazy_stack(list(parts))
     return list(parts)

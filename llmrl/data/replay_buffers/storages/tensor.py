@@ -40,10 +40,10 @@ _FEW_BYTES = 1 << 20
 class TensorStorage(Storage):
     """Rows of one fixed shape in tensors allocated once: a tensor, tensordict, tensorclass, or dict/tuple of these.
 
-    ``storage`` is the allocation, used in place, with ``ndim`` leading dimensions that count rows. Its rows count as
-    written (``len`` is ``max_size`` from the start), as for a dataset; ``filled=False`` takes it for empty memory. The
-    schema is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key, or another dtype or
-    shape, raises ``DataError`` naming it, before anything is written.
+    ``storage`` is the allocation, used in place, with ``ndim`` leading dimensions that count rows. By default its rows
+    count as written (``len`` is ``max_size``), as for a dataset; ``filled=False`` treats it as empty memory. The schema
+    is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key, or another dtype or shape,
+    raises a ``DataError`` that names it, before anything is written.
 
     >>> storage = TensorStorage(torch.zeros(4, 2))
     >>> storage.set(slice(0, 2), torch.ones(2, 2))
@@ -69,7 +69,7 @@ class TensorStorage(Storage):
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
         self._begin(size, device, ndim)
         self._trailing = trailing
-        if self.device is None:  # where the allocation is, so that batches that name no device fit it
+        if self.device is None:  # the allocation's device, so that batches without a declared device match the schema
             tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
             self.device = tensors[0].device if tensors else None
         layout, columns = self._take_apart(rows, single=False)
@@ -91,7 +91,7 @@ class TensorStorage(Storage):
         self._schema: Schema | None = None
         self._columns: list[Any] = []
         self._arrays: list[Any] = []
-        self._plain = False  # all columns are tensors of the CPU
+        self._plain = False  # True if all columns are CPU tensors
         self._folder: SharedFolder | None = None
         self._cleanup = True
 
@@ -110,11 +110,12 @@ class TensorStorage(Storage):
         else:
             count, end = index.numel(), int(index.max()) + 1 if index.numel() else 0
             new = index[index >= length].unique() if end > length else index[:0]
-            first = end - len(new)  # the new ones are all from here on, unless they leave a gap
+            first = end - len(new)  # the first new position if the new positions are contiguous
         leaves = self._leaves(data, count)
         self._check_place(first, end, length)
         columns = self._columns if count is not None and count > self._few else self._arrays
-        where = index.numpy(force=True) if isinstance(index, Tensor) else index  # numpy takes a tensor [1] for a number
+        # numpy would treat a one-element tensor as a number.
+        where = index.numpy(force=True) if isinstance(index, Tensor) else index
         for column, leaf in zip(columns, leaves, strict=True):
             if type(column) is list:
                 _assign(column, index, leaf)
@@ -124,7 +125,7 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:  # after the rows: a reader of the length must find them
+        if end > length:  # after the rows: a process that sees the new length must find the rows
             counters.length = end
         counters.changed()
 
@@ -185,11 +186,11 @@ class TensorStorage(Storage):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the files that processes share; None if they do not."""
+        """The folder of the shared files; None if the storage is not shared."""
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
-        """Moves the rows to shared memory; the first write may then come from any process.
+        """Moves the rows to shared memory; any process may make the first write afterwards.
 
         Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
         """
@@ -217,8 +218,8 @@ class TensorStorage(Storage):
         self.lock = ProcessLock(folder.file("lock"))
 
     def _known_schema(self) -> Schema | None:
-        """The schema, even if another process has fixed it."""
-        # The flag lies in shared memory: another process may have written first, and its schema is in the folder.
+        """The schema, loaded from the folder if another process has fixed it."""
+        # ``allocated`` is in shared memory: if another process wrote first, its schema is in the folder.
         if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
@@ -254,7 +255,7 @@ class TensorStorage(Storage):
         return shape_cells(put_together(self._known_schema().layout, rows, len(self)), self.shape)
 
     def _leaves(self, data: Any, count: int | None) -> list[Any]:
-        """The columns of the data to write, checked against the schema, which the first write fixes."""
+        """The columns of the data to write, checked against the schema; the first write sets the schema."""
         schema = self._known_schema()
         if schema is not None:
             leaves = schema.match(data, count)
@@ -276,7 +277,7 @@ class TensorStorage(Storage):
         if isinstance(data, list) and not single:
             data = _stack(data)
         layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
-        if not layout.dense:  # a lazy stack or list whose rows may have one shape all the same
+        if not layout.dense:  # a lazy stack or list, whose rows may nevertheless have equal shapes
             try:
                 dense = tree_map(lambda leaf: leaf.contiguous() if hasattr(leaf, "contiguous") else leaf, data)
             except RuntimeError as error:
@@ -294,7 +295,7 @@ class TensorStorage(Storage):
         return layout, leaves
 
     def _fix_schema(self, layout: Layout, leaves: list[Any]) -> None:
-        """Allocates for the first rows; raises if later ones do not have their schema."""
+        """Allocates memory for the schema of the first write; raises if a later write has another schema."""
         schema = self._known_schema()
         if schema is None:
             devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -309,7 +310,7 @@ class TensorStorage(Storage):
 
     def _hold(self, layout: Layout, columns: list[Any]) -> None:
         self._schema, self._columns = Schema(layout), columns
-        # The same memory as numpy sees it: few rows are written in two thirds of the time, many by one thread only.
+        # numpy views of the same memory: numpy writes few rows in two thirds of torch's time, but uses only one thread.
         self._arrays = [_array(column) for column in columns]
         self._few = _FEW_BYTES // max(sum(map(_row_bytes, layout.kinds)), 1)
         self._plain = all(isinstance(column, Tensor) and column.is_cpu for column in columns)
