@@ -203,7 +203,7 @@ class ReplayBuffer:
             if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
-            # The storage gets contiguous rows as a slice, which it writes in one copy; writer and sampler need positions.
+            # The storage writes a slice in one copy; writer and sampler need positions.
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -319,7 +319,7 @@ class ReplayBuffer:
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; a sampler without passes gives as many as would cover the rows once."""
+        """Yields the batches of one pass; for a sampler without passes, as many as would cover all rows once."""
         batches = iter(self)
         # Without a batch_size the first ``next`` raises.
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
@@ -329,7 +329,7 @@ class ReplayBuffer:
             yield next(batches)
 
     def next(self) -> Any:
-        """The next batch of the current pass, ``None`` when it has ended, then the first one of another pass."""
+        """The next batch of the current pass, or ``None`` at its end; the call after that starts a new pass."""
         if self._iterator is None:
             self._iterator = iter(self)
         data = next(self._iterator, None)
@@ -338,7 +338,7 @@ class ReplayBuffer:
         return data
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
-        # Prepared batches have the constructor's size; another size is drawn as if nothing had been prepared.
+        # Prefetched batches have the constructor's size; another size is drawn as if nothing had been prefetched.
         if self._prefetcher is None or size != self._batch_size:
             with self._storage.lock:
                 self._rewind()
@@ -346,7 +346,7 @@ class ReplayBuffer:
             return self._finish(raw, info), info, ran_out
         with self._storage.lock:
             waiting = self._prefetcher.take(lambda: self._draw(size), self._sampler.bookmark, self._finish)
-        return self._prefetcher.wait(waiting)  # without the lock, so that a slow transform blocks no writer
+        return self._prefetcher.wait(waiting)  # outside the lock, so that a slow transform does not block writers
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         storage = self._storage
@@ -355,7 +355,7 @@ class ReplayBuffer:
         return self._collected(index), info, self._sampler.ran_out
 
     def _collected(self, index: slice | Tensor) -> Any:
-        # A collate_fn gets single rows where the storage has them; without one the storage makes the batch.
+        # A collate_fn gets what ``get`` returns (single rows, for a ListStorage); else the storage builds the batch.
         return self._storage.batch(index) if self._collate_fn is None else self._storage.get(index)
 
     def _collate(self, raw: Any) -> Any:
@@ -371,7 +371,7 @@ class ReplayBuffer:
         return data
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
-        """The batch with the sampler's info as entries; here, only the ends of slices."""
+        """Adds the sampler's info to the batch as entries; in this class only the ends of slices."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
             set_entry(data, SLICE_END, info[SLICE_END])
         return data
@@ -387,7 +387,7 @@ class ReplayBuffer:
     # --- parts ---
 
     def set_storage(self, storage: Storage) -> Storage:
-        """Replaces the storage, with its counters, and returns the previous one. Not while other threads use it."""
+        """Replaces the storage and its counters and returns the previous one; not safe while other threads use it."""
         return self._exchange("_storage", build_part("storage", storage, Storage))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -413,11 +413,11 @@ class ReplayBuffer:
             self._storage.checkpointer = default_for(self._storage)
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """Gives the sampler another generator."""
+        """Sets the sampler's generator."""
         self._at_rest(self._sampler.set_rng, generator)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
+        """Adds a transform after the others; ``invert`` swaps its read and write functions."""
         return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
@@ -426,7 +426,7 @@ class ReplayBuffer:
         return self
 
     def share(self, shared: bool = True) -> None:
-        """Lets other processes use the rows; to be called before the hand-over. Raises: UnsupportedError."""
+        """Shares the rows with other processes; call it before they receive the buffer. Raises: UnsupportedError."""
         if shared and self._prefetcher is not None:
             raise ValueError("ReplayBuffer: prefetch belongs to one process: leave it out of a shared buffer.")
         if shared:
@@ -444,48 +444,48 @@ class ReplayBuffer:
         return {**self.__dict__, "_iterator": None}
 
     def _at_rest(self, change: Callable[..., Any], *arguments: Any) -> Any:
-        """``change(*arguments)`` under the lock, with nothing prepared ahead."""
+        """Calls ``change(*arguments)`` under the lock after dropping prefetched batches."""
         with self._storage.lock:
             self._rewind()
             return change(*arguments)
 
     def _rewind(self) -> None:
-        """Forgets the batches that are prepared ahead and puts the sampler back to where the caller is."""
+        """Drops prefetched batches and rewinds the sampler to the state after the last batch that was returned."""
         if self._prefetcher is not None and (bookmark := self._prefetcher.clear()) is not None:
             self._sampler.go_back(bookmark)
 
     def close(self) -> None:
-        """Ends the prefetching threads, if there are any."""
+        """Stops the prefetching threads, if any."""
         if self._prefetcher is not None:
             self._at_rest(self._prefetcher.close)
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what the buffer does next, as copies."""
+        """The complete state of storage, sampler, writer and transforms, as copies."""
         return self._at_rest(parts_state, self._parts(), self._transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
+        """Loads the state of a buffer with parts of the same types, or raises with nothing changed."""
         self._at_rest(load_parts_state, state, self._parts(), self._transforms)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
+        """Writes the buffer to the directory ``path``, replacing an older dump atomically."""
         self._at_rest(dump_parts, Path(path), self._parts(), self._transforms)
 
     def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
+        """Reads what ``dumps`` wrote, into a buffer built with the same types of parts. Executes no code from it."""
         self._at_rest(load_parts, Path(path), self._parts(), self._transforms)
 
     save = dump = dumps
     load = loads
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the rows on their way to the disk."""
+        """Registers ``hook``, which converts the rows before they are written to disk."""
         self._storage.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the rows on their way from the disk."""
+        """Registers ``hook``, which converts the rows after they are read from disk."""
         self._storage.register_load_hook(hook)
 
     def _parts(self) -> dict[str, Any]:

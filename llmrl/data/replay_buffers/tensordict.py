@@ -67,7 +67,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
     ) -> TensorDictBase | tuple[TensorDictBase, dict[Any, Any]]:
-        """The next batch, which always includes the info (``include_info`` is deprecated); see ``ReplayBuffer.sample``."""
+        """The next batch, always with the info (``include_info`` is deprecated); see ``ReplayBuffer.sample``."""
         if include_info is not None:
             warnings.warn(
                 "TensorDictReplayBuffer: include_info is deprecated: the info is always in the batch; leave it out.",

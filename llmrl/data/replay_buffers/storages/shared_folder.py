@@ -80,7 +80,7 @@ class SharedFolder:
         with path.open("wb") as file:
             if size:
                 try:
-                    # A sparse file would succeed here, and a later write on a full disk would kill the process (SIGBUS).
+                    # A sparse file would succeed here; a later write on a full disk would kill the process (SIGBUS).
                     os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
                 except OSError as error:
                     path.unlink()

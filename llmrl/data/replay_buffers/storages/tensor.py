@@ -334,7 +334,7 @@ class TensorStorage(Storage):
             for number, kind in enumerate(layout.kinds)
         ]
         state = {"layout": encode(layout, _no_tensors), "max_size": self.max_size, "trailing": self.trailing}
-        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # read by others once ``allocated`` is set
+        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # others read it once ``allocated`` is set
         return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:
@@ -346,12 +346,12 @@ class TensorStorage(Storage):
 
 
 class LazyTensorStorage(TensorStorage):
-    """The same, allocated at the first write from the shapes and dtypes of its rows, for ``max_size`` rows.
+    """A `TensorStorage` for ``max_size`` rows, allocated from the shapes and dtypes of the first write.
 
     ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
     rounded up to whole time steps. ``shared_init`` shares the storage from the start: the process that writes first
-    allocates for all. Shared memory is given back when this storage ends; with ``cleanup_memmap=False`` it stays for
-    the other processes until its files are removed, which are in ``storage.folder``.
+    allocates for all. Shared memory is freed when this storage is garbage-collected; with ``cleanup_memmap=False`` it
+    stays available to other processes until the files in ``storage.folder`` are removed.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)
@@ -386,14 +386,14 @@ class LazyTensorStorage(TensorStorage):
 
 
 class LazyMemmapStorage(TensorStorage):
-    """The same in files that are mapped to memory: rows may exceed the memory, and several processes share them.
+    """A `TensorStorage` in memory-mapped files: rows may exceed memory, and several processes share them.
 
-    The files lie in ``scratch_dir``, which must be new or empty unless ``existsok`` lets them be replaced, or in a
-    temporary folder. Their whole size is taken from the disk at the first write, so that a full disk is an error there.
-    ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
+    The files are in ``scratch_dir``, which must be new or empty unless ``existsok`` allows replacing its files, or in a
+    temporary folder. Their full size is reserved on disk at the first write, so that a full disk raises there.
+    ``auto_cleanup`` removes them when this storage is garbage-collected; by default only in a temporary folder.
 
-    Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
-    the first to write; ``shared_init`` changes nothing.
+    Every process that receives the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
+    the first to write; ``shared_init`` has no effect.
 
     >>> storage = LazyMemmapStorage(100)
     >>> storage.set(slice(0, 3), {"obs": torch.zeros(3, 4)})
@@ -459,7 +459,7 @@ def _select(column: Any, index: Tensor) -> Any:
 
 
 def _array(column: Any) -> Any:
-    """The column as an array, or as it is if numpy cannot write to it as torch would."""
+    """The column as a numpy array of the same memory, or unchanged if numpy cannot write to it as torch does."""
     plain = isinstance(column, Tensor) and column.is_cpu and column.dtype in NUMBERS and column.is_contiguous()
     return column.detach().numpy() if plain else column
 
