@@ -155,7 +155,7 @@ class ProcessLock:
     def _late(self, who: str) -> DeadlineError:
         return DeadlineError(
             f"ReplayBuffer: the lock {self.path} must become free within {self.timeout_s:g} s: {who} holds it, or is "
-            "next, and does not go on."
+            "next in the queue, and makes no progress."
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Counters:
     cursor = _word(1, "Position of the next row.")
     write_count = _word(2, "Number of rows ever written by a writer.")
     mutations = _word(3, "Number of changes of the content: writes, replacements, loads, empty.")
-    allocated = _word(4, "Not 0 once any process has allocated the columns of a shared storage.")
+    allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -242,7 +242,7 @@ class Storage(ABC):
         return (len(self) // self.columns, *self.trailing)
 
     def prepare(self, trailing: tuple[int, ...]) -> None:  # noqa: B027  most storages have one dimension
-        """Sets the sizes of the grid's dimensions after time; called before every write."""
+        """Sets the sizes of the grid's dimensions after time, which the first write fixes."""
 
     def __getitem__(self, index: Any) -> Any:
         """A copy of the rows at an index of the grid, time first: ``storage[:]`` is [T, E, ...]."""
