@@ -23,8 +23,8 @@ class RayReplayBuffer(BufferProxy):
     started with ``ray_init_config`` if it is not running; ``remote_config`` are options of the actor (``num_cpus``,
     ``memory``, ``name``, ...). The constructor waits until Ray has placed the actor.
 
-    The proxy may be passed to other actors and tasks, which then use the same buffer. ``close`` kills the actor, as does
-    Ray once no reference is left: save rows that you want to keep before that, with ``dumps`` or ``state_dict``.
+    The proxy may be passed to other actors and tasks, which then use the same buffer. ``close`` kills the actor, as
+    does Ray once no reference is left: save rows that you want to keep before that, with ``dumps`` or ``state_dict``.
     """
 
     def __init__(

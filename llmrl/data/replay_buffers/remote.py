@@ -17,7 +17,7 @@ __all__ = ["RemoteBuffer", "RemoteTensorDictReplayBuffer"]
 
 
 def _at_owner(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method so that it also accepts an ``RRef`` as ``self``; it must run in the process that owns the buffer."""
+    """Wraps a method so that ``self`` may be an ``RRef``; the call must run in the process that owns the buffer."""
 
     @functools.wraps(method)
     def local(self: Any, *arguments: Any, **keywords: Any) -> Any:
