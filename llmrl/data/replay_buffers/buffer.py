@@ -428,7 +428,7 @@ class ReplayBuffer:
     def share(self, shared: bool = True) -> None:
         """Shares the rows with other processes; call it before they receive the buffer. Raises: UnsupportedError."""
         if shared and self._prefetcher is not None:
-            raise ValueError("ReplayBuffer: prefetch belongs to one process: leave it out of a shared buffer.")
+            raise ValueError("ReplayBuffer: prefetch cannot be used in a shared buffer: leave it out.")
         if shared:
             with self._storage.lock:
                 self._storage.share()
@@ -438,7 +438,7 @@ class ReplayBuffer:
     def __getstate__(self) -> dict[str, Any]:
         if self._prefetcher is not None:
             if get_spawning_popen() is not None:
-                raise RuntimeError("ReplayBuffer: a buffer with prefetch stays in its process: got a hand-over.")
+                raise RuntimeError("ReplayBuffer: prefetch belongs to one process: leave it out to pass the buffer on.")
             with self._storage.lock:
                 self._rewind()
         return {**self.__dict__, "_iterator": None}

@@ -84,15 +84,15 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
     if index is not Ellipsis and not isinstance(index, slice):
         where = np.asarray(index)
         if where.ndim > 1:
-            raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
+            raise RuntimeError(f"{who}: an index of members must have one dimension: got shape {list(where.shape)}.")
         if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
-            raise TypeError(f"{who}: members are named by integers: got {index!r}.")
+            raise TypeError(f"{who}: members must be indexed by integers: got {index!r}.")
         where = where if where.size else slice(0)  # numpy makes a float array of an empty list
     try:
         found = np.arange(count)[where]
     except IndexError:
         raise IndexError(
-            f"{who}: numbers of members lie below {count}, and a mask has an entry for each: got {index}."
+            f"{who}: member indices must be below {count}, and a mask must have one entry per member: got {index}."
         ) from None
     if not found.size:
         raise IndexError(f"{who}: an ensemble has at least one member: got {index} of {count}.")

@@ -100,6 +100,6 @@ def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: i
     got = {**names, "transforms": num_transforms}
     if got != expected:
         raise CheckpointError(
-            f"ReplayBuffer: what was saved is loaded into the same parts and transforms: got {got}, expected "
+            f"ReplayBuffer: a saved buffer must be loaded into the same parts and transforms: got {got}, expected "
             f"{expected}."
         )

@@ -264,11 +264,10 @@ class Storage(ABC):
         return bool(there.all()) if isinstance(there, Tensor) else there
 
     def attach(self, buffer: Any) -> None:
-        """Raises: UnsupportedError, always: samplers see writes in the storage's counters."""
+        """Always raises UnsupportedError: samplers detect writes in the storage's counters."""
         raise UnsupportedError(
-            f"{type(self).__name__}: nothing needs to be attached: a sampler sees in the storage's counters that rows "
-            "were written, by any buffer or process; to say which rows of a buffer were changed, call its "
-            "mark_update(index)."
+            f"{type(self).__name__}: nothing needs to be attached: samplers detect writes by any buffer or process in "
+            "the storage's counters; to report which rows of a buffer were changed, call its mark_update(index)."
         )
 
     # --- several processes ---
@@ -335,7 +334,7 @@ class Storage(ABC):
         self._check_keys("snapshot", counters, self._counter_state().keys())
         if counters["ndim"] != self.ndim:
             raise CheckpointError(
-                f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
+                f"{type(self).__name__}: a snapshot must have the storage's number of dimensions: got ndim="
                 f"{counters['ndim']}, expected {self.ndim}."
             )
         # Below, lists of rows are replaced, not changed, and tensors are checked before they are written, so restoring
@@ -354,7 +353,7 @@ class Storage(ABC):
                 rows = time_first(content, 0, self.ndim)[0]
                 if self.count(rows) != length:
                     raise CheckpointError(
-                        f"{type(self).__name__}: a snapshot has as many rows as it says: got {self.count(rows)}, "
+                        f"{type(self).__name__}: a snapshot's rows must match its length: got {self.count(rows)}, "
                         f"expected {length}."
                     )
                 self.set(slice(0, length), rows)

@@ -200,8 +200,8 @@ class TensorStorage(Storage):
     def _share(self, folder: SharedFolder) -> None:
         if self.device is not None and self.device.type != "cpu":
             raise UnsupportedError(
-                f"{type(self).__name__}: processes share memory of the CPU: got a storage on {self.device}; keep it in "
-                "one process, or allocate it on the CPU."
+                f"{type(self).__name__}: only CPU memory can be shared between processes: got a storage on "
+                f"{self.device}; keep it in one process, or allocate it on the CPU."
             )
         self._folder = folder
         try:
@@ -325,8 +325,8 @@ class TensorStorage(Storage):
             ]
         if not all(type(kind) is TensorLeaf for kind in layout.kinds):
             raise UnsupportedError(
-                f"{type(self).__name__}: what processes share, or a file holds, are tensors: got text or another "
-                "Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
+                f"{type(self).__name__}: only tensors can be shared between processes or memory-mapped: got text or "
+                "another Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
             )
         self._folder.check_space(self.max_size * sum(map(_row_bytes, layout.kinds)))
         columns = [
