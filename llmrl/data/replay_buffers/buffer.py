@@ -433,7 +433,7 @@ class ReplayBuffer:
             with self._storage.lock:
                 self._storage.share()
         elif self._storage.shared:
-            raise RuntimeError("ReplayBuffer: rows that processes share stay shared: got share(False).")
+            raise RuntimeError("ReplayBuffer: shared rows cannot become private again: got share(False).")
 
     def __getstate__(self) -> dict[str, Any]:
         if self._prefetcher is not None:

@@ -99,7 +99,7 @@ class ProcessLock:
     def _acquire(self) -> None:
         if self._file is None:
             raise RuntimeError(
-                f"ReplayBuffer: a shared buffer lives as long as its owner: {self.path} does not exist any more."
+                f"ReplayBuffer: a shared buffer exists only as long as its owner: {self.path} does not exist any more."
             )
         deadline = time.monotonic() + self.timeout_s
         # The gate makes reading the last number and writing the next one atomic between processes.

@@ -104,7 +104,7 @@ def _wait(worker: str, timeout_s: float, function: Callable[..., Answer], *argum
         if "timeout" in str(error).lower():
             raise DeadlineError(
                 f"RemoteBuffer: the buffer on {worker!r} must answer within timeout_s={timeout_s:g}: it did not; the "
-                "process is busy, or does not run any more."
+                "process is busy or has ended."
             ) from error
         raise WorkerError(
             f"RemoteBuffer: the process {worker!r}, which has the buffer, must answer: {error}"

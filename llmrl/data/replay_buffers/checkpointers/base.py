@@ -49,7 +49,7 @@ _DECODERS: dict[str, Hook] = {
 
 
 class StorageCheckpointerBase:
-    """Writes rows as they are, a raw file per entry, under a manifest with the layout and a checksum of every file.
+    """Writes rows unchanged, one raw file per entry, and a manifest with the layout and a checksum of every file.
 
     Only rows that were written are saved, and equal rows give equal files. A path can be written repeatedly, even if it
     contains the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
@@ -118,7 +118,7 @@ class StorageCheckpointerBase:
         except DataError as error:
             raise CheckpointError(
                 f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
-                "them into one that was built and filled alike, or that is new."
+                "them into a new storage, or into one that was built and filled in the same way."
             ) from error
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:

@@ -58,7 +58,7 @@ class SharedFolder:
     def file(self, name: str) -> Path:
         """The path for a new file in place of an older one; processes that map the older one keep it."""
         path = self.find(name)
-        path.unlink(missing_ok=True)  # truncating the old file would crash processes that still map it
+        path.unlink(missing_ok=True)  # truncating the old file would erase it for processes that still map it
         return path
 
     def find(self, name: str) -> Path:
@@ -96,8 +96,8 @@ class SharedFolder:
         path, size = self.find(name), prod(shape)
         if not path.exists():
             raise RuntimeError(
-                f"{self.who}: a shared storage lives as long as its owner, on one machine: {path} does not exist (any "
-                "more)."
+                f"{self.who}: a shared storage exists only as long as its owner, on one machine: {path} does not exist "
+                "(any more)."
             )
         if not size:
             return torch.zeros(*shape, dtype=dtype)

@@ -376,7 +376,7 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         if consolidated:
             raise UnsupportedError(
-                "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
+                "LazyTensorStorage: every entry has its own block of memory, which makes reads fast: got "
                 "consolidated=True; leave it out, and call consolidate() on a batch that is to be sent somewhere."
             )
         self._begin(max_size, device, ndim)
@@ -415,8 +415,8 @@ class LazyMemmapStorage(TensorStorage):
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(
-                f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
-                "samples, for instance by a transform."
+                f"LazyMemmapStorage: files can only be mapped to CPU memory: got device={str(device)!r}; move the "
+                "samples, for instance with a transform."
             )
         self._begin(max_size, device, ndim)
         self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
