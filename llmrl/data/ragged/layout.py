@@ -1,8 +1,8 @@
-"""Takes a batch of tensordicts apart into columns, and puts columns together again.
+"""Splits a batch of tensordicts into a layout and columns, and rebuilds batches from columns.
 
 A batch is a tree (tensordicts, tensorclasses, lazy stacks, dicts, dataclasses) over flat entries. ``take_apart``
 separates the two: a ``Layout`` (the tree, comparable with ``==``) and one *column* per entry. Storages keep columns, or
-rows of them, and never look inside a tensordict again; ``put_together`` is the way back.
+rows of them, and need not inspect tensordicts; ``put_together`` is the inverse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmrl.data.ragged.tensordicts import LazyCopy, bare_tensordict, copy_rows, 
 
 _EMPTY = torch.Size([])
 
-# What a Python number holds exactly, with numpy's name: a tensor object per number takes ten times the memory.
+# dtypes that a Python number represents exactly, with numpy's dtype: one tensor object per number takes 10x the memory.
 NUMBERS = {torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16}
 NUMBERS |= {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
@@ -43,13 +43,13 @@ class Leaf(Enum):
     """The other kinds of entry. Column: a list of B values."""
 
     RAGGED = "ragged"  # tensors whose shape may differ from row to row
-    DATA = "data"  # Python values; of conversations, their lists of messages
+    DATA = "data"  # Python values; for conversations, their lists of messages
     ROW = "row"  # tensor collections that are kept whole
     SIZE = "size"  # the batch size of a row of a lazy stack
 
 
 class Branch(NamedTuple):
-    """A dense tensordict; ``batch_size`` is what follows the row dimension."""
+    """A dense tensordict; ``batch_size`` excludes the row dimension."""
 
     names: tuple[str, ...]
     children: tuple[Any, ...]
@@ -66,9 +66,9 @@ class LazyBranch(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A lazy stack that keeps columns itself.
+    """A lazy stack class that stores columns itself.
 
-    It has ``own_columns()``, a dict or None, and ``from_columns(columns, num_rows)``, which also takes `LazyCopy`.
+    ``own_columns()`` returns a dict or None; ``from_columns(columns, num_rows)`` also accepts `LazyCopy` columns.
     """
 
     cls: type
@@ -77,7 +77,7 @@ class Columns(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """A conversation per row: ``cls`` has ``messages``, which are read only, and ``from_messages(list)``."""
+    """One conversation per row: ``cls`` has ``messages``, which is read-only, and ``from_messages(list)``."""
 
     cls: type
 
@@ -101,12 +101,12 @@ class Tree(NamedTuple):
 
 
 def _tree(spec: pytree.TreeSpec, children: tuple[Any, ...]) -> Tree:
-    register_dataclasses(spec)  # this may be another process, which has not seen them yet
+    register_dataclasses(spec)  # unpickling may happen in a process that has not registered them yet
     return Tree(spec, children)
 
 
 class Layout(NamedTuple):
-    """The shape of a batch without its entries: the tree, and the kind of every column in order."""
+    """The structure of a batch without its entries: the tree, and the kind of every column in order."""
 
     root: Any
     kinds: tuple[Any, ...]
@@ -131,7 +131,7 @@ def is_tree(value: Any) -> bool:
 
 
 def register_dataclasses(spec: pytree.TreeSpec) -> None:
-    """Lets trees of this form be built in a process that has met none of their dataclasses."""
+    """Registers the dataclasses of a spec with pytree, so that this process can build trees of this form."""
     if is_dataclass(spec.type):
         _register_dataclass(spec.type)
     for child in spec.children():
@@ -161,18 +161,18 @@ def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 def take_apart(
     batch: Any, *, stacked: bool = True, device: torch.device | None = None, keep_names: bool = True
 ) -> tuple[Layout, list[Any]]:
-    """Separates a batch (``stacked``: the leading dimension counts rows) or a single row into layout and columns.
+    """Splits a batch (``stacked``: the leading dimension counts rows) or a single row into layout and columns.
 
-    The columns are the entries themselves, not copies (see ``copy_columns``). ``device`` is what the layout notes as
-    the device of every tensordict, for columns that will be kept there; None notes what the batch says. A tensordict
-    with named dimensions is kept whole, so that the names survive, unless ``keep_names`` is False.
+    The columns are the entries themselves, not copies (see ``copy_columns``). The layout records ``device`` as the
+    device of every tensordict, for columns that will be stored there; with None it records the batch's own devices.
+    A tensordict with named dimensions is kept whole, so that the names survive, unless ``keep_names`` is False.
     """
     visitor = _Visitor(stacked, device, keep_names)
     return Layout(visitor.visit(batch), tuple(visitor.kinds)), visitor.columns
 
 
 def take_rows_apart(rows: Sequence[Any], *, device: torch.device | None = None) -> tuple[Layout, list[Any]] | None:
-    """The same for a sequence of single rows; None if they do not share one layout."""
+    """Splits a sequence of single rows as `take_apart` does; None if they do not share one layout."""
     visitor = _Visitor(True, device)
     root = visitor.visit_rows(rows)
     return None if root is Leaf.ROW else (Layout(root, tuple(visitor.kinds)), visitor.columns)
@@ -197,7 +197,7 @@ class _Visitor:
         kind = type(value)
         if kind is TensorDict and not (self.keep_names and value._has_names()):
             entries = value._tensordict
-            names = tuple(sorted(entries))  # in one order, whichever keys came first: layouts compare equal
+            names = tuple(sorted(entries))  # layouts must compare equal whatever the order of the keys
             children = tuple([self.visit(entries[name]) for name in names])
             size = value.batch_size
             return Branch(names, children, size[1:] if stacked else size, self.device or value.device)
@@ -220,12 +220,12 @@ class _Visitor:
         if entries is not None:
             names = tuple(sorted(entries))
             return Columns(kind, names, tuple([self._visit_entry(entries[name]) for name in names]))
-        # The rows of a plain stack are there already; other kinds hide them behind a hook or another dimension.
+        # A plain stack already holds its rows; other stacks apply a hook to them or stack along another dimension.
         plain = kind in (LazyStackedTensorDict, NonTensorStack, LazyRows) and value.hook_out is None
         return self.visit_rows(value.tensordicts if plain and value.stack_dim == 0 else value.unbind(0))
 
     def visit_rows(self, rows: Sequence[Any]) -> Any:
-        # Columns only if all rows have one tree; else the rows are kept whole.
+        # Rows become columns only if they all have the same tree; otherwise they are kept whole.
         first = rows[0]
         kind = type(first)
         if any([type(row) is not kind for row in rows]):
@@ -241,7 +241,7 @@ class _Visitor:
         elif kind is NonTensorData:
             return self._leaf(Leaf.DATA, [_data_of(row) for row in rows])
         elif is_tensorclass(first):
-            parts = [row.__dict__ for row in rows]  # its attributes take as long as the rest of this walk
+            parts = [row.__dict__ for row in rows]  # attribute access would take as long as the rest of this walk
             fields = dict(parts[0]["_non_tensordict"])
             if all([part["_non_tensordict"] == fields for part in parts]):
                 return Wrapped(kind, self.visit_rows([part["_tensordict"] for part in parts]), fields)
@@ -284,10 +284,10 @@ def copy_columns(
 ) -> list[Any]:
     """Columns that share no memory with the given ones: one kernel per column if the rows allow it.
 
-    Python values are kept by reference (they may not be copyable); a tensor column may come in as one
-    tensor or as a list of rows (tensors or, if a row is one number, numbers), and leaves as one tensor. ``forms``
-    are ``ragged_forms``, if they are known. ``borrow`` leaves ragged columns as `LazyCopy`, which
-    ``put_together`` copies unless the reader does.
+    Python values are kept by reference (they may not be copyable). A tensor column may be given as one tensor or as a
+    list of rows (tensors or, if a row is one number, numbers) and is returned as one tensor. ``forms`` is the result
+    of ``ragged_forms``, if known. ``borrow`` returns ragged columns as `LazyCopy`: ``put_together`` copies their
+    rows, except in `Columns` batches, which copy on first read.
     """
     copies: list[Any] = []
     forms = ragged_forms(layout, columns) if forms is None else forms
@@ -313,15 +313,15 @@ def _copy_dense(kind: TensorLeaf, column: Any) -> Tensor:
 
 
 def ragged_forms(layout: Layout, columns: Sequence[Any]) -> tuple[Any, ...]:
-    """The ``rows_form`` of every ragged column; None for a column of another kind."""
+    """The ``rows_form`` of every ragged column; None for other columns."""
     kinds = zip(layout.kinds, columns, strict=True)
     return tuple([rows_form(column) if kind is Leaf.RAGGED else None for kind, column in kinds])
 
 
 def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
-    """Collects copies of the entries of a single row, in a third of the time if its tree is known.
+    """Appends copies of the entries of a single row whose tree is known, in a third of the time of a general copy.
 
-    False: the row has another tree, or an entry that is copied in another way; ``to_rows`` handles it.
+    Returns False if the row has another tree or an entry that needs another kind of copy; ``to_rows`` handles it.
     """
     kind = type(node)
     if kind is LazyBranch:
@@ -357,12 +357,12 @@ def copy_like(node: Any, value: Any, copies: list[Any]) -> bool:
 
 
 def put_together(layout: Layout, columns: Sequence[Any], num_rows: int) -> Any:
-    """The batch of ``num_rows`` rows whose entries *are* the given columns, in the form that was taken apart."""
+    """The batch of ``num_rows`` rows with this layout whose entries *are* the given columns, not copies."""
     return _batch(layout.root, iter(columns), num_rows)
 
 
 def put_rows_together(layout: Layout, columns: Sequence[Any], num_rows: int) -> list[Any]:
-    """The same as a list of single rows."""
+    """The rows of `put_together` as a list of single rows."""
     return list(_rows(layout.root, iter(columns), num_rows))
 
 
@@ -434,17 +434,17 @@ def _held(values: Any) -> Any:
 
 
 def _wrap(cls: type, inner: Any, fields: dict[str, Any]) -> Any:
-    """The tensorclass around a tensordict that was taken out of one: its keys need no checking."""
+    """A tensorclass around a tensordict that was taken out of one, so its keys need no check."""
     out = cls.__new__(cls)
     out.__dict__["_tensordict"] = inner
     out.__dict__["_non_tensordict"] = fields
-    if hasattr(cls, "__post_init__"):  # as a constructor would
+    if hasattr(cls, "__post_init__"):  # __new__ alone does not run it
         out.__post_init__()
     return out
 
 
 def ragged_column(root: Any, path: Sequence[str]) -> int | None:
-    """The number of the column that holds a ragged entry of rows of this tree; else None."""
+    """The index of the column that holds the ragged entry at ``path``; None if there is no such entry."""
     return _find_ragged(root, list(path), count())
 
 
@@ -455,7 +455,7 @@ def _find_ragged(node: Any, path: list[str], numbers: Iterator[int]) -> int | No
         if type(node) is LazyBranch:
             next(numbers)  # the column of batch sizes
         for name, child in zip(node.names, node.children, strict=True):
-            # Other children are walked too, for the count of their columns; the path [""] leads to none.
+            # Other children are visited too, to count their columns; the path [""] matches none of them.
             found = _find_ragged(child, path[1:] if path[:1] == [name] else [""], numbers)
             if found is not None:
                 return found

@@ -1,4 +1,4 @@
-"""Ragged rows to padded tensors. Callers choose the side and the value of the padding."""
+"""Conversion of ragged rows to padded or nested tensors; callers choose the padding side and value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Side = Literal["left", "right"]
 def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", length: int | None = None) -> Tensor:
     """One tensor[B, T, ...] from B tensors[T_i, ...] of one dtype; ``side`` is where the padding goes.
 
-    T is the longest row, or ``length``. Gradients flow back into the rows.
+    T is ``length``, or the longest row's if None. Gradients flow back into the rows.
     Raises  ShapeError for a row longer than ``length``, rows that differ beyond the first dimension, or no rows
 
     >>> pad_rows([torch.tensor([1, 2, 3]), torch.tensor([4])], value=-1)
@@ -38,14 +38,14 @@ def pad_rows(rows: Sequence[Tensor], *, value: float = 0, side: Side = "right", 
         longest = length
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
     missing = longest - padded.shape[1]
-    if missing:  # pad_sequence knows no length but that of the longest row
+    if missing:  # pad_sequence can only pad to the longest row
         filler = padded.new_full((len(rows), missing, *rows[0].shape[1:]), value)
         padded = torch.cat([padded, filler] if side == "right" else [filler, padded], dim=1)
     return padded
 
 
 def lengths_mask(lengths: Tensor | Sequence[int], T: int, side: Side = "right") -> Tensor:
-    """bool[B, T]: True where a row of that many entries, padded on ``side``, has one.
+    """bool[B, T]: True at the entries and False at the padding of rows with these lengths, padded on ``side``.
 
     >>> lengths_mask([3, 1], 4).int()
     tensor([[1, 1, 1, 0],
@@ -65,9 +65,9 @@ def lengths_mask(lengths: Tensor | Sequence[int], T: int, side: Side = "right") 
 
 
 def as_nested_tensor(rows: Sequence[Tensor] | Sequence[TensorDictBase]) -> Tensor | TensorDictBase:
-    """Rows that differ in their first dimension as one jagged nested tensor; of tensordicts, one for each entry.
+    """Rows that differ in their first dimension as one jagged nested tensor; for tensordicts, one per entry.
 
-    A ``stack_method``. Raises ShapeError for no rows, or rows that differ beyond that
+    Usable as a ``stack_method``. Raises ShapeError for no rows, or rows that differ beyond the first dimension
 
     >>> as_nested_tensor([torch.ones(2), torch.ones(3)]).offsets().tolist()
     [0, 2, 5]
@@ -83,9 +83,9 @@ def as_nested_tensor(rows: Sequence[Tensor] | Sequence[TensorDictBase]) -> Tenso
 def as_padded_tensor(
     rows: Sequence[Tensor] | Sequence[TensorDictBase], dim: int = 0, stack_dim: int = 0
 ) -> Tensor | TensorDictBase:
-    """Rows that differ in ``dim`` as one tensor, 0 behind the shorter ones; of tensordicts, one for each entry.
+    """Rows that differ in ``dim`` as one tensor, padded with 0 on the right; for tensordicts, one per entry.
 
-    ``stack_dim`` is the new dimension of the rows. A ``stack_method``. Raises ShapeError as `pad_rows`
+    ``stack_dim`` is the index of the new row dimension. Usable as a ``stack_method``. Raises ShapeError as `pad_rows`
 
     >>> as_padded_tensor([torch.ones(2), torch.ones(3)]).tolist()
     [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
@@ -96,7 +96,7 @@ def as_padded_tensor(
             raise ShapeError(
                 f"as_padded_tensor: every row must have dim {dim}: got {[t.ndim for t in tensors][:8]} dims."
             )
-        # pad_rows pads the first dimension: the ragged one goes there, and back behind the new one of the rows.
+        # pad_rows pads dimension 0, so the ragged dimension is moved there and moved back after padding.
         together = pad_rows([tensor.movedim(dim, 0) for tensor in tensors])  # [B, T, ...]
         return together.movedim(1, dim + 1 if dim >= 0 else dim).movedim(0, stack_dim)
 

@@ -1,8 +1,8 @@
-"""Ragged stacks: lazy stacks of rows that are kept in another form until a row is read.
+"""Ragged stacks: lazy stacks that store their data in another form until a row is accessed.
 
 A rollout writes and reads thousands of conversations column by column. One small TensorDict per row and container would
 cost more than the rest of the step, so the rows are built on first access (``unbind``, ``torch.stack``, a write). A
-`RaggedStack` keeps columns, a `MessageStack` the messages of a conversation as the dicts that they came as.
+`RaggedStack` stores columns; a `MessageStack` stores the messages of a conversation as the original dicts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Message = dict[str, Any]
 
 
 class LazyRows(LazyStackedTensorDict):
-    """A lazy stack over dimension 0 that builds its rows on first access, by ``source()``.
+    """A lazy stack over dimension 0 that builds its rows on first access, by calling ``source()``.
 
-    ``ragged(path)`` may give the `LazyCopy` of an entry, for readers that pad, or None. From the first access on, the
-    rows hold the data and this is an ordinary lazy stack. Both functions are pickled with it.
+    ``ragged(path)`` returns the `LazyCopy` of an entry, for readers that pad, or None. After the first access the
+    rows hold the data and this is an ordinary lazy stack. Both functions are pickled with the stack.
 
-    A subclass keeps another source. It builds rows in `_build` and answers from the source what it can.
+    Subclasses may store another kind of source: they override `_build`, and serve reads from the source where they can.
     """
 
     source: Any = None  # None once the rows are built
@@ -46,7 +46,7 @@ class LazyRows(LazyStackedTensorDict):
     def over(
         cls, source: Any, batch_size: torch.Size, ragged: Callable[[tuple[str, ...]], LazyCopy | None] | None = None
     ) -> Self:
-        """A stack of rows of this source, which is kept, not copied."""
+        """A stack over this source, which is kept by reference."""
         self = cls.__new__(cls)
         self._is_locked = None
         self.stack_dim = 0
@@ -59,7 +59,7 @@ class LazyRows(LazyStackedTensorDict):
         return self.source()
 
     def _names(self) -> Any:
-        """The keys of the entries, in a view as of ``dict.keys()``."""
+        """The keys of the entries, as a view like ``dict.keys()``."""
         return super().keys()
 
     @property
@@ -73,7 +73,7 @@ class LazyRows(LazyStackedTensorDict):
         self._rows = list(rows)
         self.source = None
 
-    @torch.compiler.disable  # rows are built in different ways, on which compiled code must not depend
+    @torch.compiler.disable  # compiled code must not specialise on how a source builds its rows
     def _build_rows(self) -> None:
         self._rows = self._build()
         self.source = None
@@ -84,18 +84,18 @@ class LazyRows(LazyStackedTensorDict):
             for row in self._rows:
                 row._propagate_lock(is_compiling=False)
 
-    # Answers that need no rows.
+    # Methods below avoid building the rows.
 
     def get(self, key: NestedKey, default: Any = NO_DEFAULT, *args: Any, **kwargs: Any) -> Any:
         if self._ragged is not None and self.source is not None and kwargs.get("as_padded_tensor"):
             path = (key,) if isinstance(key, str) else tuple(key)
-            rows = None if path[0] in self._added else self._ragged(path)  # what was set since counts
+            rows = None if path[0] in self._added else self._ragged(path)  # later entries win
             if rows is not None and kwargs.keys() <= {"as_padded_tensor", "padding_value", "padding_side"}:
                 return rows.padded(kwargs.get("padding_value", 0), kwargs.get("padding_side", "right"))
         return super().get(key, default, *args, **kwargs)
 
     def set_later(self, name: str, value: Tensor) -> bool:
-        """Keeps an entry for the rows until they are built; False if they are, or if it cannot be one."""
+        """Stores an entry until the rows are built; False if they are built or locked, or if its shape does not fit."""
         if self.source is None or self._is_locked or value.shape[: len(self._batch_size)] != self._batch_size:
             return False
         self._added[name] = value
@@ -152,7 +152,7 @@ class RaggedStack(LazyRows):
     """Rows as columns: each a list of B tensors of any shapes or of B strings, a Tensor[B, ...], or a collection [B].
 
     Columns that are `LazyCopy` are copied when they are first read; ``stack.get(key, as_padded_tensor=True)`` pads
-    them straight from their owner. ``stack.get(key, as_list=True)`` is the list itself: to be read only.
+    them directly from their owner's memory. ``stack.get(key, as_list=True)`` returns the list itself; do not change it.
 
     >>> rows = RaggedStack.from_columns({"ids": [torch.arange(2), torch.arange(3)]}, 2)
     >>> rows.get("ids", as_list=True)[1].tolist(), rows[0]["ids"].tolist(), rows[1:].batch_size
@@ -161,11 +161,11 @@ class RaggedStack(LazyRows):
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], num_rows: int) -> RaggedStack:
-        """Takes the columns as they are, each ``num_rows`` long; one of tensors may be `LazyCopy`."""
+        """A stack over these columns, not copied, each ``num_rows`` long; a tensor column may be a `LazyCopy`."""
         return cls.over(dict(columns), torch.Size([num_rows])) if num_rows else cls(stack_dim=0)
 
     def own_columns(self) -> dict[str, Any] | None:
-        """The columns, all of them in memory of their own; None once the rows hold the data."""
+        """The columns, with every `LazyCopy` replaced by copies; None once the rows hold the data."""
         for name, values in (self.source or {}).items():
             if type(values) is LazyCopy:
                 self.source[name] = values.copies()
@@ -272,7 +272,7 @@ def _row_numbers(index: Any, num_rows: int) -> list[int] | None:
 
 
 def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) -> None:
-    """``batch.set(key, value)``, in a tenth of the time if it needs no conversion."""
+    """``batch.set(key, value)``, in a tenth of the time if the value needs no conversion."""
     *path, name = (key,) if isinstance(key, str) else key
     if type(batch) is LazyRows and not path and batch.set_later(name, value):
         return
@@ -286,7 +286,7 @@ def set_entry(batch: TensorDictBase, key: str | tuple[str, ...], value: Tensor) 
 
 
 def with_entry(batch: TensorDictBase, name: str, value: Tensor) -> TensorDictBase:
-    """A batch of the same entries and one more; the given one stays as it is."""
+    """A shallow copy of the batch with one more entry; the given batch is not changed."""
     if _takes(batch, value) and batch._td_dim_names is None:
         return bare_tensordict({**batch._tensordict, name: value}, batch._batch_size, batch._device)
     batch = batch.copy()
@@ -307,16 +307,16 @@ def _takes(batch: Any, value: Tensor) -> bool:
 
 
 class MessageStack(LazyRows):
-    """One conversation: a stack of messages along its only dimension, which are shared and never changed."""
+    """One conversation: a 1-d stack of messages, which are shared and never changed."""
 
     @classmethod
     def from_messages(cls, messages: Sequence[Message]) -> MessageStack:
-        """A conversation over this very list, which must not be changed afterwards."""
+        """A conversation over this list, not a copy; the list must not be changed afterwards."""
         return cls.over(messages, torch.Size([len(messages)]))
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The messages, shared: to be read only."""
+        """The messages, shared; do not change them."""
         source = self.source
         return [read_message(row) for row in self._rows] if source is None else source
 
@@ -326,7 +326,7 @@ class MessageStack(LazyRows):
 
     @device.setter
     def device(self, value: Any) -> None:
-        """Messages are on no device."""
+        """Ignored: messages have no device."""
 
     def _build(self) -> list[TensorDictBase]:
         return [MessageRow.from_message(message) for message in self.source]
@@ -360,7 +360,7 @@ class MessageRow(TensorDict):
 
     @classmethod
     def from_message(cls, message: Message) -> MessageRow:
-        """A message over this very dict, which must not be changed afterwards."""
+        """A message over this dict, not a copy; the dict must not be changed afterwards."""
         self = cls.__new__(cls)
         self._message: Message | None = message
         self._entries: dict[str, Any] | None = None
@@ -370,7 +370,7 @@ class MessageRow(TensorDict):
 
     @property
     def message(self) -> Message:
-        """The message, shared: to be read only."""
+        """The message, shared; do not change it."""
         if self._entries is None:
             return self._message
         return join_message({name: plain_value(self._entries.get(name)) for name in FIELDS})
@@ -424,7 +424,7 @@ def join_message(fields: Mapping[str, Any]) -> Message:
 
 
 def unstack_messages(td: Any) -> Any:
-    """Messages of a collection of any number of dimensions, as nested lists; a single message for none."""
+    """Messages of a collection with any number of batch dimensions, as nested lists; without any, a single message."""
     td = td if isinstance(td, MessageStack) else inner(td)
     if isinstance(td, MessageStack):
         return td.messages
@@ -435,7 +435,7 @@ def unstack_messages(td: Any) -> Any:
 
 
 def stack_messages(nested: Any, ndim: int) -> TensorDictBase:
-    """The inverse of `unstack_messages`; the lists are kept."""
+    """The inverse of `unstack_messages`; keeps the innermost lists by reference."""
     if ndim == 0:
         return MessageRow.from_message(nested)
     if ndim == 1:

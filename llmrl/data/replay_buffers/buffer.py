@@ -1,7 +1,7 @@
-"""The replay buffer: rows go in through transforms and a writer, batches come out by a sampler through transforms.
+"""The replay buffer: writes pass through transforms and a writer, reads through a sampler and transforms.
 
-The parts do the work: a storage keeps rows (``storages``), a writer decides where they go (``writers``), a sampler
-which ones come back (``samplers``). This file joins them under the storage's lock.
+The parts do the work: a storage keeps rows (``storages``), a writer chooses their positions (``writers``), a sampler
+selects the rows of a batch (``samplers``). This file combines them under the storage's lock.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Index = int | slice | range | Sequence[int] | Tensor | tuple[Any, ...]
 
 
 class ReplayBuffer:
-    """Keeps rows and hands out batches of them: copies in, copies out.
+    """Stores rows and returns batches of them; rows are copied on writes and on reads.
 
-    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one, with
-    ``delayed_init`` at the first use. ``transform`` (or ``transform_factory``) is a callable that runs on every batch
-    that is read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
-    ``write_transform`` runs on writes only, before the others. ``collate_fn`` makes a batch of what the storage returns
-    for several rows.
+    ``storage``, ``sampler`` and ``writer`` are instances, or callables without arguments that build one (on first use
+    with ``delayed_init``). ``transform`` (or ``transform_factory``) is a callable that runs on every batch that is
+    read; its method ``inv``, if any, runs on every batch that is written and may return None to drop it.
+    ``write_transform`` runs on writes only, before the others. ``collate_fn`` builds a batch from what the storage
+    returns for several rows.
 
-    ``prefetch`` batches are prepared ahead by threads: the same batches, earlier; one that takes longer than
+    Threads prepare ``prefetch`` batches ahead, which does not change the batches; one that takes longer than
     ``prefetch_timeout_s`` raises ``DeadlineError``. On a storage with ``ndim`` dimensions, time is dimension
     ``dim_extend`` of a batch (default: the last of the grid), and positions are coordinates int64[N, ndim], time first.
-    ``shared`` rows are written and read by other processes too; each has its own sampler, which draws from
-    ``generator``. A buffer that loads a ``state_dict`` goes on with the same batches. ``compilable`` changes nothing.
+    ``shared`` lets other processes write and read the rows; each process has its own sampler, which draws from
+    ``generator``. A buffer that loads a ``state_dict`` continues with the same batches. ``compilable`` has no effect.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -156,7 +156,7 @@ class ReplayBuffer:
 
     @property
     def dim_extend(self) -> int:
-        """The dimension of a batch that is time; set once, by default the last one that counts rows."""
+        """The time dimension of a batch; can be set once, by default the last dimension that counts rows."""
         return self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
 
     @dim_extend.setter
@@ -181,29 +181,29 @@ class ReplayBuffer:
     def add(self, data: Any) -> int | Tensor:
         """Writes one row; on a grid, one time step of all its streams.
 
-        Returns its position; an empty int64 tensor if a transform kept it back, and the positions int64[N] if a
-        transform made several rows of it.
+        Returns its position; an empty int64 tensor if a transform dropped or held back the row; the positions int64[N]
+        if a transform turned it into several rows.
         """
         with self._storage.lock:
             return self._write_row(data)
 
     @torch.compiler.disable
     def extend(self, data: Any) -> Tensor:
-        """Writes a batch of rows: a list holds rows one by one, in anything else dimension ``dim_extend`` counts rows.
+        """Writes a batch: a list of single rows, or data whose dimension ``dim_extend`` counts rows.
 
-        Returns the positions, int64[N]; none if a transform kept everything back.
+        Returns the positions, int64[N]; empty if a transform dropped or held back every row.
         """
         with self._storage.lock:
             return self._write_batch(data)
 
     def __setitem__(self, index: Index, data: Any) -> None:
-        """Replaces rows in place; length and cursor stay as they are."""
+        """Replaces rows in place; length and cursor do not change."""
         with self._storage.lock:
             where = self._select(index)
             if (data := self._invert(data)) is None:
                 return
             where, data = cells_in_row(where, data)
-            # A run stays a slice for the storage, which writes it in one piece; the others want positions.
+            # The storage writes a slice in one copy; writer and sampler need positions.
             positions = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
             if isinstance(positions, Tensor) and self._storage.count(data) != len(positions):
                 raise DataError(
@@ -216,19 +216,19 @@ class ReplayBuffer:
             self._sampler.mark_update(positions)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forgets all rows; what was allocated stays."""
+        """Removes all rows; allocated memory is kept."""
         with self._storage.lock:
             self._rewind()
-            self._writer.empty(empty_write_count)  # first: it may refuse
+            self._writer.empty(empty_write_count)  # first, because a read-only writer raises
             self._storage.empty()
             self._sampler.empty()
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
-        """Tells the sampler how much the rows at ``index`` matter."""
+        """Sets the sampler's priorities of the rows at ``index``."""
         self._at_rest(lambda: self._sampler.update_priority(self._cells(index), priority))
 
     def mark_update(self, index: int | Tensor) -> None:
-        """Tells the sampler that the rows at ``index`` were changed."""
+        """Notifies the sampler that the rows at ``index`` were changed."""
         self._at_rest(lambda: self._sampler.mark_update(self._cells(index)))
 
     def _write_row(self, data: Any) -> int | Tensor:
@@ -237,10 +237,10 @@ class ReplayBuffer:
             return torch.empty(0, dtype=torch.int64)
         if self._storage.ndim > 1:
             return self._extend(tree_map(lambda leaf: leaf.unsqueeze(self.dim_extend), made))
-        # A transform may have made several rows of one: they are written as a batch.
+        # If a transform turned the row into several, they are written as a batch.
         if made is not data and getattr(made, "batch_dims", 0) > getattr(data, "batch_dims", 0):
             return self._extend(made)
-        self._rewind()  # batches that wait were drawn from other rows
+        self._rewind()  # prefetched batches were drawn before this write
         index = self._writer.add(made)
         if index is not None:
             self._sampler.add(index)
@@ -278,7 +278,7 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next batch, or ``(batch, info)`` where ``info["index"]`` is the position of every row, int64[N].
 
-        ``batch_size`` is needed if the constructor got none; if the two differ, the argument counts, with a warning.
+        ``batch_size`` is required if the constructor got none; if the two differ, the argument wins, with a warning.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
@@ -302,7 +302,7 @@ class ReplayBuffer:
             where = self._select(index)
             flat = where.reshape(-1) if isinstance(where, Tensor) else where
             data = self._storage.get(flat) if isinstance(flat, int) else self._collected(flat)
-        # Outside of the lock: what was read is a copy, and collating may take long.
+        # Outside the lock: the data is a copy already, and collating may take long.
         if not isinstance(where, int):
             data = self._collate(data)
             if isinstance(where, Tensor):
@@ -310,7 +310,7 @@ class ReplayBuffer:
         return self._transformed(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; endless with a sampler that has no passes (see ``epoch``)."""
+        """Yields batches until the sampler's pass ends; endless if the sampler has no passes (see ``epoch``)."""
         if self._batch_size is None:
             raise RuntimeError("ReplayBuffer: iterating needs a batch_size at construction: got none.")
         ran_out = False
@@ -319,7 +319,7 @@ class ReplayBuffer:
             yield data
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of one pass; a sampler without passes gives as many as would cover the rows once."""
+        """Yields the batches of one pass; for a sampler without passes, as many as would cover all rows once."""
         batches = iter(self)
         # Without a batch_size the first ``next`` raises.
         if type(self._sampler).ran_out is not Sampler.ran_out or self._batch_size is None:
@@ -329,7 +329,7 @@ class ReplayBuffer:
             yield next(batches)
 
     def next(self) -> Any:
-        """The next batch of the current pass, ``None`` when it has ended, then the first one of another pass."""
+        """The next batch of the current pass, or ``None`` at its end; the call after that starts a new pass."""
         if self._iterator is None:
             self._iterator = iter(self)
         data = next(self._iterator, None)
@@ -338,7 +338,7 @@ class ReplayBuffer:
         return data
 
     def _next(self, size: int) -> tuple[Any, dict[str, Any], bool]:
-        # Prepared batches have the constructor's size; another size is drawn as if nothing had been prepared.
+        # Prefetched batches have the constructor's size; another size is drawn as if nothing had been prefetched.
         if self._prefetcher is None or size != self._batch_size:
             with self._storage.lock:
                 self._rewind()
@@ -346,7 +346,7 @@ class ReplayBuffer:
             return self._finish(raw, info), info, ran_out
         with self._storage.lock:
             waiting = self._prefetcher.take(lambda: self._draw(size), self._sampler.bookmark, self._finish)
-        return self._prefetcher.wait(waiting)  # without the lock, so that a slow transform blocks no writer
+        return self._prefetcher.wait(waiting)  # outside the lock, so that a slow transform does not block writers
 
     def _draw(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         storage = self._storage
@@ -355,7 +355,7 @@ class ReplayBuffer:
         return self._collected(index), info, self._sampler.ran_out
 
     def _collected(self, index: slice | Tensor) -> Any:
-        # A collate_fn gets single rows where the storage has them; without one the storage makes the batch.
+        # A collate_fn gets what ``get`` returns (single rows, for a ListStorage); else the storage builds the batch.
         return self._storage.batch(index) if self._collate_fn is None else self._storage.get(index)
 
     def _collate(self, raw: Any) -> Any:
@@ -371,7 +371,7 @@ class ReplayBuffer:
         return data
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
-        """The batch with the sampler's info as entries; here, only the ends of slices."""
+        """Adds the sampler's info to the batch as entries; in this class only the ends of slices."""
         if SLICE_END in info and isinstance(data, TensorDictBase) and data.batch_size[:1] == info[SLICE_END].shape:
             set_entry(data, SLICE_END, info[SLICE_END])
         return data
@@ -387,7 +387,7 @@ class ReplayBuffer:
     # --- parts ---
 
     def set_storage(self, storage: Storage) -> Storage:
-        """Replaces the storage, with its counters, and returns the previous one. Not while other threads use it."""
+        """Replaces the storage and its counters and returns the previous one; not safe while other threads use it."""
         return self._exchange("_storage", build_part("storage", storage, Storage))
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -413,11 +413,11 @@ class ReplayBuffer:
             self._storage.checkpointer = default_for(self._storage)
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """Gives the sampler another generator."""
+        """Sets the sampler's generator."""
         self._at_rest(self._sampler.set_rng, generator)
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Adds a transform after the others; ``invert`` swaps what it does on reads and on writes."""
+        """Adds a transform after the others; ``invert`` swaps its read and write functions."""
         return self.insert_transform(len(self._transforms), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
@@ -426,66 +426,66 @@ class ReplayBuffer:
         return self
 
     def share(self, shared: bool = True) -> None:
-        """Lets other processes use the rows; to be called before the hand-over. Raises: UnsupportedError."""
+        """Shares the rows with other processes; call it before they receive the buffer. Raises: UnsupportedError."""
         if shared and self._prefetcher is not None:
-            raise ValueError("ReplayBuffer: prefetch belongs to one process: leave it out of a shared buffer.")
+            raise ValueError("ReplayBuffer: prefetch cannot be used in a shared buffer: leave it out.")
         if shared:
             with self._storage.lock:
                 self._storage.share()
         elif self._storage.shared:
-            raise RuntimeError("ReplayBuffer: rows that processes share stay shared: got share(False).")
+            raise RuntimeError("ReplayBuffer: shared rows cannot become private again: got share(False).")
 
     def __getstate__(self) -> dict[str, Any]:
         if self._prefetcher is not None:
             if get_spawning_popen() is not None:
-                raise RuntimeError("ReplayBuffer: a buffer with prefetch stays in its process: got a hand-over.")
+                raise RuntimeError("ReplayBuffer: prefetch belongs to one process: leave it out to pass the buffer on.")
             with self._storage.lock:
                 self._rewind()
         return {**self.__dict__, "_iterator": None}
 
     def _at_rest(self, change: Callable[..., Any], *arguments: Any) -> Any:
-        """``change(*arguments)`` under the lock, with nothing prepared ahead."""
+        """Calls ``change(*arguments)`` under the lock after dropping prefetched batches."""
         with self._storage.lock:
             self._rewind()
             return change(*arguments)
 
     def _rewind(self) -> None:
-        """Forgets the batches that are prepared ahead and puts the sampler back to where the caller is."""
+        """Drops prefetched batches and rewinds the sampler to the state after the last batch that was returned."""
         if self._prefetcher is not None and (bookmark := self._prefetcher.clear()) is not None:
             self._sampler.go_back(bookmark)
 
     def close(self) -> None:
-        """Ends the prefetching threads, if there are any."""
+        """Stops the prefetching threads, if any."""
         if self._prefetcher is not None:
             self._at_rest(self._prefetcher.close)
 
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what the buffer does next, as copies."""
+        """The complete state of storage, sampler, writer and transforms, as copies."""
         return self._at_rest(parts_state, self._parts(), self._transforms)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state of a buffer with parts of the same kinds, or raises with nothing changed."""
+        """Loads the state of a buffer with parts of the same types, or raises with nothing changed."""
         self._at_rest(load_parts_state, state, self._parts(), self._transforms)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the buffer to the directory ``path`` and replaces an older dump, completely or not at all."""
+        """Writes the buffer to the directory ``path``, replacing an older dump atomically."""
         self._at_rest(dump_parts, Path(path), self._parts(), self._transforms)
 
     def loads(self, path: str | Path) -> None:
-        """Reads what ``dumps`` wrote into a buffer built with the same kinds of parts. Runs no code of it."""
+        """Reads what ``dumps`` wrote, into a buffer built with the same types of parts. Executes no code from it."""
         self._at_rest(load_parts, Path(path), self._parts(), self._transforms)
 
     save = dump = dumps
     load = loads
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the rows on their way to the disk."""
+        """Registers ``hook``, which converts the rows before they are written to disk."""
         self._storage.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the rows on their way from the disk."""
+        """Registers ``hook``, which converts the rows after they are read from disk."""
         self._storage.register_load_hook(hook)
 
     def _parts(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Checkpoint folders: replaced as a whole, with a checksum of every file.
+"""Checkpoint folders: replaced atomically, with a checksum of every file.
 
     path/
-      checkpoint.current    the name of the version that counts, one line
+      checkpoint.current    the name of the current version, one line
       checkpoint.7/         its files and their manifest.json
 
-A version is written to ``checkpoint.8.draft``, flushed to the disk and renamed; then ``checkpoint.current`` is
-replaced, which is one atomic step; then older versions are removed. Nothing else that lies in ``path`` is touched. A
-sub-folder with a manifest of its own vouches for its files; the outer manifest lists only that manifest.
+A version is written to ``checkpoint.8.draft``, flushed to disk and renamed; then ``checkpoint.current`` is replaced
+atomically; then older versions are removed. Other files in ``path`` are not touched. If a subfolder has its own
+manifest, that manifest covers its files, and the outer manifest lists only the inner one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
 
 @contextmanager
 def replace_directory(path: str | Path) -> Iterator[Path]:
-    """A new directory to fill; it becomes the content of ``path`` when the block ends without error.
+    """Yields a new directory to fill, which becomes the content of ``path`` when the block ends without error.
 
-    A kill at any moment leaves the old content or the new one, complete; the next write removes leftover files.
-    Inside the block, a directory below the one that is being filled is written in place: it is part of the same write.
+    A kill at any moment leaves either the old content or the new one, complete; the next write removes leftover files.
+    Nested calls for a directory inside the one being filled write in place, as part of the same atomic write.
 
     Raises  CheckpointError if ``path`` cannot be a directory, or writing fails
     """
@@ -61,7 +61,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
     draft.mkdir()
     try:
         yield draft
-        # On the disk before the rename: else a power cut could leave a complete name with half of its files.
+        # Flushed before the rename: otherwise a power cut could leave a final name with incomplete files.
         for folder, _, names in os.walk(draft):
             for name in (*names, "."):
                 _flush(Path(folder) / name)
@@ -69,7 +69,7 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
         pointer = path / f"{_POINTER}.draft"
         pointer.write_text(complete.name + "\n")
         _flush(pointer)
-        pointer.replace(path / _POINTER)  # the one step that makes the new version count
+        pointer.replace(path / _POINTER)  # atomically makes the new version current
         _flush(path)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -78,23 +78,23 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
                 f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
             ) from error
         raise
-    # Only now: until the pointer was replaced, the old version was the one that counted.
+    # Only now, because the old version was current until the pointer was replaced.
     for name in _versions(path):
         if name != complete.name:
             shutil.rmtree(path / name, ignore_errors=True)
 
 
 def current_directory(path: str | Path) -> Path:
-    """The directory that holds what was last written to ``path`` as a whole.
+    """The directory of the last complete write to ``path``.
 
-    Raises  CheckpointError if nothing ever was
+    Raises  CheckpointError if there is none
     """
     path = Path(path)
     pointer = path / _POINTER
     if not path.is_dir():
         raise CheckpointError(f"{path} must be a directory that dumps wrote: there is none; check the path.")
     if not pointer.exists():
-        return path  # a part of a larger write, or a folder of other origin: the reader of its manifest finds out
+        return path  # a part of a larger write, or an unrelated folder, for which reading the manifest raises
     name = pointer.read_text().strip()
     if not _VERSION.fullmatch(name) or not (path / name).is_dir():
         raise CheckpointError(
@@ -119,9 +119,9 @@ def _flush(path: Path) -> None:
 
 
 def write_manifest(folder: Path, kind: str, number: int, content: dict[str, Any]) -> None:
-    """Closes ``folder``: no file in it may change from now on.
+    """Writes the manifest of a complete folder, in which no file may change afterwards.
 
-    ``kind`` and ``number`` name the format and its version.
+    ``kind`` and ``number`` are the format and its version.
     """
     manifest = {"format": kind, "format_version": number, "llmrl": _version("llmrl"), **content}
     manifest["files"] = {
@@ -134,10 +134,10 @@ def write_manifest(folder: Path, kind: str, number: int, content: dict[str, Any]
 
 
 def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, Any]:
-    """The manifest of a folder in which every file is what was written.
+    """Returns the manifest of a folder after verifying every file against it.
 
-    Raises  CheckpointError that names the file, if one is missing, too short, changed or outside of the folder, or if
-            the format is another
+    Raises  CheckpointError that names the file, if one is missing, has the wrong size, was changed, or is outside the
+            folder, or if the format is different
     """
     file = folder / MANIFEST
     try:
@@ -161,13 +161,13 @@ def read_manifest(who: str, folder: Path, kind: str, number: int) -> dict[str, A
         raise _damaged(who, file, "it was changed")
     for name, expected in manifest["files"].items():
         part = folder / name
-        # A link, or a name with '..', would let a dump read any file of its reader.
+        # A link, or a name with '..', would let a dump access any file that its reader can read.
         if not part.resolve().is_relative_to(folder.resolve()):
             raise _damaged(who, part, "it lies outside of the checkpoint")
         if not part.is_file():
             raise _damaged(who, part, "it is missing")
         size = part.stat().st_size
-        if size != expected["bytes"]:  # before the checksum, which reads the whole file
+        if size != expected["bytes"]:  # before the checksum, which has to read the whole file
             raise _damaged(who, part, f"it has {size} bytes, expected {expected['bytes']}")
         if file_digest(part) != expected["sha256"]:
             raise _damaged(who, part, "its checksum differs")
@@ -202,12 +202,12 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 
 
 def write_object(value: Any, path: Path) -> None:
-    """``torch.save``, with the operating system's own error if the disk is full; see ``object_bytes``."""
+    """Like ``torch.save``, but a full disk raises the operating system's own error; see ``object_bytes``."""
     path.write_bytes(object_bytes(value, path.name))
 
 
 def read_object(path: Path) -> Any:
-    """Reads what ``write_object`` wrote. Raises  CheckpointError, also for a link that leads elsewhere"""
+    """Reads what ``write_object`` wrote. Raises  CheckpointError, also for a link out of the folder"""
     if not path.resolve().is_relative_to(path.parent.resolve()):
         raise CheckpointError(f"{path} must be a file of the dump: it is a link to {path.resolve()}; copy the file.")
     return object_from(path.read_bytes(), str(path))

@@ -25,20 +25,20 @@ __all__ = ["ReplayBufferEnsemble"]
 
 
 class ReplayBufferEnsemble(Members, ReplayBuffer):
-    """Several buffers whose batches hold rows of several of them, [members drawn, rows of each].
+    """Several buffers, sampled as one; batches have the shape [members drawn, rows of each].
 
-    The members are ``rbs``; or they are built from ``storages``, ``samplers`` and ``writers`` (all three, and
-    ``collate_fns``, one per member). ``p``, ``sample_from_all`` and ``num_buffer_sampled`` are those of
+    The members are ``rbs``, or are built from ``storages``, ``samplers`` and ``writers`` (all three required) and
+    ``collate_fns``, one per member. ``p``, ``sample_from_all`` and ``num_buffer_sampled`` are those of
     `SamplerEnsemble`; every draw of a member gives ``batch_size / num_buffer_sampled`` rows. Each part passes through
     the transforms of its member, then ``collate_fn`` joins the list of parts, then the ensemble's own ``transform``
-    runs. Members, and the rows of all of them, are drawn from ``generator``.
+    runs. ``generator`` is used to draw members and the rows of all of them.
 
-    Without a ``collate_fn`` the batch is dense if the rows of all members have one fixed schema and pass through no
-    transforms, and a lazy stack otherwise (a list of parts, for rows that are not tensordicts), whatever is drawn.
-    ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` say where each row is from,
-    and so does the entry ``"index"`` of a batch of tensordicts. ``update_priority`` takes such an index.
-    ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some, and ``ensemble[:, :3]`` are rows of every member;
-    ``len`` counts members. Rows are written to members.
+    Without a ``collate_fn`` the batch is dense if the rows of all members have the same fixed schema and pass through
+    no transforms, and otherwise a lazy stack (a list of parts, for rows that are not tensordicts), whatever is drawn.
+    ``info`` is a tensordict; ``info["index", "buffer_ids"]`` and ``info["index", "index"]`` are the member and the
+    position of each row, as is the entry ``"index"`` of a batch of tensordicts. ``update_priority`` takes such an
+    index. ``ensemble[i]`` is a member, ``ensemble[1:]`` an ensemble of some members, ``ensemble[:, :3]`` are rows of
+    every member; ``len`` counts members. Rows are written to members, not to the ensemble.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
@@ -108,7 +108,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
     def _member_parts(self, name: str) -> tuple[Any, ...]:
         return tuple(getattr(member, name) for member in self._members)
 
-    # The members' parts as they are now: a member may have been given another sampler meanwhile.
+    # The parts are looked up on every access, because a member's parts may have been replaced.
 
     @property
     def _storage(self) -> StorageEnsemble:
@@ -151,7 +151,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
     # --- reads ---
 
     def epoch(self) -> Iterator[Any]:
-        """The batches until a member's pass ends; without passes, as many as would cover all rows once."""
+        """Yields batches until a member's pass ends; without passes, as many as would cover all rows once."""
         if any(type(sampler).ran_out is not Sampler.ran_out for sampler in self._sampler.samplers):
             yield from self
             return
@@ -166,7 +166,7 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
             raw, info, _ = self._members[number]._draw(rows)
             return info["index"], (raw, info)
 
-        # Every member draws as it would alone: it knows its grid and its collate_fn.
+        # Every member draws as it would alone, with its own grid and collate_fn.
         parts = sampler.draw(storage, size, draw)
         infos = []
         for number, (_, info) in parts:
@@ -195,13 +195,13 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
         return join(parts, dense) if self._collate_fn is None else self._collate_fn(parts)
 
     def _dense(self) -> bool:
-        """True if rows of all members have one form after their transforms; so it cannot be known if there are any."""
+        """True if rows of all members are known to have the same schema; False if members have transforms."""
         plain = all(not member._transforms and member._collate_fn is None for member in self._members)
         kinds = {isinstance(member, TensorDictReplayBuffer) for member in self._members}
         return plain and len(kinds) == 1 and same_schema(self._storage.storages)
 
     def _equal_samplers(self) -> bool:
-        """True if the samplers of all members give info with the same keys and shapes."""
+        """True if the samplers of all members return info with the same keys and shapes."""
         samplers, storages = self._sampler.samplers, self._storage.storages
         infos = {(type(sampler), str(getattr(sampler, "truncated_key", None))) for sampler in samplers}
         return len(infos) == 1 and len({storage.ndim for storage in storages}) == 1
@@ -209,19 +209,19 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
     # --- members ---
 
     def update_priority(self, index: TensorDictBase, priority: Tensor) -> None:
-        """Tells the members' samplers how much rows matter; ``index`` is that of a batch, or of its ``info``."""
+        """Sets priorities in the members' samplers; ``index`` is that of a batch, or of its ``info``."""
         for number, positions, values in by_member(index, priority):
             self._members[number].update_priority(positions, values)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Gives the rows of a sampled batch new priorities; members are ``TensorDictReplayBuffer``."""
-        for part in data.unbind(0):  # each is of one member
+        """Sets new priorities for the rows of a sampled batch; all members must be ``TensorDictReplayBuffer``."""
+        for part in data.unbind(0):  # each part belongs to one member
             part, index = part.copy(), part["index"]
             part.set("index", index["index"])
             self._members[int(index["buffer_ids"].flatten()[0])].update_tensordict_priority(part)
 
     def mark_update(self, index: TensorDictBase) -> None:
-        """Tells the members' samplers that rows were changed."""
+        """Notifies the members' samplers that rows were changed."""
         for number, positions, _ in by_member(index):
             self._members[number].mark_update(positions)
 

@@ -1,8 +1,8 @@
-"""The grid of a storage with several dimensions, and its cells in a row.
+"""Conversions between grid indices and flat cell positions of a storage with several dimensions.
 
-Legend: T time, E the streams written side by side (the product of the grid's other sizes). A storage keeps cell
-``(t, e)`` at position ``t * E + e``. Batches come and go with the time dimension at the buffer's
-``dim_extend``; this module does not know what the cells hold. With one dimension all of it is plain indexing of rows.
+Legend: T time, E parallel streams (the product of the grid's other sizes). A storage keeps cell ``(t, e)`` at position
+``t * E + e``. Batches are written and read with the time dimension at the buffer's ``dim_extend``. The cells may hold
+any data. With one dimension all of this reduces to plain indexing of rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Where = int | slice | Tensor
 
 
 def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) -> Where:
-    """The positions int64[...] that ``index`` means on the grid, as indexing a tensor of that shape would.
+    """The positions int64[...] that ``index`` selects on the grid, as it would on a tensor of that shape.
 
-    ``shape`` is the grid with time first; ``time_dim`` is where the caller has the time. An int64[N, ndim] tensor is a
-    list of coordinates (time first), as ``extend`` and ``sample`` return them. One row is an int; a run of rows of a
-    grid of one dimension is a slice. Raises: IndexError outside of the grid.
+    ``shape`` is the grid with time first; ``time_dim`` is the caller's time dimension. An int64[N, ndim] tensor is a
+    list of coordinates (time first), as returned by ``extend`` and ``sample``. Returns an int for a single row, and a
+    slice for contiguous rows of a one-dimensional grid. Raises: IndexError outside the grid.
     """
     length = prod(shape)
     if isinstance(index, range | list):
@@ -50,7 +50,7 @@ def select_cells(index: Any, shape: Sequence[int], who: str, time_dim: int = 0) 
         if not bool(((index >= 0) & (index < torch.tensor(shape))).all()):
             raise IndexError(f"{who}: coordinates must lie on the grid {list(shape)}: got {index}.")
         return flat_cells(index, shape[1:])
-    # Any other index means what it means on a tensor of that shape: index one that holds the positions.
+    # Any other index is applied to a tensor of that shape that contains the positions.
     grid = torch.arange(length).view(*shape).movedim(0, time_dim)
     try:
         where = grid[index]
@@ -77,9 +77,9 @@ def flat_cells(index: Tensor, trailing: Sequence[int]) -> Tensor:
 
 
 def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...]]:
-    """A batch with its time at ``time_dim`` as rows in the order of cells, and the grid's sizes after time.
+    """Flattens a batch with time at ``time_dim`` to rows in cell order; also returns the grid's sizes after time.
 
-    Raises: ShapeError if it has less than ``ndim`` dimensions.
+    Raises: ShapeError if it has fewer than ``ndim`` dimensions.
     """
     if ndim == 1 and time_dim == 0:
         return data, ()
@@ -103,12 +103,12 @@ def time_first(data: Any, time_dim: int, ndim: int) -> tuple[Any, tuple[int, ...
 
 
 def shape_cells(batch: Any, shape: Sequence[int]) -> Any:
-    """Rows [N] laid out on a grid of ``shape``; lists of rows stay lists if it has one dimension."""
+    """Rows [N] reshaped to a grid of ``shape``; unchanged (also lists of rows) if it has one dimension."""
     return batch if len(shape) == 1 else _map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
 
 
 def cells_in_row(where: Where, data: Any) -> tuple[Where, Any]:
-    """Places of several dimensions, and the rows for them, as a list of both."""
+    """Flattens positions of several dimensions, and the rows for them, to one dimension."""
     if not isinstance(where, Tensor) or where.ndim < 2:
         return where, data
     return where.reshape(-1), tree_map(lambda leaf: leaf.flatten(0, where.ndim - 1), data)

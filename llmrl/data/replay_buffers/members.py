@@ -17,14 +17,14 @@ from llmrl.errors import CheckpointError
 class Members:
     """A part of an ensemble: one storage, sampler or writer per member. ``len`` counts members."""
 
-    _held_in: ClassVar[str]  # the name of the attribute that has them
+    _held_in: ClassVar[str]  # the name of the attribute that stores the members
 
     @property
     def _members(self) -> tuple[Any, ...]:
         return getattr(self, self._held_in)
 
     def of(self, where: Sequence[int]) -> Self:
-        """The ensemble of some of the members."""
+        """An ensemble of the members with these numbers."""
         return type(self)(*[self._members[number] for number in where])
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Members:
 def refused(
     what: str, rule: str = "rows are written to a member", advice: str = "use ensemble[i]"
 ) -> Callable[..., NoReturn]:
-    """A method that a class does not have; by default an ensemble."""
+    """A method that always raises RuntimeError; the default message is for ensembles."""
 
     def refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
         raise RuntimeError(f"{type(self).__name__}: {rule}: got {what}; {advice}.")
@@ -68,31 +68,31 @@ def refused(
 
 
 def split_index(index: Any) -> tuple[Any, Any]:
-    """The index of members, and the index of their rows, or None."""
+    """Splits an index into the index of members and the index of their rows (None if absent)."""
     if not isinstance(index, tuple):
         return index, None
     return index[0], None if len(index) == 1 else index[1] if len(index) == 2 else index[1:]
 
 
 def members_at(index: Any, count: int, who: str) -> int | list[int]:
-    """The member (a number), or the members (a list of them), that an index means.
+    """The number of the member that an index selects, or the list of numbers if it selects several.
 
-    Raises: IndexError outside of the members; RuntimeError for a tensor of several dimensions; TypeError for anything
-    that is not an integer, such as a float.
+    Raises: IndexError if out of range or empty; RuntimeError for an index with several dimensions; TypeError for
+    anything that is not an integer, such as a float.
     """
     where = index
     if index is not Ellipsis and not isinstance(index, slice):
         where = np.asarray(index)
         if where.ndim > 1:
-            raise RuntimeError(f"{who}: members are named by one dimension of numbers: got {list(where.shape)}.")
+            raise RuntimeError(f"{who}: an index of members must have one dimension: got shape {list(where.shape)}.")
         if where.size and where.dtype.kind not in ("iub" if where.ndim else "iu"):
-            raise TypeError(f"{who}: members are named by integers: got {index!r}.")
-        where = where if where.size else slice(0)  # an empty list is an array of floats
+            raise TypeError(f"{who}: members must be indexed by integers: got {index!r}.")
+        where = where if where.size else slice(0)  # numpy makes a float array of an empty list
     try:
         found = np.arange(count)[where]
     except IndexError:
         raise IndexError(
-            f"{who}: numbers of members lie below {count}, and a mask has an entry for each: got {index}."
+            f"{who}: member indices must be below {count}, and a mask must have one entry per member: got {index}."
         ) from None
     if not found.size:
         raise IndexError(f"{who}: an ensemble has at least one member: got {index} of {count}.")
@@ -100,7 +100,7 @@ def members_at(index: Any, count: int, who: str) -> int | list[int]:
 
 
 def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[tuple[int, Tensor, Any]]:
-    """The rows that an index of an ensemble names, member by member: its number, their positions and ``values``."""
+    """Splits an ensemble's index by member; yields the member's number, its positions and its part of ``values``."""
     ids, positions = index["buffer_ids"], index["index"]
     for number in ids.unique().tolist():
         where = ids == number
@@ -108,7 +108,7 @@ def by_member(index: TensorDictBase, values: Tensor | None = None) -> Iterator[t
 
 
 def index_of(number: int, trailing: Sequence[int], positions: Tensor, device: torch.device | None = None) -> TensorDict:
-    """The rows of one member, as a sample names them, as part of an ensemble's index."""
+    """The ensemble index of one member's sampled positions."""
     shape = positions.shape[: positions.ndim - bool(trailing)]
     ids = torch.full(shape, number, dtype=torch.int64, device=positions.device)
     return new_tensordict({"buffer_ids": ids, "index": positions}, shape, device)

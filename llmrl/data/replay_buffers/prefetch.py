@@ -19,11 +19,11 @@ class _Waiting(NamedTuple):
 
 
 class Prefetcher:
-    """Keeps up to ``depth`` drawn batches waiting.
+    """Keeps a queue of up to ``depth`` batches drawn ahead.
 
-    Rows are drawn and copied in the caller's thread, one batch after the other. Threads do the collating and run the
-    transforms, which must therefore be safe to run concurrently. Each draw notes the sampler's bookmark before
-    it: ``clear`` returns that of the oldest batch still waiting, so going back to it and drawing gives the same.
+    Rows are drawn and copied in the caller's thread, one batch after the other. Worker threads collate and run the
+    transforms, which must therefore be safe to run concurrently. The sampler's bookmark is recorded before each draw:
+    ``clear`` returns that of the oldest queued batch, so going back to it and drawing again gives the same batches.
     """
 
     def __init__(self, depth: int, timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class Prefetcher:
         self._queue: deque[_Waiting] = deque()
 
     def __reduce__(self) -> Any:
-        return Prefetcher, (self.depth, self.timeout_s)  # a copy has threads of its own, and nothing waits there
+        return Prefetcher, (self.depth, self.timeout_s)  # a copy has its own threads and an empty queue
 
     def take(
         self,
@@ -45,9 +45,9 @@ class Prefetcher:
         bookmark: Callable[[], Any],
         finish: Callable[[Any, dict[str, Any]], Any],
     ) -> _Waiting:
-        """The next batch, after drawing until ``depth`` more of them wait; threads ``finish`` them."""
+        """The next batch, after drawing until ``depth`` more are queued; worker threads ``finish`` them."""
         while len(self._queue) <= self.depth:
-            before = bookmark()  # in the order of the draws: the caller holds the buffer's lock
+            before = bookmark()  # consistent with the draw: the caller holds the buffer's lock
             raw, info, ran_out = draw()
             self._queue.append(_Waiting(before, self._pool.submit(finish, raw, info), info, ran_out))
 
@@ -64,11 +64,11 @@ class Prefetcher:
         return data, waiting.info, waiting.ran_out
 
     def clear(self) -> Any:
-        """Drops what waits; returns the sampler's bookmark to go back to, or ``None`` if nothing waited."""
+        """Drops the queued batches; returns the sampler's bookmark to go back to, or ``None`` if none were queued."""
         if not self._queue:
             return None
         before = self._queue[0].before
-        for waiting in self._queue:  # those that run already end on copies that are dropped
+        for waiting in self._queue:  # a running one cannot be cancelled: it finishes and its result is dropped
             waiting.future.cancel()
         self._queue.clear()
         return before

@@ -1,4 +1,4 @@
-"""The two buffers with priorities: a buffer, and a ``PrioritizedSampler`` of the size of its storage."""
+"""The two prioritized buffers: each builds a ``PrioritizedSampler`` of the size of its storage."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A ``TensorDictReplayBuffer`` whose sampler is a ``PrioritizedSampler`` of the size of the storage.
 
-    Priorities come with the data, in ``priority_key``, and by ``update_tensordict_priority``; one with several numbers
-    is made one by ``reduction``. The other arguments are those of ``TensorDictReplayBuffer``.
+    Priorities are read from ``priority_key`` of written rows and by ``update_tensordict_priority``; ``reduction``
+    reduces a row's several values to one. The other arguments are those of ``TensorDictReplayBuffer``.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
@@ -78,7 +78,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _storage(who: str, storage: Storage | Callable[[], Storage] | None, arguments: dict[str, Any]) -> Storage:
-    """The storage, which has to be there now: the sampler is made for its size."""
+    """The storage, built now, because the sampler needs its size."""
     if "sampler" in arguments:
         raise TypeError(f"{who}: it makes its own sampler: got another one; ReplayBuffer takes any.")
     if storage is None:

@@ -1,4 +1,4 @@
-"""A fair lock that processes share by the name of a file, and that the death of its holder releases."""
+"""A fair lock that processes share through a file and that is released when its holder exits or is killed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from llmrl.errors import DeadlineError
 
 _FLOCK = struct.Struct("hhqqixxxx")  # struct flock: type, whence, start, length, pid
-_GATE = 1 << 62  # the byte that is locked while a ticket is taken
-_NUMBERS = 512  # process ids that the file has room for
+_GATE = 1 << 62  # this byte is locked while a process takes a ticket
+_NUMBERS = 512  # number of process ids that the file can hold
 
 
 class ProcessLock:
-    """Excludes the threads of all processes that were given the lock; may be entered again by the thread inside.
+    """Reentrant mutual exclusion between all threads of all processes that have the lock.
 
-    A pickled lock and one that a forked process inherited are the same lock; until there is one, it excludes only
-    threads, and the file ``path`` is left alone. Processes enter in the order in which they came. The operating system
-    takes a process that ends out of the queue, however it ends. Waiting longer than ``timeout_s`` raises
-    ``DeadlineError``, which names a process that is in the way.
+    Pickled copies and copies that a forked process inherits are the same lock. Until the first copy is made, the lock
+    excludes only threads and does not use the file ``path``. Processes enter in order of arrival. The operating system
+    removes a process from the queue when it ends, even if it is killed. Waiting longer than ``timeout_s`` raises
+    ``DeadlineError``, which names a process that is ahead in the queue.
 
-    The queue: a process takes the next number, which the file holds, and locks the byte of that number. Its turn comes
-    once no byte before it is locked. Record locks belong to the open file, so two locks of one process exclude
-    each other.
+    The queue: a process takes the next ticket number from the file and locks the byte at that offset. Its turn comes
+    once no lower byte is locked. Open-file-description locks belong to the open file, so two locks of one process
+    exclude each other.
     """
 
     def __init__(self, path: Path, timeout_s: float = 600.0) -> None:
@@ -43,8 +43,8 @@ class ProcessLock:
         _locks.add(self)
 
     def _begin(self) -> None:
-        """Opens the file again in this process: what a parent process opened would be one lock with it."""
-        import fcntl  # POSIX only, like shared buffers; the package imports elsewhere too
+        """Opens the file anew in this process: a descriptor inherited from the parent would share the parent's lock."""
+        import fcntl  # POSIX only, like shared buffers; imported here so that the package imports on other systems
 
         self._fcntl = fcntl
         self._thread = threading.RLock()
@@ -56,9 +56,9 @@ class ProcessLock:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _begin_forked(self) -> None:
-        """For a process that was just forked: only the forking thread is there, and the parent has the lock too."""
+        """Resets the lock in a newly forked process, which has only the forking thread and shares the lock."""
         self._alone = False
-        with suppress(FileNotFoundError):  # its owner has ended and removed the folder: the next entry says so
+        with suppress(FileNotFoundError):  # the owner has ended and removed the folder; the next entry raises
             self._begin()
 
     def __enter__(self) -> ProcessLock:
@@ -76,21 +76,21 @@ class ProcessLock:
 
     def __exit__(self, *error: object) -> None:
         if not self._depth:
-            return  # entered before a fork: the parent leaves
+            return  # entered before a fork: the parent process releases it
         self._depth -= 1
         if not self._depth and self._ticket:
             self._release()
         self._thread.release()
 
     def hand_over(self) -> None:
-        """From now on other processes may have the lock, and the file counts. Waits for other threads to leave."""
+        """Switches to locking between processes, through the file; waits for other threads to leave."""
         if not self._alone:
             return
         left = self._thread.acquire(timeout=self.timeout_s)
-        self._alone = False  # even if late: the fork that asks for it takes place anyhow
+        self._alone = False  # even after a timeout: the fork that called this happens in any case
         if not left:
             raise self._late(f"another thread of this process ({os.getpid()})")
-        if self._depth:  # this thread is inside, so far without a place in the queue of processes
+        if self._depth:  # this thread holds the lock without a ticket in the queue of processes
             self._acquire()
         self._thread.release()
 
@@ -99,16 +99,16 @@ class ProcessLock:
     def _acquire(self) -> None:
         if self._file is None:
             raise RuntimeError(
-                f"ReplayBuffer: a shared buffer lives as long as its owner: {self.path} does not exist any more."
+                f"ReplayBuffer: a shared buffer exists only as long as its owner: {self.path} does not exist any more."
             )
         deadline = time.monotonic() + self.timeout_s
-        # The gate makes reading the last number and writing the next one a single step for all processes.
+        # The gate makes reading the last number and writing the next one atomic between processes.
         self._wait(deadline, lambda: self._lock(_GATE))
         try:
             ticket = int.from_bytes(os.pread(self._file, 8, 0), "little") + 1
             self._lock(ticket)  # before the next process can read the number
             os.pwrite(self._file, ticket.to_bytes(8, "little"), 0)
-            # The process behind the number, for the error of one that waits in vain.
+            # The ticket's process id, for the error message of a process that times out.
             os.pwrite(self._file, os.getpid().to_bytes(8, "little"), 8 + ticket % _NUMBERS * 8)
         finally:
             self._unlock(_GATE)
@@ -130,7 +130,7 @@ class ProcessLock:
                 ahead = self._ahead() if self._ticket else 0
                 number = int.from_bytes(os.pread(self._file, 8, 8 + ahead % _NUMBERS * 8), "little") if ahead else 0
                 raise self._late(f"process {number}" if number else "another process")
-            time.sleep(pause)  # a record lock cannot be waited for with a deadline
+            time.sleep(pause)  # polling, because fcntl cannot wait for a record lock with a deadline
             pause = min(2 * pause, 5e-4)
 
     def _lock(self, byte: int) -> bool:
@@ -144,7 +144,7 @@ class ProcessLock:
         self._control("F_OFD_SETLK", self._fcntl.F_UNLCK, byte, 1)
 
     def _ahead(self) -> int:
-        """A number before ours that is locked; 0 if there is none."""
+        """A locked ticket number lower than this process's; 0 if there is none."""
         kind, _, start, _, _ = self._control("F_OFD_GETLK", self._fcntl.F_RDLCK, 0, self._ticket)
         return 0 if kind == self._fcntl.F_UNLCK else start
 
@@ -155,7 +155,7 @@ class ProcessLock:
     def _late(self, who: str) -> DeadlineError:
         return DeadlineError(
             f"ReplayBuffer: the lock {self.path} must become free within {self.timeout_s:g} s: {who} holds it, or is "
-            "next, and does not go on."
+            "next in the queue, and makes no progress."
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A proxy of a replay buffer in another process; the ways there are ``remote`` and ``ray_buffer``.
+"""A proxy for a replay buffer in another process; the transports are ``remote`` and ``ray_buffer``.
 
-A call sends a function of the buffer; the answer is its result, or the error that it raised, with the traceback of the
-other process as a note.
+A call sends a function to run on the buffer; the answer is its result, or the error that it raised with the other
+process's traceback as a note.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def answer(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer
     """``(True, result)`` of ``make(*arguments)``, or ``(False, error)``. Runs in the other process."""
     try:
         return True, make(*arguments, **keywords)
-    except Exception as error:  # the notes of an error travel with it, its traceback does not
+    except Exception as error:  # pickling an error keeps its notes but not its traceback
         error.add_note("In the other process:\n" + traceback.format_exc().rstrip())
         return False, error
 
@@ -40,7 +40,7 @@ def check_arguments(arguments: Iterable[Any]) -> None:
 
 
 def call(buffer: ReplayBuffer, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """A method of the buffer, without what cannot travel: the buffer, and parts that it replaced."""
+    """Calls a method of the buffer; returns None in place of a buffer or a part, which must not be sent back."""
     result = getattr(buffer, name)(*arguments, **keywords)
     return None if isinstance(result, ReplayBuffer | Storage | Sampler | Writer) else result
 
@@ -54,14 +54,14 @@ def _forward(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BufferProxy(ABC):
-    """Calls a buffer in another process: it has the methods of ``ReplayBuffer`` and ``update_tensordict_priority``.
+    """Forwards the methods of ``ReplayBuffer``, and ``update_tensordict_priority``, to a buffer in another process.
 
-    Every call waits for its answer, at most ``timeout_s`` seconds. Errors of the buffer are raised here as they are.
-    Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part there,
-    as the constructor does, and return None: the part that is replaced stays behind.
+    Every call waits at most ``timeout_s`` seconds for its answer. Errors of the buffer are raised here unchanged.
+    Batches are copies, whatever the storage. ``set_sampler`` and the like take a callable that builds the part in the
+    other process, as the constructor does, and return None, because the replaced part cannot be sent back.
 
-    Raises: DeadlineError without an answer in time (the call may still be carried out); WorkerError if the other
-    process ended. Both name it.
+    Raises: DeadlineError if there is no answer in time (the call may still be executed); WorkerError if the other
+    process ended. Both messages name the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -71,23 +71,23 @@ class BufferProxy(ABC):
 
     @abstractmethod
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
-        """``answer(function, buffer, *arguments, **keywords)`` from where the buffer is."""
+        """Runs ``answer(function, buffer, *arguments, **keywords)`` in the buffer's process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the buffer up."""
+        """Releases the buffer; the proxy cannot be used afterwards."""
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """``function(buffer, *arguments, **keywords)``, run where the buffer is; its result travels.
+        """Runs ``function(buffer, *arguments, **keywords)`` in the buffer's process and returns the result.
 
-        For anything without a method here: ``proxy.apply(set_version, 7)``, with a function at the top of a module.
+        For operations without a method here: ``proxy.apply(set_version, 7)``, with a module-level function.
         """
         returned, result = self._ask(function, *arguments, **keywords)
         if not returned:
             raise result
         return result
 
-    # Written out, and not set in a loop, so that editors and type checkers know them.
+    # Written out, not set in a loop, so that editors and type checkers see the methods.
     add = _forward(ReplayBuffer.add)
     extend = _forward(ReplayBuffer.extend)
     empty = _forward(ReplayBuffer.empty)
@@ -129,7 +129,7 @@ class BufferProxy(ABC):
         return self.apply(getattr, "write_count")
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until the sampler's pass ends; all users of the buffer share the pass."""
+        """Yields batches until the sampler's pass ends; all users of the buffer share the pass."""
         size = self.batch_size
         if size is None:
             raise RuntimeError(f"{type(self).__name__}: iterating needs a batch_size at construction: got none.")
@@ -139,5 +139,5 @@ class BufferProxy(ABC):
             yield data
 
 
-# The methods that can be called from another process: their arguments and results travel.
+# The methods that can be called from another process: their arguments and results can be pickled.
 METHODS = tuple(name for name, value in vars(BufferProxy).items() if hasattr(value, "__wrapped__"))

@@ -16,15 +16,15 @@ __all__ = ["RayReplayBuffer"]
 
 
 class RayReplayBuffer(BufferProxy):
-    """A buffer in a Ray actor: a local object whose methods call it; see `BufferProxy` for what they wait for.
+    """A local proxy for a buffer in a Ray actor; see `BufferProxy` for timeouts and errors.
 
     ``replay_buffer_cls(*args, **kwargs)`` is built in the actor. Give storages, samplers and writers as callables that
-    build them there (``storage=functools.partial(LazyTensorStorage, 1000)``): their rows do not travel. Ray is started
-    with ``ray_init_config`` if it is not running; ``remote_config`` are options of the actor (``num_cpus``, ``memory``,
-    ``name``, ...). The first call waits until Ray has placed the actor.
+    build them there (``storage=functools.partial(LazyTensorStorage, 1000)``), because rows are not sent along. Ray is
+    started with ``ray_init_config`` if it is not running; ``remote_config`` are options of the actor (``num_cpus``,
+    ``memory``, ``name``, ...). The constructor waits until Ray has placed the actor.
 
-    The object may be handed to other actors and tasks, which then use the same buffer. ``close`` ends the actor, and so
-    does Ray once no reference is left: save rows that you want to keep before that, by ``dumps`` or ``state_dict``.
+    The proxy may be passed to other actors and tasks, which then use the same buffer. ``close`` kills the actor, as
+    does Ray once no reference is left: save rows that you want to keep before that, with ``dumps`` or ``state_dict``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RayReplayBuffer(BufferProxy):
         super().__init__(timeout_s)
         check_arguments([*args, *kwargs.values()])
         ray = _ray()
-        # Pickled here, where the error of what cannot travel is raised as it is.
+        # Pickled here, so that the error for arguments that cannot be pickled is raised unchanged.
         recipe = _ray("ray.cloudpickle").dumps((replay_buffer_cls, args, kwargs))
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
@@ -48,7 +48,7 @@ class RayReplayBuffer(BufferProxy):
         self._name = f"Ray actor {self._actor._actor_id.hex()[:8]}, which Ray has not placed yet"
         try:
             self._name = self._wait(self._actor.where.remote())
-            # Apart from placing the actor, so that its name is known when the buffer cannot be built.
+            # A separate call after the actor is placed, so that errors from building the buffer can name the actor.
             returned, result = self._wait(self._actor.build.remote(recipe))
             if not returned:
                 raise result
@@ -58,7 +58,7 @@ class RayReplayBuffer(BufferProxy):
 
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
         if self._actor is None:
-            raise RuntimeError("RayReplayBuffer: a closed buffer is not used any more: make another one.")
+            raise RuntimeError("RayReplayBuffer: the buffer must be open: it was closed; create a new one.")
         return self._wait(self._actor.answer.remote(function, *arguments, **keywords))
 
     def _wait(self, reference: Any) -> Any:
@@ -74,7 +74,7 @@ class RayReplayBuffer(BufferProxy):
             raise WorkerError(f"RayReplayBuffer: the buffer's {self._name} must run: it has ended. {error}") from error
 
     def close(self) -> None:
-        """Ends the actor; the rows are gone."""
+        """Kills the actor; its rows are lost."""
         ray = _ray()
         actor, self._actor = self._actor, None
         if actor is not None and ray.is_initialized():

@@ -1,4 +1,4 @@
-"""A replay buffer behind a remote reference of torch RPC. The processes, and ``init_rpc`` in each, are the user's."""
+"""A replay buffer behind a torch RPC reference; the user starts the processes and calls ``init_rpc`` in each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["RemoteBuffer", "RemoteTensorDictReplayBuffer"]
 
 
 def _at_owner(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, which also takes a remote reference to the buffer for the buffer; it must run where that is."""
+    """Wraps a method so that ``self`` may be an ``RRef``; the call must run in the process that owns the buffer."""
 
     @functools.wraps(method)
     def local(self: Any, *arguments: Any, **keywords: Any) -> Any:
         buffer = self if isinstance(self, TensorDictReplayBuffer) else self.local_value()
         return method(buffer, *arguments, **keywords)
 
-    # The name that it has in the class below, by which RPC sends it.
+    # RPC pickles functions by name, so this must be the name in the class below.
     local.__module__, local.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{method.__name__}"
     return local
 
@@ -33,11 +33,11 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     """A ``TensorDictReplayBuffer`` that other processes use by torch RPC.
 
     ``on(worker, **arguments)`` builds one in the process of that name and returns a `RemoteBuffer`, which has the
-    methods of a buffer, with a deadline. References that were made otherwise work too: ``rref.rpc_sync().sample(32)``,
-    and ``rpc.rpc_sync(rref.owner(), RemoteTensorDictReplayBuffer.sample, args=(rref, 32))``.
+    methods of a buffer, with a timeout. Other RRefs to the buffer work too: ``rref.rpc_sync().sample(32)``, and
+    ``rpc.rpc_sync(rref.owner(), RemoteTensorDictReplayBuffer.sample, args=(rref, 32))``.
 
     The arguments are those of ``TensorDictReplayBuffer``; give storage, sampler and writer as callables that build
-    them there. Several processes may call at the same time.
+    them in the remote process. Several processes may call at the same time.
 
     >>> buffer = RemoteTensorDictReplayBuffer(batch_size=2)  # here it is a buffer like any other
     >>> from tensordict import TensorDict
@@ -47,7 +47,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
 
     @classmethod
     def on(cls, worker: str, *, timeout_s: float = 600.0, **arguments: Any) -> RemoteBuffer:
-        """Builds the buffer in the process that is called ``worker`` there; ``arguments`` are those of the class."""
+        """Builds the buffer in the RPC process named ``worker``; ``arguments`` are those of the class."""
         check_arguments(arguments.values())
         returned, result = _wait(worker, timeout_s, _build, cls, arguments)
         if not returned:
@@ -65,9 +65,9 @@ for _name in METHODS:
 
 
 class RemoteBuffer(BufferProxy):
-    """A buffer behind a remote reference: its methods, each of which waits at most ``timeout_s`` for its answer.
+    """A proxy for a buffer behind a remote reference; each call waits at most ``timeout_s`` for its answer.
 
-    It may be handed to other processes as an argument of RPC calls. The buffer lives as long as anyone refers to it.
+    It may be passed to other processes as an argument of RPC calls. The buffer exists as long as references to it do.
     """
 
     def __init__(self, rref: RRef, *, timeout_s: float = 600.0) -> None:
@@ -76,7 +76,7 @@ class RemoteBuffer(BufferProxy):
 
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Answer:
         if self.rref is None:
-            raise RuntimeError("RemoteBuffer: a closed buffer is not used any more: make another one.")
+            raise RuntimeError("RemoteBuffer: the buffer must be open: it was closed; create a new one.")
         owner = self.rref.owner().name
         return _wait(owner, self.timeout_s, _answer_there, self.rref, function, arguments, keywords)
 
@@ -95,16 +95,16 @@ def _wait(worker: str, timeout_s: float, function: Callable[..., Answer], *argum
         to = rpc.get_worker_info(worker)
     except RuntimeError as error:
         raise WorkerError(
-            f"RemoteBuffer: a buffer is in a process that init_rpc was called in: got {worker!r} ({error})."
+            f"RemoteBuffer: worker must be a process that has called init_rpc: got {worker!r} ({error})."
         ) from error
     future = rpc.rpc_async(to, function, args=arguments, timeout=timeout_s)
     try:
         return future.wait()
-    except RuntimeError as error:  # what the function raises is part of its answer: this is of the way between
+    except RuntimeError as error:  # a transport error: errors of the function itself are part of its answer
         if "timeout" in str(error).lower():
             raise DeadlineError(
                 f"RemoteBuffer: the buffer on {worker!r} must answer within timeout_s={timeout_s:g}: it did not; the "
-                "process is busy, or does not run any more."
+                "process is busy or has ended."
             ) from error
         raise WorkerError(
             f"RemoteBuffer: the process {worker!r}, which has the buffer, must answer: {error}"

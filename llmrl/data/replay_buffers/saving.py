@@ -1,9 +1,9 @@
-"""A buffer on disk: a directory with one folder per part, written completely or not at all.
+"""A buffer on disk: a directory with one folder per part, written atomically.
 
 manifest.json   the parts, and a checksum of every file (``directory.py``)
-storage/        what the storage's checkpointer writes, with a manifest of its own
-sampler/        their states
-writer/
+storage/        the files of the storage's checkpointer, with their own manifest
+sampler/        the sampler's state
+writer/         the writer's state
 transform.t     the states of the transforms
 """
 
@@ -30,7 +30,7 @@ _TRANSFORMS = "transform.t"
 
 
 def dump_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> None:
-    """Writes storage, sampler, writer and the states of the transforms; replaces an older dump once this is whole."""
+    """Writes storage, sampler, writer and the states of the transforms; replaces an older dump when it is complete."""
     with replace_directory(path) as folder:
         for name, part in parts.items():
             part.dumps(folder / name)
@@ -39,10 +39,10 @@ def dump_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> Non
 
 
 def load_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> None:
-    """Reads what ``dump_parts`` wrote into parts of the same kinds.
+    """Reads what ``dump_parts`` wrote, into parts of the same types.
 
-    Raises: CheckpointError, with nothing changed, if the directory is missing, damaged or of other parts, or does not
-    fit.
+    Raises: CheckpointError, with nothing changed, if the directory is missing or damaged, holds other parts, or does
+    not fit.
     """
     folder = current_directory(path)
     manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
@@ -61,7 +61,7 @@ def parts_state(parts: dict[str, Any], transforms: Transforms) -> dict[str, Any]
 
 
 def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: Transforms) -> None:
-    """Takes over what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
+    """Loads what ``parts_state`` returned. Raises: CheckpointError or DataError, with nothing changed."""
     missing = {*parts, "parts", "transforms"} - state.keys()
     if missing:
         raise CheckpointError(f"ReplayBuffer: not a buffer state: missing keys {sorted(missing)}, got {sorted(state)}.")
@@ -72,10 +72,10 @@ def load_parts_state(state: dict[str, Any], parts: dict[str, Any], transforms: T
 def _load(
     parts: dict[str, Any], transforms: Transforms, load: Callable[[str, Any], None], states: Sequence[Any]
 ) -> None:
-    """Everything or nothing. The storage, which is all or nothing itself, comes last: its rows need no second copy."""
+    """Loads all parts or none. The storage is loaded last: its own load is atomic, so its rows need no backup copy."""
     small = {name: part for name, part in parts.items() if name != "storage"}
     before = {name: part.state_dict() for name, part in small.items()}
-    # A copy: a transform's state may be the very tensors that it goes on changing.
+    # A copy, because a transform's state may contain tensors that it changes in place.
     transforms_before = copy.deepcopy(transforms.state_dict())
     try:
         for name, part in small.items():
@@ -86,7 +86,7 @@ def _load(
         for name, part in small.items():
             part.load_state_dict(before[name])
         transforms.load_state_dict(transforms_before)
-        if type(error) is KeyError:  # of a part whose state lacks an entry; MissingKeyError explains itself
+        if type(error) is KeyError:  # a part's state lacks an entry; a MissingKeyError has its own message
             raise CheckpointError(f"ReplayBuffer: the state is damaged: it lacks {error}.") from error
         raise
 
@@ -100,6 +100,6 @@ def _check_kinds(names: dict[str, str], parts: dict[str, Any], num_transforms: i
     got = {**names, "transforms": num_transforms}
     if got != expected:
         raise CheckpointError(
-            f"ReplayBuffer: what was saved is loaded into the same parts and transforms: got {got}, expected "
+            f"ReplayBuffer: a saved buffer must be loaded into the same parts and transforms: got {got}, expected "
             f"{expected}."
         )

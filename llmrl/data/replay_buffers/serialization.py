@@ -1,9 +1,9 @@
-"""Values of a buffer as JSON and tensors, and back: the content of checkpoints, and the layout of shared rows.
+"""Converts values of a buffer to JSON and tensors, and back: for checkpoints, and for the layout of shared rows.
 
-Scalars and text are themselves in JSON; anything else is an object with a tag. Tensors go to ``put``, which returns a
-JSON reference. Rows of one form are written as columns: a tensor, or one JSON text, per entry of all of them. Classes
-are named by module and looked up when they are read: in llmrl, tensordict, and what is imported already. Devices are
-not kept: tensors come back in the memory of the CPU.
+Scalars and text are written as JSON values; anything else is an object with a tag. Tensors are passed to ``put``, which
+returns a JSON reference. Rows of the same form are written as columns: one tensor, or one JSON text, per entry. Classes
+are stored by module and name and looked up on reading: in llmrl, tensordict, and modules that are already imported.
+Devices are not stored: tensors are read into CPU memory.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from llmrl.errors import CheckpointError
 Put = Callable[[tuple[str, ...], Tensor], Any]
 Get = Callable[[Any], Tensor]
 
-ITEM = "~"  # in a path, where keys lead through a sequence
+ITEM = "~"  # path element for an item of a sequence
 
-_PACKAGES = ("llmrl", "tensordict")  # their modules may be imported for a name in a file
-_MOVED = {  # modules of row classes in dumps that were written before they moved
+_PACKAGES = ("llmrl", "tensordict")  # only modules of these packages are imported to find a class
+_MOVED = {  # old -> new modules of row classes, for dumps written before the move
     "llmrl.data.llm.message_stack": "llmrl.data.ragged.stack",
     "llmrl.data.ragged.messages": "llmrl.data.ragged.stack",
     "llmrl.modules.llm.policies.ragged": "llmrl.data.ragged.stack",
     "llmrl.data.replay_buffers.layout": "llmrl.data.ragged.layout",
 }
-_INLINE = 2048  # bytes of JSON that stay in the manifest; longer columns go to ``put``
+_INLINE = 2048  # longest JSON in bytes that stays in the manifest; longer columns are passed to ``put``
 _SCALARS = (str, int, float, bool, type(None))
 _MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict}
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -52,9 +52,9 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
-    """``value`` as JSON, with its tensors given to ``put`` under the keys that lead to them.
+    """Converts ``value`` to JSON; passes its tensors to ``put`` with their paths of keys.
 
-    Raises: CheckpointError for what could only be read by running code, naming it.
+    Raises: CheckpointError that names a value which could only be read back by running code.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -65,7 +65,7 @@ def encode(value: Any, put: Put, path: tuple[str, ...] = ()) -> Any:
         return {kind.__name__: [[key, encode(entry, put, (*path, str(key)))] for key, entry in value.items()]}
     if isinstance(value, Tensor):
         return _encode_tensor(value, put, path)
-    # A class before its instances: a tensorclass itself also passes for a tensor collection.
+    # Classes are checked before instances: is_tensor_collection is also True for a tensorclass type.
     if isinstance(value, type) and _is_row_class(value):
         return {"class": _class_name(value)}
     if is_tensor_collection(value):
@@ -128,13 +128,13 @@ def _encode_collection(value: Any, put: Put, path: tuple[str, ...]) -> Any:
 
 
 def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
-    """The same for a list of rows, with those of one form as columns: per value, Python would cost more than the disk.
+    """Converts a list of rows like ``encode``, but as columns: a Python call per value would take longer than the disk.
 
     Raises: CheckpointError, as ``encode``.
     """
     if _is_exact_json(rows):
         return _encode_plain(rows, put, path)
-    # One column needs one form: rows of several are written group by group, with the numbers of the rows.
+    # A column needs rows of one form; rows of several forms are written in groups, with the indices of their rows.
     groups: dict[Any, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(_form(row), []).append(number)
@@ -149,7 +149,7 @@ def encode_rows(rows: list[Any], put: Put, path: tuple[str, ...] = ()) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """The form that rows share if they are written as columns; None for those that are written one by one."""
+    """A key that is equal for rows that can be written as columns; None for rows that are written one by one."""
     kind = type(value)
     if isinstance(value, Tensor):
         return None if value.is_nested or value.layout is not torch.strided else (Tensor, value.dtype, value.ndim)
@@ -200,7 +200,7 @@ def _encode_plain(values: list[Any], put: Put, path: tuple[str, ...]) -> Any:
 
 
 def _is_exact_json(value: Any) -> bool:
-    """True if JSON gives back exactly this value: same types, all the way down."""
+    """True if JSON restores exactly this value, with the same types at all levels."""
     kind = type(value)
     if kind is list:
         return all([_is_exact_json(entry) for entry in value])
@@ -214,13 +214,13 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def _is_array(value: Any) -> bool:
-    """True for a numpy array or number that holds no Python objects."""
+    """True for a numpy array or scalar without Python objects."""
     plain = type(value) is np.ndarray or (isinstance(value, np.generic) and type(value) is value.dtype.type)
     return plain and not value.dtype.hasobject
 
 
 def _is_record(value: Any) -> bool:
-    """True for a named tuple or dataclass that has its fields and no other state."""
+    """True for a named tuple or dataclass without state besides its fields."""
     if not _is_record_class(type(value)):
         return False
     names = set() if isinstance(value, tuple) else {field.name for field in fields(value)}
@@ -244,7 +244,7 @@ def _is_message_class(cls: type) -> bool:
 @cache
 def _class_name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
-    # Looked up now: a local class could never be found again, and the dump would be lost.
+    # Checked when writing: a local class could not be found when reading, and the dump would be lost.
     _find_class(name, lambda found: found is cls)
     return name
 
@@ -253,13 +253,13 @@ def _class_name(cls: type) -> str:
 
 
 def decode(node: Any, get: Get) -> Any:
-    """The value that ``encode`` was given; ``get`` takes the references of ``put``. Runs no code that a file names.
+    """The value that was passed to ``encode``; ``get`` resolves the references of ``put``. Runs no code from a file.
 
     Raises: CheckpointError for anything that ``encode`` does not write.
     """
     try:
         return _decode(node, get)
-    # A manifest of another writer may be wrong in any way: whatever it breaks is one error for the caller.
+    # A manifest from elsewhere may be malformed in any way; callers should see a single error type.
     except (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         raise CheckpointError(
             f"a dump must hold values as dumps writes them: got {type(error).__name__} ({error}); load another one."
@@ -344,7 +344,7 @@ def _decode_class(node: Any, get: Get) -> Any:
     entries = [_decode(entry, get) for entry in node["entries"]]
     if issubclass(cls, tuple):
         return tuple.__new__(cls, entries)
-    out = object.__new__(cls)  # a constructor would be code that the file asks for
+    out = object.__new__(cls)  # calling a constructor would run code that the file chooses
     for field, entry in zip(fields(cls), entries, strict=True):
         object.__setattr__(out, field.name, entry)
     return out
@@ -388,7 +388,7 @@ def find_dtype(name: str) -> torch.dtype:
 
 @cache
 def _find_class(name: str, fits: Callable[[type], bool]) -> type:
-    """The class of that name. Imports none but our own modules, and runs nothing to look it up."""
+    """The class of that name. Imports only modules of ``_PACKAGES`` and runs no code during the lookup."""
     module, _, path = name.partition(":")
     module = _MOVED.get(module, module)
     try:
@@ -407,18 +407,18 @@ def _find_class(name: str, fits: Callable[[type], bool]) -> type:
     return found
 
 
-# --- Python values that JSON does not hold ---
+# --- Python values that JSON cannot represent ---
 
 
 def object_bytes(value: Any, who: str) -> bytes:
-    """``value`` by ``torch.save``.
+    """``value`` as bytes of ``torch.save``.
 
-    Raises: CheckpointError, in the name of ``who``, for what could only be read by running code.
+    Raises: CheckpointError, prefixed with ``who``, for values that could only be read back by running code.
     """
     file = io.BytesIO()
     try:
         torch.save(value, file)
-        # Reading it back shows what would be refused later, when the buffer is gone.
+        # Reading it back finds values that loading would reject later, when the buffer no longer exists.
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(
@@ -430,7 +430,7 @@ def object_bytes(value: Any, who: str) -> bytes:
 
 
 def object_from(data: bytes, who: str) -> Any:
-    """The value that ``object_bytes`` was given, read without running code for it. Raises: CheckpointError."""
+    """The value that was passed to ``object_bytes``, read without running code. Raises: CheckpointError."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
@@ -440,9 +440,9 @@ def object_from(data: bytes, who: str) -> Any:
 
 
 def _refused(data: bytes, error: Exception) -> str:
-    """The classes and functions that reading would call; the error if none can be named."""
+    """The classes and functions that reading would call; the error text if they cannot be determined."""
     try:
         names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except Exception:  # a pickle that torch did not write, or half of one
+    except Exception:  # a pickle that torch did not write, or a truncated one
         names = ""
     return names or ("what only code could read" if isinstance(error, UnpicklingError) else str(error))

@@ -1,4 +1,4 @@
-"""A replay buffer of tensordicts, whose batches carry the sampler's info about their rows."""
+"""A replay buffer of tensordicts whose batches contain the sampler's info as entries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
         with self._storage.lock:
-            priority = self._priorities(data, single=True)  # first: a bad priority must not leave a row behind
+            priority = self._priorities(data, single=True)  # before the write: a bad priority must not leave a row
             index = self._write_row(data)
             if priority is not None and index is not None:
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
@@ -67,7 +67,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
     ) -> TensorDictBase | tuple[TensorDictBase, dict[Any, Any]]:
-        """The next batch; ``include_info`` is deprecated, the info is always in it. See ``ReplayBuffer.sample``."""
+        """The next batch, always with the info (``include_info`` is deprecated); see ``ReplayBuffer.sample``."""
         if include_info is not None:
             warnings.warn(
                 "TensorDictReplayBuffer: include_info is deprecated: the info is always in the batch; leave it out.",
@@ -77,16 +77,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return super().sample(batch_size, return_info)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Gives the rows of a sampled batch new priorities.
+        """Sets new priorities for the rows of a sampled batch.
 
-        *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. Dimensions that a row has after
-        the index are reduced by the sampler. Raises: MissingKeyError.
+        *Reads* ``priority_key`` and ``"index"``, which may have been reshaped together. The sampler reduces further
+        dimensions of the priorities. Raises: MissingKeyError.
         """
         priority, index = (read_entry(type(self).__name__, data, key) for key in (self.priority_key, "index"))
         size = len(self._storage.trailing) + 1
         rows = index.unsqueeze(-1) if size == 1 else index  # [*batch, coordinates]
-        # Positions that are the same along all inner dimensions name one row with several priorities, which the sampler
-        # reduces; else every priority has a row of its own.
+        # If positions are constant along all inner dimensions, each row has several priorities, which the sampler
+        # reduces; otherwise each priority belongs to its own row.
         if rows.ndim > 2 and bool((rows == rows.flatten(1, -2)[:, :1].view(-1, *[1] * (rows.ndim - 2), size)).all()):
             rows = rows.flatten(1, -2)[:, 0]  # one position per row, expanded to its steps
         elif rows.ndim > 2:
@@ -95,7 +95,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.update_priority(rows if size > 1 else rows.squeeze(-1), priority)
 
     def _priorities(self, data: Any, *, single: bool = False) -> Tensor | None:
-        """The priorities that rows bring with them, [N, ...] in the order of positions, if the sampler wants them.
+        """The priorities in the rows, [N, ...] in the order of positions; None without, or if the sampler has none.
 
         Raises the sampler's errors for bad priorities before the rows are written.
         """
@@ -116,7 +116,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _set_priorities(self, index: Tensor, priority: Tensor) -> None:
         if len(index) and len(priority) == len(index):
-            self.update_priority(index, priority)  # else a transform has kept rows back, or made others of them
+            self.update_priority(index, priority)  # lengths differ if a transform dropped, held back or split rows
 
     def _with_info(self, data: Any, info: dict[str, Any]) -> Any:
         _check(data)
@@ -124,7 +124,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
 
 def with_info(data: TensorDictBase, info: dict[Any, Any]) -> TensorDictBase:
-    """The batch with every tensor [N, ...] of the info as an entry, expanded to what rows have inside."""
+    """Adds every tensor [N, ...] of the info to the batch, expanded to the inner dimensions of rows."""
     count, dims = data.batch_size[0], data.batch_dims
     for key, value in info.items():
         if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != count:

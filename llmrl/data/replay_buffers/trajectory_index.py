@@ -1,9 +1,9 @@
-"""The trajectories of a storage: where they begin and end, kept up to date at the cost of what was written.
+"""The trajectory boundaries of a storage, updated incrementally at a cost proportional to the rows written.
 
-The index keeps one number per row: its *age*, the number of rows of its trajectory up to and including it. Ages never
-change while rows are only written, and they answer every question: two rows of a stream belong to one trajectory if
-their ages differ as much as their times do. A full ring goes on from its physical end to its start, and rows that were
-overwritten are gone from their trajectory.
+The index keeps one number per row: its *age*, the number of rows of its trajectory up to and including it. Appending
+rows never changes the ages of others, and ages answer every query: two rows of a stream belong to one trajectory if
+their ages differ by as much as their times. A full ring continues from its physical end to its start; overwritten rows
+no longer belong to their trajectory.
 
 Legend: T time, E parallel streams (``storage.columns``); cell ``t * E + e`` of the storage. ``time`` counts rows of a
 stream from 0, the oldest.
@@ -31,7 +31,7 @@ class TrajectoryIndex:
 
     A trajectory ends where ``traj_key`` changes, or where ``end_key`` is True. With neither, ``("collector",
     "traj_ids")``, ``"episode"`` and ``("next", "done")`` (an end key) are tried in this order. For data that does not
-    change, ``trajectories`` (an id per row) or ``ends`` (bool per row) say it instead, in the order of cells.
+    change, boundaries may be given as ``trajectories`` (an id per row) or ``ends`` (bool per row), in cell order.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class TrajectoryIndex:
         self.journal = WriteJournal()
         self.streams = 1
         self.length = 0  # T
-        self._size = 1  # time steps that the ring holds, all streams side by side
-        self._oldest = 0  # the physical place of time 0
+        self._size = 1  # capacity of the ring in time steps
+        self._oldest = 0  # the physical step of time 0
         self._ages = np.empty(0, dtype=np.int64)
         self._boundary: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-        self._outdated = False  # the given boundaries are of rows that are gone
+        self._outdated = False  # True once rows were written after boundaries were given as a tensor
 
-    # --- questions; cells are int64[N] ---
+    # --- queries; cells are int64[N] ---
 
     @property
     def cells(self) -> int:
@@ -76,17 +76,17 @@ class TrajectoryIndex:
         return (time + self._oldest) % self._size * self.streams + stream
 
     def ahead(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        """The cells that many steps later (or earlier) in the same stream."""
+        """The cells ``steps`` later in the same stream (earlier, if negative)."""
         there = cells + (steps if self.streams == 1 else steps * self.streams)
         return there % (self._size * self.streams) if self._oldest else there
 
     def rows_up_to(self, cells: np.ndarray) -> np.ndarray:
-        """The number of rows of its trajectory up to and with each cell."""
+        """The number of rows of its trajectory up to and including each cell."""
         # The age also counts rows that the ring has overwritten since.
         return np.minimum(self._ages[cells], self.time(cells) + 1)
 
     def same(self, cells: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
-        """True if the trajectory of a cell goes on for that many steps."""
+        """True if the trajectory of a cell continues for ``steps`` more rows."""
         inside = self.time(cells) + steps < self.length
         there = np.where(inside, self.ahead(cells, steps), cells)
         return inside & (self._ages[there] - self._ages[cells] == steps)
@@ -96,8 +96,8 @@ class TrajectoryIndex:
         return ~self.same(cells, 1)
 
     def rows_from(self, cells: np.ndarray, limit: int) -> np.ndarray:
-        """The number of rows of its trajectory from each cell on, with it; at most ``limit`` are counted."""
-        # Binary search: the trajectory either goes on for so many steps, or ends before.
+        """The number of rows of its trajectory from each cell on, including it; at most ``limit`` are counted."""
+        # Binary search works because a trajectory that continues for n steps also continues for fewer.
         rows = np.ones(cells.size, dtype=np.int64)
         step = 1 << max(limit - 1, 1).bit_length() - 1
         while step:
@@ -111,12 +111,12 @@ class TrajectoryIndex:
         cells = self.at(np.arange(self.length)[None, :], np.arange(self.streams)[:, None]).reshape(-1)
         return cells[self.is_last(cells)]
 
-    # --- keeping up ---
+    # --- updates ---
 
     def update(self, storage: Storage) -> bool:
-        """Takes note of what was written since the last call; True if anything was.
+        """Includes rows written since the last call; True if there were any.
 
-        Raises: MissingKeyError without an entry that tells boundaries, RuntimeError if it is not one value per row.
+        Raises: MissingKeyError without an entry that marks boundaries, RuntimeError if it is not one value per row.
         """
         changes = self.journal.take(storage)
         if self._given is not None and changes is not None and changes[0].size:
@@ -132,18 +132,18 @@ class TrajectoryIndex:
             if changes is None or not self._append(storage, changes[0]) or not self._agrees(storage, changes[1]):
                 self._rebuild(storage)
         except BaseException:
-            self.journal.forget()  # what it held was not taken note of: the next update reads everything
+            self.journal.forget()  # its rows are not in the index: the next update must rebuild everything
             raise
         return True
 
     def forget(self) -> None:
-        """The rows are all others: what comes next is read as a whole."""
+        """Clears the index; the next ``update`` rebuilds it from all rows."""
         self.journal.forget()
         self.length, self._outdated = 0, False
 
     def __getstate__(self) -> dict[str, object]:
         kept = ("_who", "_traj_key", "_end_key", "_given", "_given_ends")
-        return {name: getattr(self, name) for name in kept}  # the rest is read from the storage again
+        return {name: getattr(self, name) for name in kept}  # the rest is rebuilt from the storage
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__("")
@@ -158,11 +158,11 @@ class TrajectoryIndex:
         self.length = 0
         total = cells // self.streams
         chunk = max(1, _CHUNK // self.streams)
-        for start in range(0, total, chunk):  # bounds the memory of what is read at once
+        for start in range(0, total, chunk):  # in chunks, to bound memory
             self._extend(storage, np.arange(start, min(start + chunk, total)))
 
     def _append(self, storage: Storage, written: np.ndarray) -> bool:
-        """Adds the newest rows; False if they are not what a ring writes next."""
+        """Adds the newest rows; False if they do not continue the ring, which requires a rebuild."""
         streams, count = self.streams, written.size
         if not count:
             return True
@@ -183,7 +183,7 @@ class TrajectoryIndex:
         self._ages = _room(self._ages, len(storage))
         times = np.arange(self.length, self.length + steps)
         overwritten = self.length + steps - length
-        if overwritten:  # time 0 moves to the oldest row that is left, and all times with it
+        if overwritten:  # time 0 moves to the oldest remaining row, which shifts all times
             self._oldest = (self._oldest + overwritten) % self._size
             self.length -= overwritten
             times = times - overwritten
@@ -191,17 +191,17 @@ class TrajectoryIndex:
         return True
 
     def _extend(self, storage: Storage, times: np.ndarray) -> None:
-        """Ages for the rows at ``times``, which follow those that have one."""
+        """Computes ages for the rows at ``times``, which directly follow the rows that have ages."""
         streams, first = self.streams, int(times[0])
         cells = self.at(times[:, None], np.arange(streams)[None, :])
-        # 1. True where a row begins a trajectory; the very first row of a stream does.
+        # 1. True where a row begins a trajectory; the first row of a stream always does.
         begin = np.ones(cells.shape, dtype=bool)
         before = self.at(np.arange(first - 1, first), np.arange(streams))
         if first:
             begin[:] = self._boundary(np.concatenate([before[None, :], cells[:-1]]), cells)
         elif times.size > 1:
             begin[1:] = self._boundary(cells[:-1], cells[1:])
-        # 2. The age is the distance to the last beginning; rows before the first one carry on that of the row before.
+        # 2. The age counts rows from the last beginning; rows before the first beginning continue the previous age.
         step = np.arange(times.size)[:, None]
         start = np.maximum.accumulate(np.where(begin, step, -1), 0)
         carried = self._ages[before][None, :] if first else 0
@@ -209,12 +209,12 @@ class TrajectoryIndex:
         self.length = first + times.size
 
     def _agrees(self, storage: Storage, replaced: np.ndarray) -> bool:
-        """True if the boundaries around rows that were replaced are where they were."""
+        """True if the boundaries around replaced rows are unchanged."""
         if not replaced.size:
             return True
         replaced = np.unique(replaced[replaced < self.cells])
         time = self.time(replaced)
-        # A row decides two boundaries: the one before it, and the one before the next row.
+        # A row affects two boundaries: the one before it, and the one before the next row.
         after = self.ahead(replaced[time + 1 < self.length], 1)
         cells = np.unique(np.concatenate([replaced[time > 0], after]))
         if not cells.size:
@@ -222,7 +222,7 @@ class TrajectoryIndex:
         begin = self._boundary(self.ahead(cells, -1), cells)
         return bool((begin == (self._ages[cells] == 1)).all())
 
-    # --- boundaries: whether the second of two neighbours begins a trajectory ---
+    # --- boundaries: True if the second of two neighbours begins a trajectory ---
 
     def _find_boundary(self, storage: Storage) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         if self._given is not None:
@@ -269,8 +269,8 @@ class TrajectoryIndex:
 
 
 def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """True where the value at ``cells`` differs from that at ``before``; neighbours are read once."""
-    if cells.ndim == 2:  # [T, E], and before is the same one step earlier
+    """True where the value at ``cells`` differs from that at ``before``; each cell is read once."""
+    if cells.ndim == 2:  # [T, E]; ``before`` is the same cells one step earlier
         values = read(np.concatenate([before[:1], cells]).reshape(-1)).reshape(-1, cells.shape[1])
         return values[1:] != values[:-1]
     values = read(np.concatenate([before, cells]))
@@ -280,6 +280,6 @@ def _changes(read: Callable[[np.ndarray], np.ndarray], before: np.ndarray, cells
 def _room(ages: np.ndarray, cells: int) -> np.ndarray:
     if cells <= ages.size:
         return ages
-    grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)  # doubled: growing row by row stays linear
+    grown = np.zeros(max(cells, 2 * ages.size), dtype=np.int64)  # doubled, so that growing row by row is linear
     grown[: ages.size] = ages
     return grown

@@ -1,4 +1,4 @@
-"""Small parts that every module of the buffers may use: keywords, transforms, reductions, processes."""
+"""Helpers shared by the replay buffer modules: keyword checks, transforms, reductions, process checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def near_names(init: Init) -> Init:
-    """For the constructor at the end of a chain, which gets every keyword that the others do not know.
+    """Decorates the last constructor of a ``super().__init__(**arguments)`` chain, which gets all unconsumed keywords.
 
-    Raises: TypeError for one that it does not know either, with the nearest of those that the chain has.
+    Raises: TypeError for an unknown keyword, with the most similar argument name of the chain.
     """
     own = inspect.signature(init).parameters
 
@@ -32,7 +32,7 @@ def near_names(init: Init) -> Init:
             if name not in own:
                 who = type(self)
                 raise TypeError(
-                    f"{who.__name__}: an argument must be one that it has: got {name!r}."
+                    f"{who.__name__}: an argument must be one of the constructor's: got {name!r}."
                     f"{did_you_mean(name, _known(who))}"
                 )
         init(self, *arguments, **keywords)
@@ -41,7 +41,7 @@ def near_names(init: Init) -> Init:
 
 
 def _known(cls: type) -> Iterator[str]:
-    """The names of the arguments of a class, up to the constructor that hands nothing on."""
+    """The argument names of a class and its bases, up to the first constructor without ``**`` keywords."""
     for base in cls.__mro__:
         if "__init__" in vars(base):
             _, *arguments = inspect.signature(base.__init__).parameters.values()
@@ -51,7 +51,7 @@ def _known(cls: type) -> Iterator[str]:
 
 
 def build_part(what: str, part: Any, base: type) -> Any:
-    """A part of a buffer, given as such or as a callable that builds it. Raises: TypeError for another kind."""
+    """Returns a part of a buffer, given as an instance or as a callable that builds it. Raises: TypeError otherwise."""
     built = part() if not isinstance(part, base) and callable(part) else part
     if not isinstance(built, base):
         raise TypeError(
@@ -64,7 +64,7 @@ def build_part(what: str, part: Any, base: type) -> Any:
 
 
 class _Stage(NamedTuple):
-    """A transform with what it does on reads and on writes; ``None`` if it does nothing."""
+    """A transform with its functions for reads and for writes; ``None`` if it has none."""
 
     transform: Any
     read: Callable[[Any], Any] | None
@@ -78,7 +78,7 @@ class Transforms:
     """
 
     def __init__(self, *transforms: Any) -> None:
-        # Tuples are replaced, never changed: a copy of this object has its own.
+        # The tuples are replaced, never changed, so a shallow copy of this object is independent.
         self._stages: tuple[_Stage, ...] = ()
         self.reads: tuple[Callable[[Any], Any], ...] = ()
         self.writes: tuple[Callable[[Any], Any], ...] = ()
@@ -133,7 +133,7 @@ def load_transforms(transforms: Collection[Any], states: Sequence[Any]) -> None:
             transform.load_state_dict(state)
 
 
-# --- several numbers of a row as one ---
+# --- reductions of a row's values to one number ---
 
 _REDUCTIONS = {
     "max": lambda values: values.amax(1),
@@ -145,7 +145,7 @@ _REDUCTIONS = {
 
 
 def check_reduction(who: str, name: str) -> str:
-    """``name``, if it is that of a reduction; else ValueError."""
+    """Returns ``name`` if it is the name of a reduction; otherwise raises ValueError."""
     if name not in _REDUCTIONS:
         raise ValueError(
             f"{who}: reduction must be one of {', '.join(_REDUCTIONS)}: got {name!r}."
@@ -155,7 +155,7 @@ def check_reduction(who: str, name: str) -> str:
 
 
 def reduced(values: Tensor, name: str) -> Tensor:
-    """``values``, [N, ...], as one number per row: [N]."""
+    """``values``, [N, ...], reduced to one number per row: [N]."""
     return _REDUCTIONS[name](values.reshape(len(values), -1))
 
 
@@ -163,10 +163,10 @@ def reduced(values: Tensor, name: str) -> Tensor:
 
 
 class ProcessLocal:
-    """Refuses use in a forked process and the way to a spawned one, where changes would be lost silently.
+    """Raises on use in a forked process and on pickling for a spawned one, where changes would be lost silently.
 
-    A copy, and an object that is unpickled from elsewhere (an actor that was built with it), belongs to the process
-    that it arrives in. ``_kept`` names what would be lost.
+    A copy, or an object unpickled in another way (for example in a Ray actor), belongs to the process that unpickled
+    it. ``_kept`` is the name of the state that would be lost.
     """
 
     _kept: str

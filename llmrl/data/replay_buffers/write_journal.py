@@ -1,4 +1,4 @@
-"""The journal of written positions by which samplers and trajectory indices keep up with a storage."""
+"""The journal of written positions, from which samplers and trajectory indices learn what changed in a storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmrl.data.replay_buffers.storages import Storage
 
-_LIMIT = 1 << 16  # noted rows; a process that only writes must not collect positions without end
+_LIMIT = 1 << 16  # most rows to record: bounds the memory of a process that writes and never samples
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -21,17 +21,17 @@ class _Seen(NamedTuple):
 
 
 class WriteJournal:
-    """Collects positions that were written or replaced, until ``take`` asks for them.
+    """Collects positions that were written or replaced, until ``take`` is called.
 
-    Two sources agree here: the calls of the buffer (``add``, ``extend``, ``mark_update``), and the counters of the
-    storage, which also move when another process writes.
+    It combines two sources: the buffer's calls (``add``, ``extend``, ``mark_update``), and the storage's counters,
+    which also change when another process writes.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """From here on nothing is known: the next ``take`` answers None."""
+        """Clears the journal; the next ``take`` returns None."""
         self._storage: Storage | None = None
         self._seen: _Seen | None = None
         self._written: list[np.ndarray] = []
@@ -39,14 +39,14 @@ class WriteJournal:
         self._num_written = self._num_replaced = 0
 
     def note(self, index: int | Tensor) -> None:
-        """Rows were written at these positions, in this order."""
+        """Records that rows were written at these positions, in this order."""
         where = flat_positions(index)
         self._num_written += where.size
-        if self._num_written <= _LIMIT:  # beyond, only the number counts: ``take`` asks the counters
+        if self._num_written <= _LIMIT:  # beyond the limit ``take`` derives the positions from the counters
             self._written.append(where)
 
     def note_replaced(self, index: int | Tensor) -> None:
-        """Rows at these positions were changed in place."""
+        """Records that rows at these positions were changed in place."""
         where = flat_positions(index)
         self._num_replaced += where.size
         if self._num_replaced <= _LIMIT:
@@ -55,7 +55,7 @@ class WriteJournal:
     def take(self, storage: Storage) -> tuple[np.ndarray, np.ndarray] | None:
         """The positions written and those replaced since the last call, int64[N] each, in the order of writing.
 
-        None if the rows may all be others: at the first call, with another storage, after a load.
+        None if all rows may have changed: at the first call, with another storage, after a load.
         """
         counters = storage.counters
         seen = self._seen if storage is self._storage else None
@@ -69,16 +69,16 @@ class WriteJournal:
         self._storage, self._seen = storage, now
         if seen is None or num_replaced > _LIMIT:
             return None
-        # The notes are complete if they hold at least as many rows as the counters moved by.
+        # The records are complete if they have at least as many rows as the write count increased by.
         if _LIMIT >= num_written >= now.write_count - seen.write_count >= 0:
             if now.mutations != seen.mutations and not is_noted:
-                return None  # changed without a note of where
+                return None  # changed at unrecorded positions
             return _joined(written), _joined(replaced)
-        run = _run(seen, now, storage.max_size)  # another process wrote too, or too much was written to be noted
+        run = _run(seen, now, storage.max_size)  # another process wrote too, or the limit was exceeded
         return None if run is None else (run, _joined(replaced))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy has seen nothing
+        return {}  # a copy starts empty
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.forget()
@@ -89,7 +89,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _run(seen: _Seen, now: _Seen, size: int) -> np.ndarray | None:
-    """The positions that a ring wrote between two states of its counters; None if it wrote all, or was not a ring."""
+    """The positions written between two states of a ring's counters; None if all were, or they do not fit a ring."""
     delta = now.write_count - seen.write_count
     if (
         not 0 < delta < size

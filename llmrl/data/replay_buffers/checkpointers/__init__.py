@@ -1,4 +1,4 @@
-"""Storages on disk: checked, atomic, and compact where rows are steps of trajectories."""
+"""Checkpoints of storages: verified, atomic, and compact if rows are steps of trajectories."""
 
 from llmrl.data.replay_buffers.checkpointers.base import (
     FlatStorageCheckpointer,

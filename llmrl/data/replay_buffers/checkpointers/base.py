@@ -3,8 +3,8 @@
     dumps   storage.snapshot() -> save hooks -> layout -> files, manifest -> one atomic step (``directory.py``)
     loads   manifest, checksums -> files -> layout -> load hooks -> storage.restore()
 
-A checkpoint names its own layout and container, so any checkpointer reads what any other one wrote; the classes differ
-in what they write.
+A checkpoint records its layout and container, so every checkpointer can read the checkpoints of all others; the classes
+differ only in what they write.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _DECODERS: dict[str, Hook] = {
 
 
 class StorageCheckpointerBase:
-    """Writes rows as they are, a raw file per entry, under a manifest with the layout and a checksum of every file.
+    """Writes rows unchanged, one raw file per entry, and a manifest with the layout and a checksum of every file.
 
-    Only rows that were written are saved, and equal rows give equal files. A path can be written again and again, also
-    one that holds the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
-    Nothing of it runs when it is loaded: objects that are not made of data are refused when they are written.
+    Only rows that were written are saved, and equal rows give equal files. A path can be written repeatedly, even if it
+    contains the storage's own memory-mapped files; a kill at any moment leaves the old checkpoint or the new one.
+    Loading runs no code from the checkpoint: ``dumps`` raises for objects that could only be read by running code.
 
-    Sub-classes override ``_encode`` to lay rows out in another way and ``_open`` to put them into another container.
+    Subclasses override ``_encode`` for another layout of the rows and ``_open`` for another container.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,15 @@ class StorageCheckpointerBase:
         self._load_hooks: list[Hook] = []
 
     def register_save_hook(self, hook: Hook) -> None:
-        """``hook(content)`` returns what is written in place of the rows; the codecs of `llmrl.data.ted` are hooks.
+        """Adds a hook: ``hook(content)`` returns the content to write; the codecs of `llmrl.data.ted` are hooks.
 
-        With ``takes_counters = True`` it also gets the place of the oldest row: ``hook(content, shift=, is_full=)``.
+        If ``hook.takes_counters`` is True, it is called as ``hook(content, shift=, is_full=)``; the oldest row is at
+        ``shift``.
         """
         self._save_hooks.append(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """``hook(content)`` returns the rows that are restored from what was written."""
+        """Adds a hook: ``hook(content)`` returns the rows to restore from the content that was written."""
         self._load_hooks.append(hook)
 
     def dumps(self, storage: Storage, path: str | Path) -> None:
@@ -78,10 +79,10 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError if a hook returns nothing, rows hold what a dump cannot, or ``path`` cannot be written
         """
-        content, counters = storage.snapshot(copy=bool(self._save_hooks))  # a hook may write into what it gets
+        content, counters = storage.snapshot(copy=bool(self._save_hooks))  # hooks may change it in place
         layout: dict[str, Any] = {"name": "rows"}
         if content is not None:
-            # The oldest row of a full ring is where the next one goes; the codecs begin there.
+            # In a full ring the oldest row is at the cursor, where the codecs must begin.
             is_full = counters["length"] >= counters["max_size"]
             where = {"shift": counters["cursor"] // prod(counters["trailing"]) if is_full else 0, "is_full": is_full}
             for hook in self._save_hooks:
@@ -117,16 +118,16 @@ class StorageCheckpointerBase:
         except DataError as error:
             raise CheckpointError(
                 f"{type(self).__name__}: the rows in {path} must fit the storage they are loaded into: {error} Load "
-                "them into one that was built and filled alike, or that is new."
+                "them into a new storage, or into one that was built and filled in the same way."
             ) from error
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
-        """The content to write and the manifest's note on its layout; ``where`` is ``shift`` and ``is_full``."""
+        """The content to write and the manifest's layout entry; ``where`` has ``shift`` and ``is_full``."""
         return content, {"name": "rows"}
 
     @contextmanager
     def _open(self, folder: Path) -> Iterator[tuple[FileContainer | H5Container, str | None]]:
-        """The container to write to, and the name of its file if it is one."""
+        """The container to write to, and its file name if it is a single file (else None)."""
         with closing(FileContainer(folder)) as container:
             yield container, None
 
@@ -141,11 +142,11 @@ class StorageCheckpointerBase:
 
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
-    """Rows of any form: those of one form lie together, tensors in raw files."""
+    """Writes rows of any form, grouped by form, with tensors in raw files."""
 
 
 class TensorStorageCheckpointer(StorageCheckpointerBase):
-    """Rows as they are, a raw memory-mappable file per entry.
+    """Writes rows unchanged, one raw memory-mappable file per entry.
 
     >>> import tempfile, torch
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
@@ -160,7 +161,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
 
 class _StepsCheckpointer(StorageCheckpointerBase):
-    """Steps in TED by a codec, under the name of its layout."""
+    """Writes steps in TED format with a codec; ``_layout`` is the codec's name in the manifest."""
 
     _layout: ClassVar[str]
     _codec_class: ClassVar[type[TED2Flat | TED2Nested]]
@@ -173,7 +174,7 @@ class _StepsCheckpointer(StorageCheckpointerBase):
         self._warned = False
 
     def _encode(self, content: Any, where: dict[str, Any]) -> Encoded:
-        """Rows by the codec, or as they are if they are not TED; the manifest and one warning say so."""
+        """Encodes rows with the codec; rows that are not TED stay unchanged, with a note in the manifest."""
         try:
             encoded = self._codec(content, **where)
         except DataError as error:
@@ -200,27 +201,27 @@ class _StepsCheckpointer(StorageCheckpointerBase):
 
 
 class FlatStorageCheckpointer(_StepsCheckpointer):
-    """Steps in TED with each observation stored once (see `TED2Flat`): up to half the space.
+    """Writes TED steps with each observation stored once (see `TED2Flat`), which saves up to half the space.
 
     ``done_keys`` and ``reward_keys`` are the entries of ``"next"`` that are not observations. Rows that do not follow
-    each other, or ends that ``done`` does not mark, cost space and are counted in the manifest, but come back
-    unchanged; rows that are not TED are stored as they are.
+    each other, and ends that ``done`` does not mark, take extra space and are counted in the manifest, but are restored
+    unchanged; rows that are not TED are stored unchanged.
     """
 
     _layout, _codec_class = "flat", TED2Flat
 
 
 class NestedStorageCheckpointer(_StepsCheckpointer):
-    """The same as nested tensors, one row per trajectory (see `TED2Nested`)."""
+    """Writes TED steps as nested tensors, one row per trajectory (see `TED2Nested`)."""
 
     _layout, _codec_class = "nested", TED2Nested
 
 
 class H5StorageCheckpointer(_StepsCheckpointer):
-    """The same in one HDF5 file, a group per trajectory; needs h5py.
+    """Writes TED steps to one HDF5 file, with a group per trajectory; requires h5py.
 
-    ``checkpoint_file`` is the name of the file; ``h5_kwargs``, for instance ``{"compression": "gzip"}``, goes to h5py's
-    ``create_dataset``.
+    ``checkpoint_file`` is the name of the file; ``h5_kwargs``, for instance ``{"compression": "gzip"}``, are passed to
+    h5py's ``create_dataset``.
     """
 
     _layout, _codec_class = "h5", TED2Nested
@@ -248,7 +249,7 @@ class H5StorageCheckpointer(_StepsCheckpointer):
 
 
 class StorageEnsembleCheckpointer(StorageCheckpointerBase):
-    """Writes each member of a `StorageEnsemble` with the member's own checkpointer, to a numbered folder, all or none.
+    """Writes each member of a `StorageEnsemble` atomically to a numbered folder, with the member's own checkpointer.
 
     Transforms that have a ``state_dict`` are saved with them.
     """
@@ -279,7 +280,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
 
 
 def default_for(storage: Storage) -> StorageCheckpointerBase:
-    """A new checkpointer of the kind that suits the storage best.
+    """A new checkpointer of the default class for the storage's type.
 
     >>> from llmrl.data.replay_buffers import LazyTensorStorage
     >>> type(default_for(LazyTensorStorage(10))).__name__

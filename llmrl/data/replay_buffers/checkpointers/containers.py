@@ -1,7 +1,7 @@
-"""Containers, which ``put`` and ``get`` the tensors of a checkpoint: raw files, or one HDF5 file.
+"""Containers with ``put`` and ``get`` for the tensors of a checkpoint: raw files, or one HDF5 file.
 
-Names are made of the keys, joined by dots (or slashes); a dot or slash in a key is percent-encoded as in a URL, so that
-different keys never share a name. A *reference* is JSON: ``[name, dtype, shape]``, and the offset in a raw file.
+Names are the keys joined by dots (or slashes); a dot or slash in a key is percent-encoded as in a URL, so that
+different keys never share a name. A *reference* is JSON: ``[name, dtype, shape]``, plus the offset in a raw file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from llmrl.data.replay_buffers.serialization import ITEM, find_dtype
 from llmrl.errors import CheckpointError
 from llmrl.optional import require
 
-_ALIGNMENT = 16  # of tensors that follow others in a file: any dtype can be mapped there
+_ALIGNMENT = 16  # offset alignment in bytes, sufficient to map any dtype
 _MOST_OPEN_FILES = 128
 
 
 class FileContainer:
-    """One file per key: the elements of its tensors in row-major order, little-endian; those of a list in order.
+    """One file per key with the elements of its tensors, row-major and little-endian; a list's tensors follow in order.
 
-    ``files`` are the names that may be read. Tensors are mapped to memory; changing one does not change its file.
+    ``files`` are the names that may be read. Tensors are memory-mapped; changing one does not change its file.
     """
 
     def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
@@ -45,7 +45,7 @@ class FileContainer:
             keys = [_escape(key) for key in path if key != ITEM]
             name = self._names[tuple(path)] = _free_name(".".join(keys), self._names.values(), ".memmap")
         if name not in self._open:
-            if len(self._open) == _MOST_OPEN_FILES:  # they are opened again to append
+            if len(self._open) == _MOST_OPEN_FILES:  # closed files are reopened in append mode if needed
                 self.close()
             self._open[name] = (self.folder / name).open("ab")
         file, data = self._open[name], _as_bytes(tensor)
@@ -73,7 +73,7 @@ class FileContainer:
 
 
 class H5Container:
-    """One dataset per tensor in an HDF5 file; the arguments of every dataset (compression) can be given."""
+    """One dataset per tensor in an HDF5 file; ``options`` are arguments of every dataset, such as compression."""
 
     def __init__(self, file: Any, options: dict[str, Any]) -> None:
         self._file, self._options = file, options
@@ -88,18 +88,18 @@ class H5Container:
 
     def put(self, path: Sequence[str], tensor: Tensor) -> Any:
         keys = [key if key == ITEM else _escape(key) for key in path]
-        if ITEM in path:  # an item may be a tensor or a group: each is a group with a dataset of this name
+        if ITEM in path:  # an item may be a tensor or contain more: it is always a group, with its tensor in it
             keys.append(ITEM)
         name = _free_name("/".join(keys), self._taken)
         self._taken.add(name)
         tensor = tensor.detach().cpu()
         try:
             array = tensor.numpy()
-        except TypeError:  # bfloat16 and its like, which numpy does not know
+        except TypeError:  # dtypes that numpy lacks, such as bfloat16
             array = _as_bytes(tensor).numpy()
         options = self._options if array.ndim and array.size else {}  # a scalar cannot be compressed
         if not options and array.nbytes > shutil.disk_usage(Path(self._file.filename).parent).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)  # HDF5 does not survive a full disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)  # HDF5 cannot recover from a full disk
         self._file.create_dataset(name, data=array, **options)
         return [name, *_describe(tensor)]
 
@@ -127,7 +127,7 @@ def _escape(name: str) -> str:
 
 
 def _free_name(name: str, taken: Collection[str], suffix: str = "") -> str:
-    """The name, shortened to what file systems take, and different from others even if case does not count."""
+    """The name, shortened for file system limits, and unique also on case-insensitive file systems."""
     head, number, lower = name[:180] or "value", 1, {other.lower() for other in taken}
     candidate = head + suffix
     while candidate.lower() in lower:

@@ -1,4 +1,4 @@
-"""Samplers: which rows the next batch holds."""
+"""Samplers: select the rows of the next batch."""
 
 from llmrl.data.replay_buffers.samplers.base import RandomSampler, Sampler
 from llmrl.data.replay_buffers.samplers.ensemble import SamplerEnsemble

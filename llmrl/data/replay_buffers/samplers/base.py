@@ -1,6 +1,6 @@
-"""The sampler, which picks the positions of the next batch, and the default one: uniform draws with replacement.
+"""The base class of samplers, which select the positions of the next batch, and the default: uniform with replacement.
 
-`FilteredSampler` adds an age limit and a limit of uses to a sampler of single rows.
+`FilteredSampler` adds a limit on age and a limit on uses to samplers of single rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from llmrl.errors import DataError
 
 
 class Sampler(StateFile, ABC):
-    """Picks rows of a storage. Draws from its own generator, which is part of its state.
+    """Selects rows of a storage with its own random generator, which is part of its state.
 
-    A generator that is not given is seeded from torch's global one at the first draw, so ``torch.manual_seed`` makes a
-    run repeatable, and later draws depend on nothing else.
+    If no generator is set, one is seeded from torch's global generator at the first draw, so ``torch.manual_seed``
+    makes a run repeatable; later draws do not use the global generator.
 
-    Positions are int64 and count cells, whatever the storage's ``ndim``. The buffer says what it wrote by ``add``,
+    Positions are int64 and count cells, whatever the storage's ``ndim``. The buffer reports its writes through ``add``,
     ``extend``, ``mark_update`` and ``empty``.
     """
 
@@ -43,42 +43,42 @@ class Sampler(StateFile, ABC):
 
     @property
     def ran_out(self) -> bool:
-        """True if the last batch ended a pass; never, for a sampler that has no passes."""
+        """True if the last batch ended a pass; always False for a sampler without passes."""
         return False
 
     @property
     def drop_last(self) -> bool:
-        """True if every batch has exactly the size that was asked for."""
+        """True if every batch has exactly the requested size."""
         return False
 
     @property
     def default_priority(self) -> float:
-        """The priority of a row that was just written."""
+        """The priority of a newly written row."""
         return 1.0
 
     @abstractmethod
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """The positions of the next batch, int64[N], and info about them: tensors [N, ...] by key."""
+        """Returns the positions of the next batch, int64[N], and info about them: tensors [N, ...] by key."""
 
     def add(self, index: int | Tensor) -> None:
-        """A row was written at ``index``."""
+        """Called after a row was written at ``index``."""
         self.extend(index)
 
     def extend(self, index: int | Tensor) -> None:
-        """Rows were written at ``index``, int64[N], or one position."""
+        """Called after rows were written at ``index``, int64[N], or one position."""
 
     def mark_update(self, index: int | Tensor) -> None:
-        """The rows at ``index`` were changed in place."""
+        """Called after the rows at ``index`` were changed in place."""
 
     def update_priority(self, index: int | Tensor, priority: float | Tensor) -> None:
-        """The rows at ``index`` are to be drawn in proportion to ``priority``."""
+        """Sets the priorities of the rows at ``index``; without effect in a sampler without priorities."""
         warnings.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.", stacklevel=2)
 
     def check_priority(self, priority: Tensor) -> None:
-        """Raises what ``update_priority`` would for the priorities [N, ...] of rows that are still to be written."""
+        """Raises the errors of ``update_priority`` for the priorities [N, ...] of rows that are not yet written."""
 
     def empty(self) -> None:
-        """The storage was emptied."""
+        """Called after the storage was emptied."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}
@@ -87,11 +87,11 @@ class Sampler(StateFile, ABC):
         self.generator.set_state(state["generator"])
 
     def bookmark(self) -> Any:
-        """The place in the draws; cheaper than a state, but good only until rows are written."""
+        """The current point in the sequence of draws; cheaper than a state, but valid only until rows are written."""
         return self.state_dict()
 
     def go_back(self, bookmark: Any) -> None:
-        """Takes the draws since ``bookmark`` back: they come again."""
+        """Rewinds to ``bookmark``: the draws made since are repeated."""
         self.load_state_dict(bookmark)
 
     def _length(self, storage: Storage) -> int:
@@ -102,11 +102,11 @@ class Sampler(StateFile, ABC):
 
 
 class FilteredSampler(Sampler):
-    """Leaves out rows of a policy more than ``max_age`` versions old, and rows that were drawn ``max_uses`` times.
+    """Excludes rows more than ``max_age`` policy versions old, and rows that were drawn ``max_uses`` times.
 
-    A row's age is the current version less its entry ``version_key``. The current version is what was last set, or
-    else the newest of any row written so far. A row that is overwritten starts again with no uses; one that is replaced
-    in place keeps them. None sets no limit.
+    A row's age is the current version minus its entry ``version_key``. The current version is ``version`` if set,
+    otherwise the newest version of any row written so far. Overwriting a row resets its uses; replacing it in place
+    does not. None means no limit.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class FilteredSampler(Sampler):
     def _forget(self) -> None:
         self._journal.forget()
         self._uses = self._versions = np.zeros(0, dtype=np.int64)
-        self._unread = False  # reading the versions failed: next time all of them are read
-        self._loaded = False  # the state is a loaded one: its rows are those of the storage, though none was noted
+        self._unread = False  # True after reading versions failed: the next time all of them are read
+        self._loaded = False  # True after loading a state: it matches the storage's rows although the journal is empty
 
     @property
     def version(self) -> int | None:
-        """The current policy version, which ages are counted from: as set, or the newest of any row seen so far."""
+        """The current policy version, to which ages are relative: the one set, or the newest of any row so far."""
         return self._newest if self._version is None else self._version
 
     @version.setter
@@ -145,7 +145,7 @@ class FilteredSampler(Sampler):
             raise RuntimeError(f"{type(self).__name__}: a version is for a sampler with max_age: this one has none.")
         self._version = version
 
-    # --- what the buffer says ---
+    # --- notifications from the buffer ---
 
     def extend(self, index: int | Tensor) -> None:
         super().extend(index)
@@ -159,10 +159,10 @@ class FilteredSampler(Sampler):
         super().empty()
         self._forget()
 
-    # --- which rows may be drawn ---
+    # --- eligible rows ---
 
     def _catch_up(self, storage: Storage) -> None:
-        """Takes note of what was written since the last draw."""
+        """Includes writes since the last draw."""
         changes, loaded, self._loaded = self._journal.take(storage), self._loaded, False
         if changes is not None:
             self._overwritten(changes[0])
@@ -172,7 +172,7 @@ class FilteredSampler(Sampler):
             self._note(storage, changes, loaded)
 
     def _overwritten(self, positions: np.ndarray | None) -> None:
-        """There are other rows at these positions since the last draw; None: maybe at all of them."""
+        """Called for positions overwritten since the last draw; None: possibly all of them."""
 
     def _note(self, storage: Storage, changes: tuple[np.ndarray, np.ndarray] | None, loaded: bool) -> None:
         length = len(storage)
@@ -182,12 +182,12 @@ class FilteredSampler(Sampler):
             self._versions = _resized(self._versions[:0], length)
         else:
             written, replaced = changes
-            if length > self._uses.size:  # doubled, so that a storage that grows row by row is not copied each time
+            if length > self._uses.size:  # doubled, so that growing row by row does not copy each time
                 self._uses, self._versions = _resized(self._uses, 2 * length), _resized(self._versions, 2 * length)
             self._uses[written] = 0
             if not self._unread:
                 unread = np.unique(np.concatenate([written, replaced]))
-        self._unread = True  # if this fails, the journal does not tell of these rows again
+        self._unread = True  # if reading fails, the journal will not report these rows again
         self._read_versions(storage, unread)
         self._unread = False
 
@@ -195,7 +195,7 @@ class FilteredSampler(Sampler):
         if self.max_age is None or not positions.size:
             return
         versions = storage.entry(self.version_key, torch.from_numpy(positions))
-        parts = versions if isinstance(versions, list) else [versions]  # a list: rows written one by one, or ragged
+        parts = versions if isinstance(versions, list) else [versions]  # a list if rows differ in shape
         for part in parts:
             if not isinstance(part, Tensor) or part.is_floating_point() or part.dtype is torch.bool:
                 found = part.dtype if isinstance(part, Tensor) else type(part).__name__
@@ -206,7 +206,7 @@ class FilteredSampler(Sampler):
         if parts is versions:
             oldest = torch.stack([part.amin() for part in parts])
         else:
-            oldest = versions.reshape(positions.size, -1).amin(1)  # of a row with several: its oldest part
+            oldest = versions.reshape(positions.size, -1).amin(1)  # a row with several versions counts as its oldest
         self._versions[positions] = oldest.cpu().numpy()
         newest = max(int(part.max()) for part in parts)
         self._newest = newest if self._newest is None else max(self._newest, newest)
@@ -231,7 +231,7 @@ class FilteredSampler(Sampler):
 
     def _use(self, positions: np.ndarray) -> None:
         if self.max_uses is not None:
-            np.add.at(self._uses, positions, 1)  # a position may come twice
+            np.add.at(self._uses, positions, 1)  # positions may repeat
 
     # --- state ---
 
@@ -266,12 +266,12 @@ def _resized(values: np.ndarray, size: int) -> np.ndarray:
 
 
 class RandomSampler(FilteredSampler):
-    """Every row is as likely as any other at every draw. It has no passes, so iterating over it does not end.
+    """Draws rows uniformly with replacement. It has no passes, so iteration does not end.
 
-    ``max_age`` leaves out rows whose ``version_key`` is more than that many policy versions behind ``sampler.version``
-    (set by the trainer, or else the newest of any row so far). With ``max_uses`` a row is drawn at most so often until
-    it is overwritten; each use that is left is then as likely as any other, and a batch is smaller than asked for if
-    there are fewer. Raises: RuntimeError if no row may be drawn.
+    ``max_age`` excludes rows whose ``version_key`` is more than that many policy versions behind ``sampler.version``
+    (set by the trainer, otherwise the newest of any row so far). With ``max_uses`` a row is drawn at most that often
+    until it is overwritten; draws are then uniform over the remaining uses, and a batch is smaller than requested if
+    fewer remain. Raises: RuntimeError if no row may be drawn.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
@@ -285,7 +285,7 @@ class RandomSampler(FilteredSampler):
 2), 2 used up (max_uses=2); write new rows.
     """
 
-    # Without limits, a draw needs to know nothing but the number of rows.
+    # Without limits, a draw needs only the number of rows, so the journal is not kept.
 
     def extend(self, index: int | Tensor) -> None:
         if self._limited:
@@ -304,7 +304,7 @@ class RandomSampler(FilteredSampler):
         if self.max_uses is None:
             index = rows[torch.randint(rows.size, (batch_size,), generator=self.generator).numpy()]
         else:
-            # Draws among all the uses that are left, without replacement; row i owns a run of them.
+            # Draws without replacement from the remaining uses of all rows; each row owns a contiguous range of them.
             uses = (self.max_uses - self._uses[rows]).cumsum()
             draws = torch.randperm(int(uses[-1]), generator=self.generator)[:batch_size].numpy()
             index = rows[np.searchsorted(uses, draws, side="right")]

@@ -1,4 +1,4 @@
-"""Several samplers, and which of them make up the next batch."""
+"""Several samplers as one: chooses the members that contribute to each batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Drawn = TypeVar("Drawn")
 
 
 class SamplerEnsemble(Members, Sampler):
-    """Several samplers, and which of them make up the next batch.
+    """Several samplers as one; chooses the members that contribute to each batch.
 
-    A batch of N rows comes from ``num_buffer_sampled`` draws of a member (default: as many as there are members), with
-    probabilities ``p`` (default: equal), and each gives ``N / num_buffer_sampled`` rows. With ``sample_from_all`` every
-    member gives its part of every batch. A pass ends when that of a member that was drawn ends.
+    For a batch of N rows, members are drawn ``num_buffer_sampled`` times (default: the number of members) with
+    probabilities ``p`` (default: equal); each draw gives ``N / num_buffer_sampled`` rows. With ``sample_from_all``
+    every member contributes to every batch. A pass ends when the pass of a member drawn for the batch ends.
 
     Raises: ValueError if the batch cannot be divided; RuntimeError, with nothing drawn, if a member that may be drawn
-    has no rows or has fewer left than its part.
+    has no rows, or fewer left than its part.
 
     >>> from llmrl.data.replay_buffers import RandomSampler, TensorStorage
     >>> storage = StorageEnsemble(TensorStorage(torch.arange(3)), TensorStorage(torch.arange(10, 15)))
@@ -61,7 +61,7 @@ class SamplerEnsemble(Members, Sampler):
         self._ran_out = False
 
     def of(self, where: Sequence[int]) -> SamplerEnsemble:
-        """The ensemble of some of the samplers, whose probabilities keep their proportions."""
+        """An ensemble of some of the samplers; their probabilities keep their proportions."""
         samplers = [self.samplers[number] for number in where]
         if self.sample_from_all:
             return SamplerEnsemble(*samplers, sample_from_all=True)
@@ -72,13 +72,13 @@ class SamplerEnsemble(Members, Sampler):
         return self._ran_out
 
     def set_rng(self, generator: torch.Generator) -> None:
-        """Gives the ensemble and all members one generator."""
+        """Sets one generator for the ensemble and all members."""
         super().set_rng(generator)
         for sampler in self.samplers:
             sampler.set_rng(generator)
 
     def sample(self, storage: StorageEnsemble, batch_size: int) -> tuple[TensorDict, dict[Any, Any]]:
-        """``buffer_ids`` and ``index``, int64[members drawn, rows of each]; what members say besides is left out."""
+        """``buffer_ids`` and ``index``, int64[members drawn, rows of each]; the members' info is left out."""
 
         def draw(number: int, size: int) -> tuple[Tensor, Tensor]:
             index, _ = self.samplers[number].sample(storage.storages[number], size)
@@ -92,7 +92,7 @@ class SamplerEnsemble(Members, Sampler):
     def draw(
         self, storage: StorageEnsemble, batch_size: int, draw: Callable[[int, int], tuple[Tensor, Drawn]]
     ) -> list[tuple[int, Drawn]]:
-        """Chooses members; ``draw(member, rows)`` gives the positions of its part, and the value to return for it."""
+        """Chooses members; ``draw(member, rows)`` returns the positions of its part and the value to return for it."""
         size, rest = divmod(batch_size, self.num_buffer_sampled)
         if rest or not size:
             raise ValueError(
@@ -105,7 +105,7 @@ class SamplerEnsemble(Members, Sampler):
                     f"SamplerEnsemble: every member that may be drawn must have rows: member {number} has none; write "
                     "to it, or give it the probability 0 by p."
                 )
-        # All or nothing: a member that fails must not leave the others one draw ahead.
+        # Atomic: if one member fails, the others must not be one draw ahead.
         before, marks = self.generator.get_state(), [sampler.bookmark() for sampler in self.samplers]
         try:
             parts, self._ran_out = [], False
@@ -125,7 +125,7 @@ class SamplerEnsemble(Members, Sampler):
         except BaseException:
             for sampler, mark in zip(self.samplers, marks, strict=True):
                 sampler.go_back(mark)
-            self.generator.set_state(before)  # last: it may be that of the samplers too
+            self.generator.set_state(before)  # last, because the samplers may share this generator
             raise
         return parts
 

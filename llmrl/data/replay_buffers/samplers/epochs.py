@@ -1,4 +1,4 @@
-"""Draws without replacement, pass by pass: every position once, then again in another order."""
+"""Sampling without replacement in passes: each pass draws every position once, in a new order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llmrl.data.replay_buffers.samplers.base import FilteredSampler, Sampler
 from llmrl.data.replay_buffers.storages import Storage
 from llmrl.data.replay_buffers.write_journal import flat_positions
 
-_ABSENT, _WAITING, _DRAWN = 0, 1, 2  # of a position in an epoch
+_ABSENT, _WAITING, _DRAWN = 0, 1, 2  # status of a position in an epoch
 
 
 class Epoch:
-    """Hands out positions in a given order, each once, but for those that were dropped before their turn.
+    """Returns positions in a given order, each once, except those dropped before their turn.
 
     >>> epoch = Epoch(np.array([2, 0, 3, 1]))
     >>> epoch.take(1), epoch.left
@@ -30,7 +30,7 @@ class Epoch:
     def __init__(self, order: np.ndarray) -> None:
         self._order = order
         self.place = 0
-        self._status: np.ndarray | None = None  # of each position; needed once some are dropped
+        self._status: np.ndarray | None = None  # status of each position; created when the first is dropped
         self.left = order.size
 
     def take(self, count: int) -> np.ndarray:
@@ -52,10 +52,10 @@ class Epoch:
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self._order[:0]
 
     def drop(self, positions: np.ndarray) -> None:
-        """Removes positions from the pass; those that were handed out already, or are not in it, are ignored."""
+        """Removes positions from the pass; those already drawn, or not in the pass, are ignored."""
         if not self.left or not positions.size:
             return
-        if self._status is None:  # made when it is first needed: most passes lose no row
+        if self._status is None:  # created lazily: most passes drop no positions
             self._status = np.full(int(self._order.max()) + 1, _ABSENT, dtype=np.uint8)
             self._status[self._order] = _WAITING
             self._status[self._order[: self.place]] = _DRAWN
@@ -65,12 +65,12 @@ class Epoch:
         self.left -= waiting.size
 
     def waiting(self) -> np.ndarray:
-        """The positions still to be handed out, in order."""
+        """The positions still to be drawn, in order."""
         rest = self._order[self.place :]
         return rest if self._status is None else rest[self._status[rest] == _WAITING]
 
     def go_back(self, place: int) -> Epoch:
-        """Takes back what was handed out since ``place``, if nothing was dropped since; returns the epoch."""
+        """Rewinds the epoch to ``place`` and returns it; valid only if nothing was dropped since."""
         again = self._order[place : self.place]
         if self._status is not None:
             again = again[self._status[again] == _DRAWN]
@@ -81,7 +81,7 @@ class Epoch:
 
 
 class EpochSampler(Sampler):
-    """Goes through an `Epoch`, then through the next one. A position that is overwritten leaves the one it is in."""
+    """Draws from one `Epoch` after another; an overwritten position is dropped from the current one."""
 
     def __init__(self, drop_last: bool, shuffle: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -102,7 +102,7 @@ class EpochSampler(Sampler):
         return self._drop_last
 
     def _take(self, count: int, begin: Callable[[], np.ndarray]) -> np.ndarray:
-        """The next positions of the pass; ``begin`` gives those of a new pass once this one is over."""
+        """The next positions of the pass; ``begin`` returns the positions of a new pass when this one is over."""
         if self._too_short(count):
             rows = begin()
             if self.shuffle:
@@ -153,13 +153,13 @@ class EpochSampler(Sampler):
 class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
     """Draws every row exactly once per pass, in random order (``shuffle=False``: in the order of positions).
 
-    A pass is one permutation of the rows that were there when it began. Rows written meanwhile join the next pass: new
+    A pass is one permutation of the rows that existed when it began. Rows written meanwhile join the next pass: new
     positions are not in the permutation, and a position overwritten before it was drawn leaves it. The last batch of a
-    pass holds what is left, or is dropped with ``drop_last``. State: what is left in order, and the generator: a run
-    that is resumed in the middle of a pass goes on with the same batches.
+    pass holds the rest, or is dropped with ``drop_last``. The state is the remaining positions in order, and the
+    generator: a run resumed in the middle of a pass continues with the same batches.
 
-    ``max_age`` is as in `RandomSampler`, also of rows that get too old during a pass. ``max_uses`` is the number of
-    passes that a row is in before it is overwritten. Raises: RuntimeError if no row may be drawn.
+    ``max_age`` is as in `RandomSampler` and also applies to rows that become too old during a pass. ``max_uses`` is the
+    number of passes that may include a row before it is overwritten. Raises: RuntimeError if no row may be drawn.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class SamplerWithoutReplacement(EpochSampler, FilteredSampler):
         if positions is None:
             self._end()
         else:
-            self._epoch.drop(positions)  # by another process; what this one wrote has left the pass already
+            self._epoch.drop(positions)  # for other processes' writes; ``extend`` has dropped this process's already
 
     def _rows(self, length: int, allowed: np.ndarray | None, batch_size: int) -> np.ndarray:
         rows = np.arange(length) if allowed is None else np.flatnonzero(allowed)

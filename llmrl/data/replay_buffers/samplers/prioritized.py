@@ -1,4 +1,4 @@
-"""Draws in proportion to priorities (prioritised experience replay)."""
+"""Sampling in proportion to priorities (prioritised experience replay)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from llmrl.data.replay_buffers.write_journal import flat_positions
 from llmrl.errors import CheckpointError, DataError
 
 _FIRST_PRIORITY = 1.0
-_WAITING_ROWS = 4096  # written rows that may wait for their priority
+_WAITING_ROWS = 4096  # most written rows whose first priority may be deferred
 
 
 class PrioritizedSampler(ProcessLocal, Sampler):
     """Draws row i, with replacement, with probability ``(p_i + eps)^alpha`` over the sum of that for all rows.
 
-    ``sample`` also gives ``"priority_weight"``, the importance weight ``(mass_i / smallest mass)^-beta``: at most 1.
-    A row that was just written has the largest priority that was ever given (at first 1), or the largest of the rows
-    that are left, with ``max_priority_within_buffer``. ``alpha`` and ``beta`` may be set at any time.
+    ``sample`` also returns ``"priority_weight"``, the importance weight ``(mass_i / smallest mass)^-beta``, at most 1.
+    A newly written row gets the largest priority ever set (initially 1), or with ``max_priority_within_buffer`` the
+    largest of the rows still stored. ``alpha`` and ``beta`` may be set at any time.
 
     Sums are float64; ``dtype`` and ``device`` are those of the weights. ``reduction`` (max, min, median, mean, sum)
-    makes one number of a priority with several. Priorities live in the process that made the sampler: using it in a
-    forked one, or handing it to a spawned one, is a RuntimeError.
+    reduces several priorities of a row to one. Priorities are local to the process that created the sampler: using it
+    in a forked process, or passing it to a spawned one, raises RuntimeError.
 
     >>> from llmrl.data.replay_buffers import ListStorage, ReplayBuffer
     >>> sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
@@ -74,8 +74,8 @@ class PrioritizedSampler(ProcessLocal, Sampler):
         self._tree = SumTree(self.max_capacity)
         self._priorities = np.full(self.max_capacity, np.nan)  # NaN where a row is missing
         self._num_rows = 0
-        self._largest: float | None = None  # None: to be looked up
-        self._written: list[np.ndarray] = []  # rows whose priority is still to be set
+        self._largest: float | None = None  # None: must be recomputed
+        self._written: list[np.ndarray] = []  # rows whose first priority is not yet set
         self._num_written = 0
         if not self.max_priority_within_buffer:
             self._largest = _FIRST_PRIORITY
@@ -136,17 +136,17 @@ class PrioritizedSampler(ProcessLocal, Sampler):
                 f"{self._who}: a row must have a priority above 0 (eps={self._eps}): got only zeros; with eps > 0 such "
                 "rows can be drawn."
             )
-        # float32 is too coarse to reach every one of many rows.
+        # float32 is too coarse to reach every row of a large buffer.
         points = torch.rand(count, generator=self.generator, dtype=torch.float64).numpy()
         return self._tree.find(points * total)
 
     def _weights(self, index: np.ndarray) -> Tensor:
-        # Divided by the largest weight of all rows, not of the batch: so weights of different batches compare.
+        # Normalised by the largest weight of all rows, not of the batch, so that weights of batches are comparable.
         weights = (self._tree.masses[index] / self._tree.minimum) ** -self._beta
         return torch.from_numpy(weights).to(dtype=self.dtype, device=self.device)
 
     def _catch_up(self, storage: Storage) -> None:
-        """Adds rows written before the sampler was attached, and forgets rows that are gone."""
+        """Adds rows written before the sampler was attached, and drops rows that no longer exist."""
         self._check_process()
         length = self._length(storage)
         if length > self.max_capacity:
@@ -164,13 +164,13 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             if self.max_priority_within_buffer:
                 self._largest = None
 
-    # --- what the buffer says ---
+    # --- notifications from the buffer ---
 
     def extend(self, index: int | Tensor) -> None:
         self._note(index)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Rows that were changed in place are as new ones."""
+        """Gives rows that were changed in place the default priority of new rows."""
         self._note(_flat(index, storage))
 
     def empty(self) -> None:
@@ -179,9 +179,9 @@ class PrioritizedSampler(ProcessLocal, Sampler):
     def update_priority(self, index: int | Tensor, priority: float | Tensor, *, storage: Storage | None = None) -> None:
         """Sets the priorities of the rows at ``index``, int64[N] (or [N, ndim], given the storage).
 
-        ``priority`` is one number, or [N, ...]: what follows N is reduced. A position of -1 is passed over; of equal
-        positions the last counts. Raises: RuntimeError for another number of priorities, DataError for one that is
-        negative or not finite, IndexError for a missing row. Nothing is changed then.
+        ``priority`` is one number, or [N, ...]: dimensions after N are reduced. Positions of -1 are ignored; for
+        repeated positions the last value wins. Raises, with nothing changed: RuntimeError for a wrong number of
+        priorities, DataError for one that is negative or not finite, IndexError for a missing row.
         """
         self._check_process()
         where = np.asarray(_flat(index, storage), dtype=np.int64).reshape(-1)
@@ -193,19 +193,19 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             return
         self._check_values(where, values)
         masses = self._masses(values, where, self._alpha)
-        # Everything is checked before anything is set.
+        # All checks come before the first change.
         if not self._is_all_written(where):
             self._flush()
             if not 0 <= _highest(where) < self._num_rows:
                 absent = (where < 0) | (where >= self._num_rows)
                 raise IndexError(
-                    f"{self._who}: a priority is for a row that is there: got position {where[absent][0]} of "
+                    f"{self._who}: a priority must be for an existing row: got position {where[absent][0]} of "
                     f"{self._num_rows} rows."
                 )
         self._set(where, values, masses)
 
     def _is_all_written(self, where: np.ndarray) -> bool:
-        """True if these are the rows that wait for their first priority, which then need not be set."""
+        """True if these are exactly the rows with a deferred first priority, which is then discarded."""
         if len(self._written) != 1 or self.max_priority_within_buffer or not np.array_equal(self._written[0], where):
             return False
         self._written, self._num_written = [], 0
@@ -220,22 +220,22 @@ class PrioritizedSampler(ProcessLocal, Sampler):
     def _note(self, index: int | Tensor) -> None:
         self._check_process()
         where = flat_positions(index)
-        where = where[where < self.max_capacity]  # a storage that is too large is refused by the next sample
+        where = where[where < self.max_capacity]  # the next sample raises for a storage that is too large
         self._written.append(where)
         self._num_written += where.size
         if self._num_written > _WAITING_ROWS:
             self._flush()
 
     def _flush(self) -> None:
-        """Gives the rows written since their priority. It is what it would have been at once: only ``update_priority``
-        changes the largest, and flushes before that."""
+        """Sets the deferred priorities of written rows. The delay does not change them: only ``update_priority``
+        changes the largest priority, and it flushes first."""
         if self._written:
             written, self._written, self._num_written = self._written, [], 0
             self._set_default(np.concatenate(written))
 
     def _set_default(self, where: np.ndarray) -> None:
         if self.max_priority_within_buffer and where.size:
-            # The largest priority may be among those that are overwritten: it is looked up when it is needed.
+            # If the largest priority is overwritten, it is recomputed when needed.
             if self._largest is not None and (self._priorities[where] == self._largest).any():
                 self._largest = None
             self._priorities[where] = np.nan
@@ -250,7 +250,7 @@ class PrioritizedSampler(ProcessLocal, Sampler):
             self._largest = None
         elif self._largest is not None:
             if self.max_priority_within_buffer:
-                values = self._priorities[where]  # of a row that comes twice, only the last value is in the buffer
+                values = self._priorities[where]  # for repeated positions only the last value is in the buffer
             self._largest = max(self._largest, float(np.maximum.reduce(values)))
         self._tree.update(where, masses)
         self._num_rows = max(self._num_rows, _highest(where) + 1)
@@ -331,8 +331,8 @@ class PrioritizedSampler(ProcessLocal, Sampler):
 
 
 def _highest(where: np.ndarray) -> int:
-    """The largest position; negative if one is."""
-    # As an unsigned number a negative one is larger than all others: one pass instead of two.
+    """The largest position, or a negative one if there is any."""
+    # As unsigned numbers, negative positions are the largest, so one pass checks both bounds.
     return int(np.maximum.reduce(where.view(np.uint64)).view(np.int64))
 
 

@@ -1,8 +1,8 @@
 """Samplers of slices of trajectories: at random, each trajectory once per pass, and by priority.
 
-Every batch of slices carries ``SLICE_END`` (``"slice_end"``, bool[N]): True on the last row of each slice, whether its
-trajectory ends there or not. The buffer puts it into the sample before the transforms run, so that they can tell two
-slices of one trajectory apart.
+Every batch of slices has the entry ``SLICE_END`` (``"slice_end"``, bool[N]): True on the last row of each slice, even
+if its trajectory does not end there. The buffer adds it to the sample before the transforms run, so that they can tell
+apart two slices of the same trajectory.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class SliceSampler(Sampler):
     """Draws slices of trajectories with replacement; all slices are equally likely.
 
     A batch of N rows is ``num_slices`` slices of ``N / num_slices`` rows, or slices of ``slice_len`` rows: give exactly
-    one of the two. The rows come flat, slice after slice; ``batch.view(num_slices, -1)`` is the usual next step.
+    one of the two. The rows are flat, slice after slice; ``batch.view(num_slices, -1)`` is the usual next step.
     Trajectories end where ``traj_key`` (or ``trajectory_key``) changes, or where ``end_key`` is True; the default is
-    the first entry there is of ``("collector", "traj_ids")``, ``"episode"`` and ``("next", "done")`` (an end). For data
-    that does not change, ``trajectories`` (ids) or ``ends`` (bool), one per row, say it instead, with
-    ``cache_values=True``. A full ring goes on from its end to its start, and is cut where the next row goes.
+    the first existing entry of ``("collector", "traj_ids")``, ``"episode"`` and ``("next", "done")`` (an end key). For
+    data that does not change, give ``trajectories`` (ids) or ``ends`` (bool), one per row, and ``cache_values=True``. A
+    full ring continues from its end to its start and is cut at the position of the next write.
 
-    ``strict_length`` passes over trajectories shorter than a slice; else they come whole. ``span`` lets slices reach
-    over the ends of their trajectory by so many rows (True: all but one), or a pair for left and right; what is outside
-    is left out. *Writes* ``"slice_end"``, True on the last row of every slice, and, into the sample of a
-    ``TensorDictReplayBuffer`` (else the info), ``truncated_key`` and ``done``, True there too, and ``terminated``;
-    ``truncated_key=None`` leaves these three alone. ``compile`` and ``use_gpu`` change nothing.
+    ``strict_length`` skips trajectories shorter than a slice; without it they are returned whole. ``span`` is the
+    number of rows by which slices may extend beyond their trajectory (True: all but one), or a pair for left and right;
+    rows outside are left out. *Writes* ``"slice_end"``, True on the last row of every slice, and, into the sample of a
+    ``TensorDictReplayBuffer`` (else the info), ``truncated_key`` and ``done``, also True there, and ``terminated``;
+    ``truncated_key=None`` omits these three. ``compile`` and ``use_gpu`` have no effect.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
@@ -99,7 +99,7 @@ class SliceSampler(Sampler):
         if len(sides) != 2 or min(map(int, sides)) < 0:
             raise ValueError(f"{who}: span is a bool or a number of rows, or one for left and right: got {span}.")
         self.num_slices, self.slice_len, self.strict_length = num_slices, slice_len, strict_length
-        self.span: tuple[bool | int, ...] = sides  # how far slices may reach over their trajectory, left and right
+        self.span: tuple[bool | int, ...] = sides  # rows by which slices may extend beyond a trajectory, left and right
         self.traj_key = trajectory_key if traj_key is None else traj_key
         self.end_key, self.cache_values, self.truncated_key = end_key, cache_values, truncated_key
         self._index = TrajectoryIndex(
@@ -113,7 +113,7 @@ class SliceSampler(Sampler):
         self._length(storage)
         number, cut = self._plan(storage, batch_size)
         slices = propose_slices(self._index, cut, number, self.generator)
-        if slices is None:  # hardly any row is the end of one: list them, once for as long as nothing is written
+        if slices is None:  # too few rows end a slice: list all slices, and cache the list until the next write
             if self._all is None or self._all[0] != cut:
                 self._all = (cut, every_slice(self._index, cut))
             last, lengths = self._all[1]
@@ -124,7 +124,7 @@ class SliceSampler(Sampler):
         return self._batch(storage, cut, *slices)
 
     def _plan(self, storage: Storage, batch_size: int) -> tuple[int, Cut]:
-        """Brings the index up to date; how many slices a batch has, and how they are cut."""
+        """Updates the index; returns the number of slices of a batch, and how they are cut."""
         if self._last_plan is None or self._last_plan[0] != batch_size:
             parts = self.num_slices or self.slice_len
             if batch_size % parts or batch_size < 1:
@@ -154,7 +154,7 @@ class SliceSampler(Sampler):
     def _batch(
         self, storage: Storage, cut: Cut, last: np.ndarray, lengths: np.ndarray
     ) -> tuple[Tensor, dict[Any, Any]]:
-        """The positions of the slices' rows, int64[N], and the marks of their ends."""
+        """The positions of the slices' rows, int64[N], and the info that marks their ends."""
         positions, ends = slice_rows(self._index, cut, last, lengths)
         info: dict[Any, Any] = {SLICE_END: ends}
         if self.truncated_key is None:
@@ -168,13 +168,13 @@ class SliceSampler(Sampler):
         stored = {name: storage.entry(keys[name], positions) for name in present}
         flag = next(iter(stored.values())) if stored else ends.unsqueeze(1)
         mark = marks_like(flag, cut, ends)
-        for name in ("truncated", "done"):  # True at the end of every slice; terminated is what is stored
+        for name in ("truncated", "done"):  # True at slice ends; terminated is as stored
             info[keys[name]] = stored[name].logical_or(mark) if name in stored else mark.clone()
         if "terminated" in stored:
             info[keys["terminated"]] = stored["terminated"]
         return positions, info
 
-    # --- what the buffer says ---
+    # --- notifications from the buffer ---
 
     def extend(self, index: int | Tensor) -> None:
         super().extend(index)
@@ -199,17 +199,17 @@ class SliceSampler(Sampler):
         self.generator.set_state(bookmark)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()  # refuses, for priorities on their way to another process
-        return {**state, "_flags": None, "_all": None}  # what was learned from a storage stays behind
+        state = super().__getstate__()  # raises for priorities that are pickled for another process
+        return {**state, "_flags": None, "_all": None}  # caches of one storage are not copied
 
 
 class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
-    """Draws every trajectory once per pass: one slice of it, any as likely as the others.
+    """Draws every trajectory once per pass: one of its slices, uniformly.
 
-    A pass holds the trajectories that were there when it began, in random order (``shuffle=False``: by stream and
-    time); rows written meanwhile join the next one, and trajectories that are overwritten, or with ``strict_length``
-    get too short, leave it. The last batch of a pass holds what is left, or is dropped with ``drop_last``. The other
-    arguments are those of ``SliceSampler``. State: the trajectories that are left, in order, and the generator.
+    A pass contains the trajectories that existed when it began, in random order (``shuffle=False``: by stream and
+    time). Rows written meanwhile join the next pass; trajectories that are overwritten, or become too short with
+    ``strict_length``, leave the pass. The last batch of a pass holds the rest, or is dropped with ``drop_last``. The
+    other arguments are those of ``SliceSampler``. State: the remaining trajectories, in order, and the generator.
     """
 
     def __init__(
@@ -222,12 +222,12 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
         number, cut = self._plan(storage, batch_size)
         index = self._index
         waiting = self._epoch.waiting()  # last cells of trajectories
-        # They may have lost rows to the ring since the pass began.
+        # Drops trajectories that are too short now: the ring may have overwritten rows since the pass began.
         self._epoch.drop(waiting[cut.count(index.rows_up_to(waiting)) == 0])
         last = self._take(number, lambda: self._lasts(number, cut))
         rows = index.rows_up_to(last)
         choices = cut.count(rows)
-        # One number per trajectory picks among its slices; the minimum guards against rounding up to ``choices``.
+        # One random number per trajectory selects its slice; the minimum guards against rounding up to ``choices``.
         points = torch.rand(last.size, generator=self.generator, dtype=torch.float64).numpy()
         end, lengths = cut.piece(rows, np.minimum((points * choices).astype(np.int64), choices - 1))
         return self._batch(storage, cut, index.ahead(last, end - rows), lengths)
@@ -248,11 +248,11 @@ class SliceSamplerWithoutReplacement(EpochSampler, SliceSampler):
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Draws slices by the priority of their first row, with replacement.
 
-    A row that no slice can begin at, because its trajectory ends too soon, is passed over, whatever its priority: the
+    A row at which no slice can begin, because its trajectory ends too soon, is skipped, whatever its priority; the
     others are drawn in proportion to ``(p + eps)^alpha``. With ``strict_length=False`` a trajectory shorter than a
-    slice comes whole and has the priority of its first row. Slices may end behind their trajectory (``span``), but not
-    begin before it. ``"priority_weight"`` is that of the first row, repeated along the slice. ``update_priority`` takes
-    rows, by the positions that came with the batch. The arguments are those of ``PrioritizedSampler`` and
+    slice is returned whole and has the priority of its first row. Slices may end after their trajectory (``span``), but
+    not begin before it. ``"priority_weight"`` is that of the first row, repeated along the slice. ``update_priority``
+    takes rows, by the positions returned with the batch. The arguments are those of ``PrioritizedSampler`` and
     ``SliceSampler``.
     """
 
@@ -293,10 +293,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return positions, info
 
     def _draw_starts(self, number: int, cut: Cut) -> np.ndarray:
-        """Starts by priority: proposed among all rows, or, if hardly any can be one, listed."""
+        """Draws starts by priority: by rejection among all rows or, if too few are accepted, from a list of starts."""
 
         def propose(count: int) -> tuple[np.ndarray]:
-            cells = self._draw(count)  # by mass; keeping the legal ones leaves their proportions as they are
+            cells = self._draw(count)  # by mass; rejecting illegal starts does not change the others' proportions
             return (cells[slices_from(self._index, cut, cells)],)
 
         found = accepted(number, min(self._index.cells, _MOST_DRAWS), propose)
@@ -313,5 +313,5 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
                 f"only zeros for {cells.size} of them."
             )
         points = torch.rand(number, generator=self.generator, dtype=torch.float64).numpy()
-        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))  # rounding must not reach behind the last
+        points = np.minimum(points * sums[-1], np.nextafter(sums[-1], 0))  # rounding must not pass the end
         return cells[sums.searchsorted(points, side="right")]

@@ -1,7 +1,7 @@
-"""Slices of trajectories: which there are, how they are drawn, and which rows they have. Plain functions over an index.
+"""Functions over a trajectory index that enumerate slices of trajectories, draw them, and return their rows.
 
-A slice is a run of rows of one trajectory, named by its last cell and its length. ``behind`` says how many rows after
-that cell the slice would end if the trajectory went on: what lies outside of the trajectory is left out.
+A slice is a run of rows of one trajectory, given by its last cell and its length. ``behind`` is the number of rows
+after that cell at which the slice would end if the trajectory continued: rows outside the trajectory are left out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Slices = tuple[np.ndarray, np.ndarray]  # last cells and lengths, int64[N] each
 
 
 class Cut(NamedTuple):
-    """Cuts slices of ``length`` rows; up to ``left`` of them may lie before the trajectory, and ``right`` behind it.
+    """Cuts slices of ``length`` rows; up to ``left`` of them may lie before the trajectory, and ``right`` after it.
 
-    Rows outside of the trajectory are left out, so such slices are shorter. With ``strict`` a trajectory shorter than
-    ``length`` has no slices; without, if no other fits, it has one, which is the whole trajectory.
+    Rows outside the trajectory are left out, so such slices are shorter. With ``strict`` a trajectory shorter than
+    ``length`` has no slices; without, if no slice fits, it has one, which is the whole trajectory.
     """
 
     length: int
@@ -40,15 +40,15 @@ class Cut(NamedTuple):
 
     def count(self, rows: np.ndarray) -> np.ndarray:
         """The number of slices of trajectories with this many rows."""
-        # As many as a window of this length has places that reach over neither end too far.
+        # The number of offsets at which a window of this length exceeds neither end by too much.
         fitting = np.maximum(rows - self.length + 1 + self.left + self.right, 0)
         return np.where(rows >= self.length, fitting, 0) if self.strict else np.maximum(fitting, 1)
 
     def piece(self, rows: np.ndarray, number: np.ndarray) -> Slices:
-        """The row that slice ``number`` of a trajectory of ``rows`` rows ends before, and the length of the slice."""
-        end = self.length - self.left + number  # as if the trajectory went on on both sides
+        """The exclusive end row of slice ``number`` in a trajectory of ``rows`` rows, and the length of the slice."""
+        end = self.length - self.left + number  # as if the trajectory continued on both sides
         last = np.minimum(end, rows)
-        whole = end > rows + self.right  # no place fits: the one slice that a short trajectory has all the same
+        whole = end > rows + self.right  # no window fits: the slice is the whole short trajectory
         return last, np.where(whole, rows, last - np.maximum(end - self.length, 0))
 
 
@@ -61,12 +61,12 @@ def slices_at(
     if cut.plain:
         return rows >= cut.length, lengths
     fits = rows + behind >= cut.length - cut.left
-    # Only the last row of a trajectory has slices that end behind it.
+    # Slices that end after their trajectory are attributed to its last row.
     last, at = index.is_last(cells), np.equal(behind, 0)
     fits &= last | at
     if not cut.strict:
         return fits | (last & at & (rows + cut.right < cut.length - cut.left)), lengths
-    # Its trajectory has as many rows as a slice, here or further on.
+    # With ``strict`` the trajectory, including rows after this cell, must have at least ``length`` rows.
     return fits & ((rows >= cut.length) | index.same(cells, np.maximum(cut.length - rows, 0))), lengths
 
 
@@ -89,15 +89,14 @@ def every_slice(index: TrajectoryIndex, cut: Cut) -> Slices:
 
 
 def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: torch.Generator) -> Slices | None:
-    """``number`` slices, each as likely as any other; None if hardly any row is the end of one.
+    """``number`` slices, drawn uniformly; None if too few rows end a slice.
 
-    Proposes ends anywhere and keeps those that are ends of slices, at a cost that does not depend on the number of
-    rows.
+    Rejection sampling: proposes random ends and keeps valid ones, at a cost independent of the number of rows.
     """
-    copies = 1 + cut.right  # a last row also ends the slices that reach behind it: it is proposed once for each
+    copies = 1 + cut.right  # a trajectory's last row also stands for the slices that end after it: one copy for each
 
     def propose(count: int) -> Slices:
-        # Rejection: every (cell, behind) is as likely as any other, so every slice that is accepted is.
+        # Every pair (cell, behind) is equally likely, so accepted slices are too.
         cells = torch.randint(index.cells * copies, (count,), generator=generator).numpy()
         behind: np.ndarray | int = 0
         if copies > 1:
@@ -109,7 +108,7 @@ def propose_slices(index: TrajectoryIndex, cut: Cut, number: int, generator: tor
 
 
 def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...] | None:
-    """``number`` accepted proposals, as columns; None if they are rare: not found within ``most`` proposals.
+    """``number`` accepted proposals, as columns; None if ``most`` proposals did not yield enough.
 
     ``propose(count)`` makes ``count`` proposals and returns the accepted ones.
     """
@@ -121,7 +120,7 @@ def accepted(number: int, most: int, propose: Callable[[int], tuple[np.ndarray, 
         parts.append(tuple([column[:missing] for column in propose(proposals)]))
         missing -= parts[-1][0].size
         proposed += proposals
-        proposals *= 4  # few were accepted: make more at a time
+        proposals *= 4  # few were accepted: larger batches need fewer rounds
     return parts[0] if len(parts) == 1 else tuple([np.concatenate(column) for column in zip(*parts, strict=True)])
 
 
@@ -136,13 +135,13 @@ def slice_rows(index: TrajectoryIndex, cut: Cut, last: np.ndarray, lengths: np.n
 
 
 def marks_like(flag: Tensor, cut: Cut, ends: Tensor) -> Tensor:
-    """``ends``, bool[N], in the shape and on the device of ``flag``, [N, 1, ...]; not to be written to."""
+    """``ends``, bool[N], in the shape and on the device of ``flag``, [N, 1, ...]; read-only, as it may be cached."""
     if cut.plain:
         return _plain_marks(cut.length, flag.shape, flag.device)
     return ends.to(flag.device).view(-1, *[1] * (flag.ndim - 1)).expand(flag.shape)
 
 
-# Batches of one size share these, which cost as much as the slices themselves.
+# Cached by batch size, because building them costs as much as drawing the slices.
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,8 @@
-"""A sum tree over an array of masses: batched updates and batched draws in proportion to them.
+"""A sum tree over an array of masses: batched updates, and batched draws in proportion to the masses.
 
-Every level sums sixteen neighbours of the level below, up to one of at most 4096 sums, which is searched directly:
-three levels for a million rows. Sums are always recomputed from what is below them, so they do not drift; minima are
-recomputed when the smallest mass is read.
+Every level sums groups of sixteen of the level below; the top level has at most 4096 sums and is searched directly:
+three levels for a million rows. Sums are always recomputed from the level below, so rounding errors do not accumulate;
+minima are recomputed when the smallest mass is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TOP = 4096
 
 
 class SumTree:
-    """``capacity`` masses, at first 0; float64. Rows of mass 0 are never drawn and do not count for ``minimum``.
+    """``capacity`` float64 masses, initially 0. Rows of mass 0 are never drawn and are ignored by ``minimum``.
 
     >>> tree = SumTree(4)
     >>> tree.update(np.array([0, 1, 3]), np.array([1.0, 3.0, 4.0]))
@@ -30,13 +30,13 @@ class SumTree:
             sizes.append(-(-sizes[-1] // _FANOUT**2) * _FANOUT)
         self._sums = [np.zeros(size) for size in sizes]
         self._minima = [np.full(size, np.inf) for size in sizes[1:]]
-        self._outdated: list[np.ndarray] = []  # groups of masses that have changed since the minima were made
+        self._outdated: list[np.ndarray] = []  # groups whose masses changed since the minima were computed
         self._num_outdated = 0
         self.capacity = capacity
 
     @property
     def masses(self) -> np.ndarray:
-        """The masses themselves, float64[capacity]; to be changed by ``update`` and ``rebuild`` only."""
+        """The masses, float64[capacity], not copied; change them only with ``update`` and ``rebuild``."""
         return self._sums[0][: self.capacity]
 
     @property
@@ -57,25 +57,25 @@ class SumTree:
         return float((self._minima[-1] if self._minima else _positive(self._sums[0])).min())
 
     def update(self, index: np.ndarray, masses: np.ndarray | float) -> None:
-        """Sets the masses at ``index``, int64[N]; of equal positions the last counts."""
+        """Sets the masses at ``index``, int64[N]; for repeated positions the last value wins."""
         self._sums[0][index] = masses
         if not index.size or not self._minima:
             return
         first, last = int(index[0]), int(index[-1])
-        run = last - first == index.size - 1 and bool((index[1:] - index[:-1] == 1).all())  # as a writer's rows are
+        run = last - first == index.size - 1 and bool((index[1:] - index[:-1] == 1).all())  # usual for written rows
         for level, sums in enumerate(self._sums[1:]):
             first, last = first // _FANOUT, last // _FANOUT
-            # A run needs each parent once; scattered positions may name one twice, which does no harm.
+            # A run visits each parent once; scattered positions may repeat a parent, which is harmless.
             index = np.arange(first, last + 1) if run else index // _FANOUT
             sums[index] = np.add.reduce(_groups(self._sums[level], index), 0)
             if level == 0:
                 self._outdated.append(index)
                 self._num_outdated += index.size
-        if self._num_outdated > self._sums[1].size:  # an owner that never asks
+        if self._num_outdated > self._sums[1].size:  # bounds the list if ``minimum`` is never read
             self._forget_minima()
 
     def rebuild(self, masses: np.ndarray) -> None:
-        """Replaces all masses: the first ones by these, the others by 0."""
+        """Replaces all masses: the first ones with the given ones, the rest with 0."""
         self._sums[0][: masses.size] = masses
         self._sums[0][masses.size :] = 0
         for level, sums in enumerate(self._sums[1:]):
@@ -86,19 +86,19 @@ class SumTree:
         self._outdated, self._num_outdated = [np.arange(self._sums[0].size // _FANOUT)], 0
 
     def find(self, points: np.ndarray) -> np.ndarray:
-        """The position whose share of the total each point, float64[N] in [0, total), lies in."""
+        """For each point, float64[N] in [0, total), the position whose interval of the cumulative sum contains it."""
         # The top level is searched directly ...
         top = self._sums[-1].cumsum()
         points = np.minimum(points, np.nextafter(top[-1], 0))
         index = top.searchsorted(points, side="right")
         points = points - (top[index] - self._sums[-1][index])
         numbers = np.arange(points.size)
-        # ... and every level below by the sixteen running sums of the group that was found above.
+        # ... and every lower level by the sixteen running sums of the group found above.
         for level in reversed(self._sums[:-1]):
             steps = _groups(level, index)
             for child in range(1, _FANOUT):
                 np.add(steps[child - 1], steps[child], out=steps[child])
-            # What is left of a point may be outside by rounding: it must not fall on the masses of 0 behind the last.
+            # By rounding, the rest of a point may exceed the group: it must not select a mass of 0 after the last one.
             points = np.maximum(np.minimum(points, np.nextafter(steps[-1], 0)), 0)
             child = (steps <= points).sum(0)
             points = points - np.where(child > 0, steps[child - 1, numbers], 0)
@@ -107,7 +107,7 @@ class SumTree:
 
 
 def _groups(level: np.ndarray, index: np.ndarray | None) -> np.ndarray:
-    """A copy of the groups at ``index``, float64[16, N]: along the first dimension numpy adds fast, in one order."""
+    """A copy of the groups at ``index``, float64[16, N]: numpy adds along dimension 0 fast and in a fixed order."""
     groups = level.reshape(-1, _FANOUT)
     return (groups if index is None else groups.take(index, 0)).T.copy()
 

@@ -39,10 +39,10 @@ def _word(place: int, doc: str) -> property:
 
 
 class Counters:
-    """One int64 tensor, so that it can lie in memory that several processes map. The storage's lock guards it.
+    """A storage's counters in one int64 tensor, which can be shared memory; guarded by the storage's lock.
 
-    ``mutations`` never goes back: a reader that remembers it knows whether the rows are still those that it saw,
-    even if another process has changed them.
+    ``mutations`` never decreases: a reader can compare it with an earlier value to detect that rows have changed, even
+    by another process.
 
     >>> counters = Counters()
     >>> counters.length, counters.cursor = 3, 3
@@ -63,7 +63,7 @@ class Counters:
 
     def _map(self, words: Tensor) -> None:
         self.words = words
-        self._view = memoryview(words.numpy())  # an access by this costs a tenth of one by the tensor
+        self._view = memoryview(words.numpy())  # ten times faster to access than the tensor
 
     def changed(self) -> None:
         self._view[3] += 1
@@ -75,7 +75,7 @@ class Counters:
         return self._path is not None
 
     def share(self, path: Path) -> None:
-        """Moves the counters into the file ``path``, which pickled counters map too; before, they are copies."""
+        """Moves the counters into the file ``path``; pickled copies made afterwards map the same file."""
         path.write_bytes(bytes(self.words.numpy()))
         self._path = path
         self._map(_map_file(path))
@@ -131,29 +131,29 @@ def row_limit(who: str, max_size: int | None) -> int:
 class Storage(ABC):
     """Rows at positions ``0 .. len - 1``, at most ``max_size`` of them.
 
-    Whatever goes in is copied and whatever comes out is a copy: nothing that a caller holds shares memory with a row.
+    Rows are copied on writes and on reads: a caller's data never shares memory with a row.
 
-    With ``ndim`` dimensions the rows lie on a grid [T, E, ...] of ``columns`` parallel streams that are written at the
-    same time. ``set``, ``get`` and ``entry`` see its *cells* one after the other, cell ``t * columns + e``; ``len`` and
-    ``max_size`` count cells. ``storage[...]`` sees the grid.
+    With ``ndim`` dimensions the rows form a grid [T, E, ...] of ``columns`` parallel streams that are written at the
+    same time. ``set``, ``get`` and ``entry`` address its *cells* by flat position ``t * columns + e``; ``len`` and
+    ``max_size`` count cells. ``storage[...]`` indexes the grid.
     """
 
-    max_size: int  # a property if another process may fix it
+    max_size: int  # a property in storages where another process may set it
     ndim: int = 1
-    trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; as above
+    trailing: tuple[int, ...] = ()  # the sizes of the grid's dimensions after time; may be a property too
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.lock: AbstractContextManager[Any] = threading.RLock()
-        self.checkpointer: Any = None  # what dumps and loads use; a buffer sets the default
+        self.checkpointer: Any = None  # used by dumps and loads; a buffer sets the default
 
     # --- rows ---
 
     @abstractmethod
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
-        """Writes one row (int) or a batch of rows, growing by at most one gap-free run.
+        """Writes one row (int) or a batch of rows; new positions must follow the existing rows without a gap.
 
-        The writer's cursor stays as it is, whatever ``set_cursor`` says.
+        ``set_cursor`` is ignored: the writer's cursor never changes.
         """
 
     @abstractmethod
@@ -161,7 +161,7 @@ class Storage(ABC):
         """A copy of one row (int) or of a batch of rows. Raises: IndexError if there is none."""
 
     def count(self, data: Any) -> int:
-        """The number of rows of a batch: the leading size, which all entries share; a list holds rows one by one."""
+        """The number of rows of a batch: the leading size, which all entries share, or the length of a list of rows."""
         if isinstance(data, list):
             return len(data)
         if type(data) is TensorDict or isinstance(data, Tensor) or is_tensor_collection(data):
@@ -181,7 +181,7 @@ class Storage(ABC):
         raise RuntimeError(f"extend: a batch is a tensor, tensordict, list, dict or tuple: got {type(data).__name__}.")
 
     def batch(self, index: slice | Tensor) -> Any:
-        """``get`` of positions (a plain slice or int64[N]) that are there, stacked if that can be done."""
+        """``get`` for existing positions (a plain slice or int64[N]), stacked if possible."""
         return self.get(index)
 
     def entry(self, key: Key, index: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Storage(ABC):
         return self.counters.length >= self.max_size
 
     def empty(self) -> None:
-        """Forgets all rows; what was allocated and the schema stay."""
+        """Removes all rows; allocated memory and the schema are kept."""
         self.counters.check_writable(type(self).__name__)
         self.counters.length = 0
         self.counters.changed()
@@ -242,33 +242,32 @@ class Storage(ABC):
         return (len(self) // self.columns, *self.trailing)
 
     def prepare(self, trailing: tuple[int, ...]) -> None:  # noqa: B027  most storages have one dimension
-        """Notes the sizes of the grid after time, before the first write."""
+        """Sets the sizes of the grid's dimensions after time, which the first write fixes."""
 
     def __getitem__(self, index: Any) -> Any:
-        """A copy of the rows at a place of the grid, time first: ``storage[:]`` is [T, E, ...]."""
+        """A copy of the rows at an index of the grid, time first: ``storage[:]`` is [T, E, ...]."""
         cells = select_cells(index, self.shape, type(self).__name__)
         if isinstance(cells, int | slice):
             return self.get(cells)
         return shape_cells(self.get(cells.reshape(-1)), cells.shape)
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        """Writes rows at a place of the grid, time first; on one dimension also behind the last row."""
+        """Writes rows at an index of the grid, time first; with one dimension also after the last row."""
         if self.ndim == 1:
             return self.set(index, data)
         cells = select_cells(index, self.shape, type(self).__name__)
         self.set(*cells_in_row(cells, data))
 
     def __contains__(self, index: int | Tensor) -> bool:
-        """True if there is a row at the position, or at all of them."""
+        """True if there is a row at the position, or at every position of a tensor."""
         there = self.contains(index)
         return bool(there.all()) if isinstance(there, Tensor) else there
 
     def attach(self, buffer: Any) -> None:
-        """Raises: UnsupportedError, always: samplers see writes in the storage's counters."""
+        """Always raises UnsupportedError: samplers detect writes in the storage's counters."""
         raise UnsupportedError(
-            f"{type(self).__name__}: nothing needs to be attached: a sampler sees in the storage's counters that rows "
-            "were written, by any buffer or process; to say which rows of a buffer were changed, call its "
-            "mark_update(index)."
+            f"{type(self).__name__}: nothing needs to be attached: samplers detect writes by any buffer or process in "
+            "the storage's counters; to report which rows of a buffer were changed, call its mark_update(index)."
         )
 
     # --- several processes ---
@@ -279,14 +278,14 @@ class Storage(ABC):
         return self.counters.shared
 
     def share(self) -> None:
-        """Moves the rows to memory that other processes can map. Has to come before the hand-over."""
+        """Moves the rows to memory that other processes can map; call it before they receive the storage."""
         raise UnsupportedError(
             f"{type(self).__name__}: its rows are Python objects of one process and cannot be shared; use "
             "LazyTensorStorage(...).share() or LazyMemmapStorage, or keep the buffer in one process."
         )
 
     def check_hand_over(self) -> None:
-        """Raises RuntimeError if another process would get a copy of its own instead of these rows."""
+        """Raises RuntimeError if another process would receive a separate copy instead of these rows."""
         if not self.shared:
             raise RuntimeError(
                 f"{type(self).__name__}: a storage reaches another process by shared memory only: got one that is not "
@@ -315,36 +314,36 @@ class Storage(ABC):
         return {"content": content, "ring": counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replaces everything by a state, which is copied. Raises as ``restore`` does, with nothing changed."""
+        """Replaces rows and counters by a copy of a state. Raises as ``restore`` does, with nothing changed."""
         self._check_keys("state", state, {"content", "ring"})
         self.restore(state["content"], state["ring"])
 
     def snapshot(self, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
         """The content of a checkpoint: the rows in the order of positions ([T, E, ...] on a grid) and the counters.
 
-        The rows are None if there are none. They are a copy unless ``copy`` is False, for a caller that neither changes
-        nor keeps them: rows may exceed the memory.
+        The rows are None if the storage is empty. They are a copy unless ``copy`` is False, which is for callers that
+        neither change nor keep them: the rows may be larger than memory.
         """
         return (self._all_rows(copy) if len(self) else None), self._counter_state()
 
     def restore(self, content: Any, counters: dict[str, Any]) -> None:
-        """Replaces everything by what ``snapshot`` gave, which is copied.
+        """Replaces rows and counters by a copy of what ``snapshot`` returned.
 
-        Raises: CheckpointError, with nothing changed, if it was made with another number of dimensions or does not fit.
+        Raises: CheckpointError, with nothing changed, if the snapshot has another number of dimensions or does not fit.
         """
         self._check_keys("snapshot", counters, self._counter_state().keys())
         if counters["ndim"] != self.ndim:
             raise CheckpointError(
-                f"{type(self).__name__}: a snapshot is restored into a storage of as many dimensions: got ndim="
+                f"{type(self).__name__}: a snapshot must have the storage's number of dimensions: got ndim="
                 f"{counters['ndim']}, expected {self.ndim}."
             )
-        # Lists of rows are replaced below, not changed, and tensors are checked before they are written: so putting the
-        # old attributes back undoes everything.
+        # Below, lists of rows are replaced, not changed, and tensors are checked before they are written, so restoring
+        # the old attributes undoes everything.
         length, before, rows_before = counters["length"], self.counters.length, dict(self.__dict__)
         try:
             self.prepare(tuple(counters["trailing"]))
             if length > self.max_size or (length >= counters["max_size"] and counters["max_size"] != self.max_size):
-                raise CheckpointError(  # a full ring goes on only at its own size
+                raise CheckpointError(  # a full ring can only continue at its original size
                     f"{type(self).__name__}: the state must be of a storage of the same size: got {length} rows of "
                     f"max_size {counters['max_size']}, expected max_size {self.max_size}."
                 )
@@ -354,7 +353,7 @@ class Storage(ABC):
                 rows = time_first(content, 0, self.ndim)[0]
                 if self.count(rows) != length:
                     raise CheckpointError(
-                        f"{type(self).__name__}: a snapshot has as many rows as it says: got {self.count(rows)}, "
+                        f"{type(self).__name__}: a snapshot's rows must match its length: got {self.count(rows)}, "
                         f"expected {length}."
                     )
                 self.set(slice(0, length), rows)
@@ -362,18 +361,18 @@ class Storage(ABC):
             self.__dict__.update(rows_before)
             self.counters.length = before
             raise
-        self.counters.load(counters)  # last: the write above has counted too
+        self.counters.load(counters)  # last, because the write above has changed the counters
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the content on its way to the disk."""
+        """Registers ``hook``, which converts the content before it is written to disk."""
         self._required_checkpointer().register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
-        """``hook`` changes the content on its way from the disk."""
+        """Registers ``hook``, which converts the content after it is read from disk."""
         self._required_checkpointer().register_load_hook(hook)
 
     def dumps(self, path: str | Path) -> None:
-        """Writes the rows and counters to the directory ``path``, by ``checkpointer``."""
+        """Writes the rows and counters to the directory ``path`` with ``checkpointer``."""
         with self.lock:
             self._required_checkpointer().dumps(self, path)
 
@@ -399,30 +398,30 @@ class Storage(ABC):
                 f"{type(self).__name__}: not a storage {what}: missing keys {sorted(missing)}, got {sorted(state)}."
             )
 
-    # --- for sub-classes ---
+    # --- for subclasses ---
 
     def _all_rows(self, copy: bool) -> Any:
         return self[:]
 
     def _forget(self) -> None:  # noqa: B027  preallocated memory is kept
-        """Lets go of the rows, by replacing what holds them, not by changing it."""
+        """Releases the rows by replacing their containers, never by changing them: ``restore`` may put them back."""
 
     def _rows_at(self, index: Index) -> int | slice | Tensor:
-        """An index of rows that are there: a position, a run of them, or int64[N]."""
+        """Normalises an index of existing rows to a position, a slice, or int64[N]."""
         where = select_cells(index, (len(self),), type(self).__name__)
         return where.reshape(-1) if isinstance(where, Tensor) else where
 
     def _places_at(self, index: Index) -> int | slice | Tensor:
-        """An index of rows that are written: the same, if the rows may be new."""
+        """Normalises an index of rows to write, which may be new, to a position, a slice, or a tensor."""
         if type(index) is int and index >= 0:
             return index
-        if type(index) is slice:  # as a writer gives it: a batch that is appended pays for no more checks
+        if type(index) is slice:  # fast path for a writer's slice: appending a batch skips the checks below
             plain = type(index.start) is int and type(index.stop) is int and index.step in (None, 1)
             if plain and 0 <= index.start <= index.stop:
                 return index
         who, length = type(self).__name__, len(self)
         if isinstance(index, slice):
-            index = range(*index.indices(max(length, index.stop or 0)))  # it may end behind the last row
+            index = range(*index.indices(max(length, index.stop or 0)))  # the slice may end after the last row
         if isinstance(index, range) and index.step == 1 and 0 <= index.start <= index.stop:
             return slice(index.start, index.stop)
         if not isinstance(index, Tensor):
@@ -466,7 +465,7 @@ class Storage(ABC):
 
 
 def read_entry(who: str, rows: Any, key: Key) -> Any:
-    """One entry of a batch (a tensordict, or nested dicts of tensors); one whose rows differ in shape is a list."""
+    """One entry of a batch (a tensordict, or nested dicts of tensors); a list if its rows differ in shape or dtype."""
     path = (key,) if isinstance(key, str) else tuple(key)
     value = rows
     for depth, name in enumerate(path):

@@ -1,4 +1,4 @@
-"""Several storages as one, and the batches that hold rows of several of them."""
+"""Several storages as one, and batches that combine rows of several storages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llmrl.data.replay_buffers.utils import load_transforms, transform_states
 
 
 class StorageEnsemble(Members, Storage):
-    """Several storages; ``transforms`` (one per storage, None if there is none) are what belongs to their rows.
+    """Several storages; ``transforms`` are those of each storage's rows (one per storage, or None).
 
     ``ensemble[i]`` is a storage, ``ensemble[1:]`` and ``ensemble[[0, 2]]`` are ensembles, and ``ensemble[:, :3]`` are
-    rows: those of every member at the second index, joined. ``len`` counts members. Rows are written to a member.
+    the joined rows of every member at the second index. ``len`` counts members. Rows are written to a member.
 
     >>> from llmrl.data.replay_buffers import TensorStorage
     >>> ensemble = StorageEnsemble(TensorStorage(torch.arange(3)), TensorStorage(torch.arange(10, 15)))
@@ -42,7 +42,7 @@ class StorageEnsemble(Members, Storage):
                 f"StorageEnsemble: transforms must have an entry per storage: got {len(self.transforms)} for "
                 f"{len(storages)} storages."
             )
-        self.checkpointer = None  # the members have the counters and the locks
+        self.checkpointer = None  # no super().__init__(): counters and locks are the members'
 
     def of(self, where: Sequence[int]) -> StorageEnsemble:
         transforms = [self.transforms[number] for number in where]
@@ -59,21 +59,21 @@ class StorageEnsemble(Members, Storage):
         return join([self.storages[number][rest] for number in where], same_schema(self.storages))
 
     def get(self, index: TensorDictBase) -> Any:
-        """The rows that ``SamplerEnsemble.sample`` names, [members drawn, rows of each]."""
+        """The rows at an index from ``SamplerEnsemble.sample``, [members drawn, rows of each]."""
         parts = [
             self.storages[int(part["buffer_ids"][0])].batch(part["index"])
-            for part in index.unbind(0)  # each row of the index is one member's
+            for part in index.unbind(0)  # each part of the index belongs to one member
         ]
         return join(parts, same_schema(self.storages))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # the members have the locks
+        self.__dict__.update(state)  # no lock to rebuild: the locks are the members'
 
     set, count, empty = refused("set"), refused("count"), refused("empty")
 
     @property
     def lock(self) -> Any:
-        """All members' locks, taken in one order wherever they stand in the ensemble."""
+        """All members' locks, acquired in the same order in every ensemble, which avoids deadlocks."""
         locks = {id(storage.lock): storage.lock for storage in self.storages}
         return _all_of(sorted(locks.values(), key=lambda lock: (str(getattr(lock, "path", "")), id(lock))))
 
@@ -97,8 +97,8 @@ class StorageEnsemble(Members, Storage):
     def restore_each(
         self, states: Sequence[Any], transforms: Sequence[Any], restore: Callable[[Storage, Any], None]
     ) -> None:
-        """``restore(storage, state)`` for every member, and the states of transforms; if one raises, all of them are
-        what they were.
+        """Calls ``restore(storage, state)`` for every member and loads the states of transforms; if one raises, all
+        are left unchanged.
         """
         pairs, before, kept = self._pairs(states), [], copy.deepcopy(transform_states(self.transforms))
         try:
@@ -108,7 +108,7 @@ class StorageEnsemble(Members, Storage):
                 restore(storage, state)
         except BaseException:
             load_transforms(self.transforms, kept)
-            # Those that were reached, and the one that failed, which is all or nothing itself.
+            # Restores the members loaded so far; for the one that failed this has no effect, as its own load is atomic.
             for storage, (content, counters) in zip(self.storages, before, strict=False):
                 storage.restore(content, counters)
             raise
@@ -128,7 +128,7 @@ def same_schema(storages: Sequence[Storage]) -> bool:
 def join(parts: Sequence[Any], dense: bool) -> Any:
     """The members' parts along a new first dimension.
 
-    Stacked if ``dense`` and of one size; else a lazy stack of tensordicts, or a list of parts that are something else.
+    Stacked if ``dense`` and of the same size; otherwise a lazy stack of tensordicts, or a list for other data.
     """
     if dense:
         layouts, columns = zip(*[take_apart(part, stacked=False) for part in parts], strict=True)
@@ -136,7 +136,7 @@ def join(parts: Sequence[Any], dense: bool) -> Any:
             stacked = [torch.stack(entries) for entries in zip(*columns, strict=True)]
             return put_together(layouts[0], stacked, len(parts))
     if all(is_tensor_collection(part) for part in parts):
-        if len({part.device for part in parts}) > 1:  # some say that they are on the CPU, others say nothing
+        if len({part.device for part in parts}) > 1:  # some parts declare the CPU, others declare no device
             parts = [part.copy().clear_device_() for part in parts]
         return LazyStackedTensorDict.lazy_stack(list(parts))
     return list(parts)

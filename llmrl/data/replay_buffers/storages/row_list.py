@@ -1,7 +1,7 @@
-"""Storages of rows in a Python list, which grows as they come: of any objects, and of tensordicts of any length.
+"""Storages that keep rows in a growing Python list: any objects, and tensordicts of any length.
 
-A tensordict is kept as its ``Row``, anything else as it is. ``to_rows`` and ``from_rows`` also serve other
-modules, which keep rows outside of a storage.
+A tensordict is stored as a ``Row``, other objects as they are. Other modules use ``to_rows`` and ``from_rows`` too, to
+keep rows outside a storage.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from llmrl.data.ragged.tensordicts import LazyCopy, rows_form
 from llmrl.data.replay_buffers.storages.base import Index, Storage, row_limit
 from llmrl.errors import DataError
 
-_SPARSE = 4  # a block is given up once less than a quarter of its rows is left: memory is bounded, and copies are rare
+_SPARSE = 4  # a block is released once under a quarter of its rows is left: bounds memory with few extra copies
 
 
 class Row(NamedTuple):
-    """One row: its layout, its share of every column, and the ``ragged_forms`` of these if they are known."""
+    """One row: its layout, its value in every column, and the ``ragged_forms`` of these if known."""
 
     layout: Layout
     leaves: tuple[Any, ...]
@@ -55,8 +55,8 @@ class Row(NamedTuple):
 def to_rows(batch: TensorDictBase | Sequence[Any], device: torch.device | None = None) -> list[Row]:
     """Copies of the rows of a batch, or of a list of single rows, that share no memory with it.
 
-    Rows of one batch share one kernel per entry and so one block of memory, which lives as long as any of them
-    (see ``RowList._note_block``).
+    The rows of a batch are copied with one kernel per entry, into one block of memory that is freed only with the last
+    of them (see ``RowList._note_block``).
     """
     if isinstance(batch, list | tuple):
         parts = take_rows_apart(batch, device=device)
@@ -79,7 +79,7 @@ def _to_row(single: Any, device: torch.device | None) -> Row:
 def _rows(layout: Layout, columns: Sequence[Any], num_rows: int, device: torch.device | None = None) -> list[Row]:
     forms = ragged_forms(layout, columns)
     copies = copy_columns(layout, columns, device, forms)
-    if device is not None:  # the form names the device, which is another one now
+    if device is not None:  # a form includes the device, which has changed
         forms = ragged_forms(layout, copies)
     by_row = [_cells(*column) for column in zip(layout.kinds, copies, strict=True)]
     return [Row(layout, leaves, forms) for leaves in (zip(*by_row, strict=True) if by_row else [()] * num_rows)]
@@ -94,21 +94,21 @@ def _cells(kind: Any, column: Any) -> Sequence[Any]:
 
 
 def _columns(layout: Layout, rows: Sequence[Row], *, borrow: bool = False) -> list[Any]:
-    """Copies of rows of one layout, as columns."""
+    """Copies of rows that share one layout, as columns."""
     forms = rows[0].forms
     known = forms if all([row.forms is forms or row.forms == forms for row in rows]) else None
     return copy_columns(layout, list(zip(*[row.leaves for row in rows], strict=True)), forms=known, borrow=borrow)
 
 
 def to_row(single: Any, device: torch.device | None = None) -> Row:
-    """A copy of one tensordict as a row of fixed shape, with the layout that rows like it have in a dense batch."""
+    """A copy of one tensordict as a fixed-shape row, with the layout that such rows have in a dense batch."""
     layout, leaves = take_apart(single, stacked=False, device=device)
     return _rows(layout, [[leaf] for leaf in leaves], 1, device)[0]
 
 
 @torch.no_grad()
 def to_row_like(single: Any, layout: Layout) -> Row | None:
-    """A copy of a single row of this layout; None if ``to_rows`` has to look."""
+    """A copy of a single row with this layout; None if the row needs the general ``to_rows``."""
     leaves: list[Any] = []
     known = copy_like(layout.root, single, leaves)
     return Row(layout, tuple(leaves), None) if known else None
@@ -117,14 +117,14 @@ def to_row_like(single: Any, layout: Layout) -> Row | None:
 def from_rows(rows: Sequence[Row], *, lazy: bool = False, stack_dim: int = 0) -> TensorDictBase:
     """A batch made of copies of the rows.
 
-    It has the form that the rows were written in (a dense tensordict with ragged containers, or a lazy stack) if they
-    share one layout, and is a lazy stack of single rows if they do not, or if ``lazy`` asks for it.
+    If the rows share one layout, the batch has the form in which they were written (a dense tensordict with ragged
+    containers, or a lazy stack); otherwise, or with ``lazy``, it is a lazy stack of single rows.
     """
     layout = rows[0].layout
     lazy = lazy or type(layout.root) is LazyBranch
     if not lazy and stack_dim == 0 and all([row.layout is layout or row.layout == layout for row in rows]):
         return put_together(layout, _columns(layout, rows, borrow=True), len(rows))
-    # Rows of one batch size make a stack that knows its own before any row is built; others are built at once.
+    # If all rows have the same batch size, the stack's size is known without building rows; otherwise they are built.
     sizes = {_batch_size(row) for row in rows} if stack_dim == 0 else {None}
     if len(sizes) == 1 and None not in sizes:
         batch_size = torch.Size((len(rows), *sizes.pop()))
@@ -140,7 +140,7 @@ def _batch_size(row: Row) -> torch.Size | None:
 
 
 def _ragged_rows(rows: Sequence[Row], path: tuple[str, ...]) -> LazyCopy | None:
-    """One entry of all rows, where it is a tensor with a length of its own in each."""
+    """One ragged entry of all rows as a `LazyCopy`; None if it is not ragged or the rows differ in layout."""
     layout = rows[0].layout
     number = ragged_column(layout.root, path)
     if number is None or any([row.layout is not layout for row in rows]):
@@ -151,7 +151,7 @@ def _ragged_rows(rows: Sequence[Row], path: tuple[str, ...]) -> LazyCopy | None:
 
 
 def single_rows(rows: Sequence[Row]) -> list[Any]:
-    """Copies of the rows, each on its own; rows that share a layout are copied together."""
+    """Copies of the rows as separate objects; rows that share a layout are copied together."""
     out: list[Any] = [None] * len(rows)
     for layout, where in _by_layout(rows):
         singles = put_rows_together(layout, _columns(layout, [rows[position] for position in where]), len(where))
@@ -180,9 +180,9 @@ def unpack(state: dict[str, Any]) -> list[Row]:
 
 
 def _by_layout(rows: Sequence[Row]) -> list[tuple[Layout, list[int]]]:
-    """The rows' numbers by layout; a layout is compared with others of its entries only."""
-    # Most rows share a few layout objects: the identity is looked up before anything is compared.
-    groups: dict[int, tuple[Layout, list[int]]] = {}  # by the layout object: the group of its equals
+    """Groups the indices of rows by layout; only layouts with the same kinds and root keys are compared."""
+    # Most rows share a few layout objects, so identity is checked before equality.
+    groups: dict[int, tuple[Layout, list[int]]] = {}  # id of a layout object -> the group of equal layouts
     alike: dict[Any, list[tuple[Layout, list[int]]]] = {}
     for position, row in enumerate(rows):
         layout = row.layout
@@ -211,15 +211,15 @@ class RowList(Storage):
 
     def _forget(self) -> None:
         self._rows: list[Any] = []
-        self._blocks: list[_Block | None] = []  # of the row at each position; None: the row has its own memory
-        self._layouts: deque[Layout] = deque(maxlen=8)  # the latest; rows of many shapes have many
+        self._blocks: list[_Block | None] = []  # block of the row at each position; None: the row has its own memory
+        self._layouts: deque[Layout] = deque(maxlen=8)  # bounded: rows of many shapes have many layouts
 
     def empty(self) -> None:
         super().empty()
         self._forget()
 
     def _known(self, layout: Layout) -> Layout:
-        """The equal layout that earlier rows have, so that equal ones need no comparing."""
+        """The equal layout object of earlier rows, if any, so that later checks can compare by identity."""
         for known in self._layouts:
             if known == layout:
                 return known
@@ -249,7 +249,7 @@ class RowList(Storage):
         self.counters.changed()
 
     def _with_known_layouts(self, rows: list[Any]) -> list[Any]:
-        """The rows with the layouts that earlier ones have; rows of one write mostly share one layout object."""
+        """The rows with layouts replaced by equal objects of earlier rows (see `_known`)."""
         seen: dict[int, Layout] = {}
         out = []
         for row in rows:
@@ -263,11 +263,11 @@ class RowList(Storage):
         return out
 
     def _note_block(self, where: Sequence[int]) -> list[int]:
-        """Notes which rows were written together; returns those that hold on to too much memory.
+        """Records which rows were written together; returns positions whose rows keep too much memory alive.
 
         Rows of one write share one block of memory per entry, because one copy is much faster than many. The block
-        lives as long as any of its rows: a writer that keeps one row of every batch would keep all batches. Rows of a
-        block that is mostly overwritten are to be copied again: each then has memory of its own.
+        is freed only with its last row: a writer that keeps one row of every batch would keep all batches in memory.
+        The caller copies the remaining rows of a mostly overwritten block, so that each has its own memory.
         """
         blocks = self._blocks
         block = _Block(where) if len(where) > 1 else None
@@ -295,8 +295,8 @@ class RowList(Storage):
 class ListStorage(RowList):
     """Python objects in a list, up to ``max_size`` of them (default: no limit).
 
-    Tensors and tensordicts are copied on the way in and out, also inside dicts, lists, tuples and dataclasses, and are
-    moved to ``device`` if one is given. Any other object is kept by reference, and dumped only if it is data.
+    Tensors and tensordicts, also inside dicts, lists, tuples and dataclasses, are copied on writes and reads, and moved
+    to ``device`` if given. Other objects are kept by reference, and dumped only if reading them back runs no code.
 
     >>> storage = ListStorage(3)
     >>> storage.set(0, "a string")
@@ -332,7 +332,7 @@ class ListStorage(RowList):
         return [_single(row) for row in rows]
 
     def batch(self, index: slice | Tensor) -> Any:
-        """Tensors stacked, tensordicts stacked (lazily if they differ), anything else as a list."""
+        """Stacked tensors, stacked tensordicts (lazily if they differ), or a list of other objects."""
         rows = [self._rows[position] for position in positions(index, len(self))]
         kinds = {type(row) for row in rows}
         if len(kinds) == 1 and issubclass(next(iter(kinds)), Tensor):
@@ -351,11 +351,11 @@ class ListStorage(RowList):
 class LazyStackStorage(RowList):
     """Tensordicts whose entries may differ in shape from row to row, up to ``max_size`` of them (default: no limit).
 
-    ``get`` returns a batch in the form in which the rows were written: a dense tensordict whose ragged containers are
-    lazy stacks comes back as such, single rows and lazy stacks come back as one lazy stack. Once rows of different
-    layouts were written (other keys, or another shape of a dense entry), every batch is a lazy stack of single rows,
-    whatever rows it holds; ``empty`` removes them. ``stack_dim`` is where a lazy stack has its row dimension. Tensors
-    are copied, detached, and moved to ``device`` if given; Python values (strings, messages) are kept by reference.
+    ``get`` returns a batch in the form in which the rows were written: a dense tensordict with ragged lazy stacks stays
+    one; single rows and lazy stacks are returned as one lazy stack. Once rows of different layouts were written (other
+    keys, or another shape of a dense entry), every batch is a lazy stack of single rows, until ``empty`` is called.
+    ``stack_dim`` is the row dimension of lazy stacks. Tensors are copied, detached, and moved to ``device`` if given;
+    Python values (strings, messages) are kept by reference.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyStackStorage(10)
@@ -394,7 +394,7 @@ class LazyStackStorage(RowList):
     def set(self, index: Index, data: Any, *, set_cursor: bool = True) -> None:
         index = self._places_at(index)
         if isinstance(index, int) and self._layouts and self.device is None:
-            row = to_row_like(data, self._layouts[0])  # the first, which most rows have: odd ones come later
+            row = to_row_like(data, self._layouts[0])  # most rows have the layout that was written first
             if row is not None:
                 return self._put(index, [row])
         singles = [data] if isinstance(index, int) else data
@@ -429,7 +429,7 @@ class _Block:
 
 
 def copy_object(value: Any, device: torch.device | None = None) -> Any:
-    """Any object, with copies of the tensors in it."""
+    """Copies the tensors and tensordicts in a value, detached; other objects are kept by reference."""
     if not is_leaf(value):
         return tree_map(lambda leaf: copy_object(leaf, device), value)
     if isinstance(value, Tensor) or is_tensor_collection(value):
@@ -451,7 +451,7 @@ def _split(data: Any) -> list[Any]:
 
 
 def positions(index: int | slice | Tensor | Sequence[int], length: int) -> Sequence[int]:
-    """An index as non-negative positions: a run as a range, anything else as a list."""
+    """An index as non-negative positions: a range for contiguous positions, otherwise a list."""
     if isinstance(index, slice):
         run = range(*index.indices(length))
         return run if run.step == 1 else list(run)

@@ -1,4 +1,4 @@
-"""The fixed schema of a tensor storage: does a batch have it, and which column holds which key?"""
+"""The fixed schema of a tensor storage: matches batches against it and finds the column of a key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmrl.data.replay_buffers.storages.base import Key, missing_entry
 
 
 class Schema:
-    """A layout of rows, with the answers to two questions that every write and every sampler asks prepared."""
+    """A layout of rows with cached lookups for the checks on every write and the reads of every sampler."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -30,11 +30,11 @@ class Schema:
     def match(self, data: Any, num_rows: int | None) -> list[Tensor] | None:
         """The columns of a plain tensordict or tensor that has this schema and ``num_rows`` rows (None: is one row).
 
-        None does not mean that the data is wrong: the slow path decides.
+        Returns None if this fast path does not apply; the data may still be valid, which the slow path decides.
         """
         expected = self._single
         if num_rows is not None:
-            if num_rows != self._num_rows:  # batches mostly have one size: the shapes of the last one are kept
+            if num_rows != self._num_rows:  # most batches have the same size, so the last shapes are cached
                 self._batched = [shape if shape is None else torch.Size((num_rows, *shape)) for shape in self._single]
                 self._num_rows = num_rows
             expected = self._batched
@@ -42,7 +42,7 @@ class Schema:
         return columns if _collect(("",), (self.layout.root,), {"": data}, expected, columns) else None
 
     def column(self, who: str, key: Key) -> int:
-        """The number of the column that holds an entry."""
+        """The index of the column that holds an entry."""
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in self._column_of:
             numbers = self._numbers
@@ -58,7 +58,7 @@ class Schema:
 
 
 def _collect(names: Sequence[str], nodes: Sequence[Any], entries: Any, expected: list[Any], columns: list[Any]) -> bool:
-    """Adds the leaves of these entries to ``columns``; False if one is not as expected."""
+    """Appends the leaves of these entries to ``columns``; False if an entry is missing or not as expected."""
     if len(entries) != len(names):
         return False
     for name, node in zip(names, nodes, strict=True):
@@ -75,7 +75,7 @@ def _collect(names: Sequence[str], nodes: Sequence[Any], entries: Any, expected:
 
 
 def _numbered(node: Any, numbers: Iterator[int]) -> Any:
-    """The tree as nested dicts whose leaves are numbers of columns."""
+    """The tree as nested dicts whose leaves are column indices."""
     if type(node) is Wrapped:
         return _numbered(node.inner, numbers)
     if type(node) is Branch:
@@ -86,7 +86,7 @@ def _numbered(node: Any, numbers: Iterator[int]) -> Any:
 
 
 def difference(expected: Any, got: Any, path: tuple[str, ...] = ()) -> str:
-    """The first way in which two trees of layouts differ, in words that name the key."""
+    """Describes the first difference between the trees of two layouts, with its key."""
     where = repr(path[0] if len(path) == 1 else path) if path else "the row"
     if type(expected) is Wrapped and type(got) is Wrapped and expected.cls is got.cls:
         return difference(expected.inner, got.inner, path)

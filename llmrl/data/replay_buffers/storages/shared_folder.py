@@ -1,6 +1,6 @@
-"""Tensors in files of one folder, which any process of the machine can map.
+"""Tensors in the files of one folder, which every process of the machine can map.
 
-A folder under /dev/shm is memory and nothing else; one on a disk may be larger than memory.
+A folder under /dev/shm is in memory only; a folder on disk may be larger than memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 _MEMORY = Path("/dev/shm")
-_PREFIX = "buffer."  # of the names of all files
+_PREFIX = "buffer."  # prefix of all file names
 
 
 class SharedFolder:
-    """A folder of tensors. A pickled one maps the files of its owner; only the owner removes them.
+    """A folder of tensors. A pickled copy maps the owner's files; only the owner removes them.
 
-    ``path`` None is a temporary folder, in memory with ``in_memory``. ``existsok`` allows files that are there to be
+    With ``path`` None it is a temporary folder, in memory with ``in_memory``. ``existsok`` allows existing files to be
     replaced. ``cleanup`` removes the files when the owner is garbage-collected; by default only in temporary folders.
     """
 
@@ -52,13 +52,13 @@ class SharedFolder:
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         if path is None if cleanup is None else cleanup:
-            # Bound to this process: a forked copy of this object must not remove what its parent uses.
+            # Bound to this process id: a forked copy of this object must not remove files that its parent uses.
             weakref.finalize(self, _remove, self.path, os.getpid())
 
     def file(self, name: str) -> Path:
         """The path for a new file in place of an older one; processes that map the older one keep it."""
         path = self.find(name)
-        path.unlink(missing_ok=True)  # a new file: truncating the old one would empty it under those that map it
+        path.unlink(missing_ok=True)  # truncating the old file would erase it for processes that still map it
         return path
 
     def find(self, name: str) -> Path:
@@ -66,7 +66,7 @@ class SharedFolder:
         return self.path / f"{_PREFIX}{name}"
 
     def check_space(self, num_bytes: int) -> None:
-        """Raises if the disk has not that much left."""
+        """Raises if the disk has less free space than that."""
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
             raise OSError(
@@ -75,12 +75,12 @@ class SharedFolder:
             )
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in a new file whose disk space is taken now, so that a full disk is an error here."""
+        """A tensor of zeros in a new file whose disk space is reserved now, so that a full disk raises here."""
         path, size = self.file(name), prod(shape)
         with path.open("wb") as file:
             if size:
                 try:
-                    # A sparse file would be granted now, and kill the process by SIGBUS at a write on a full disk.
+                    # A sparse file would succeed here; a later write on a full disk would kill the process (SIGBUS).
                     os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
                 except OSError as error:
                     path.unlink()
@@ -92,12 +92,12 @@ class SharedFolder:
         return self.map(name, shape, dtype)
 
     def map(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor in a file that some process has allocated."""
+        """The tensor in a file that this or another process has allocated."""
         path, size = self.find(name), prod(shape)
         if not path.exists():
             raise RuntimeError(
-                f"{self.who}: a shared storage lives as long as its owner, on one machine: {path} does not exist (any "
-                "more)."
+                f"{self.who}: a shared storage exists only as long as its owner, on one machine: {path} does not exist "
+                "(any more)."
             )
         if not size:
             return torch.zeros(*shape, dtype=dtype)
@@ -111,7 +111,7 @@ class SharedFolder:
 
 
 def _remove(path: Path, owner: int) -> None:
-    """Removes our files, also those of other processes, and the folder if nothing else is in it."""
+    """Removes the buffer's files, whichever process wrote them, and the folder if nothing else is in it."""
     if os.getpid() != owner or not path.is_dir():
         return
     for file in path.glob(f"{_PREFIX}*"):

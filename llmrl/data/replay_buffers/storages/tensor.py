@@ -40,10 +40,10 @@ _FEW_BYTES = 1 << 20
 class TensorStorage(Storage):
     """Rows of one fixed shape in tensors allocated once: a tensor, tensordict, tensorclass, or dict/tuple of these.
 
-    ``storage`` is the allocation, used in place, with ``ndim`` leading dimensions that count rows. Its rows count as
-    written (``len`` is ``max_size`` from the start), as for a dataset; ``filled=False`` takes it for empty memory. The
-    schema is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key, or another dtype or
-    shape, raises ``DataError`` naming it, before anything is written.
+    ``storage`` is the allocation, used in place, with ``ndim`` leading dimensions that count rows. By default its rows
+    count as written (``len`` is ``max_size``), as for a dataset; ``filled=False`` treats it as empty memory. The schema
+    is the keys, shapes and dtypes of the allocation: a write with an unknown or missing key, or another dtype or shape,
+    raises a ``DataError`` that names it, before anything is written.
 
     >>> storage = TensorStorage(torch.zeros(4, 2))
     >>> storage.set(slice(0, 2), torch.ones(2, 2))
@@ -69,7 +69,7 @@ class TensorStorage(Storage):
             raise ValueError(f"TensorStorage: max_size must be the leading size: got {max_size}, expected {size}.")
         self._begin(size, device, ndim)
         self._trailing = trailing
-        if self.device is None:  # where the allocation is, so that batches that name no device fit it
+        if self.device is None:  # the allocation's device, so that batches without a declared device match the schema
             tensors = [column for column in take_apart(rows)[1] if isinstance(column, Tensor)]
             self.device = tensors[0].device if tensors else None
         layout, columns = self._take_apart(rows, single=False)
@@ -91,7 +91,7 @@ class TensorStorage(Storage):
         self._schema: Schema | None = None
         self._columns: list[Any] = []
         self._arrays: list[Any] = []
-        self._plain = False  # all columns are tensors of the CPU
+        self._plain = False  # True if all columns are CPU tensors
         self._folder: SharedFolder | None = None
         self._cleanup = True
 
@@ -110,11 +110,12 @@ class TensorStorage(Storage):
         else:
             count, end = index.numel(), int(index.max()) + 1 if index.numel() else 0
             new = index[index >= length].unique() if end > length else index[:0]
-            first = end - len(new)  # the new ones are all from here on, unless they leave a gap
+            first = end - len(new)  # the first new position if the new positions are contiguous
         leaves = self._leaves(data, count)
         self._check_place(first, end, length)
         columns = self._columns if count is not None and count > self._few else self._arrays
-        where = index.numpy(force=True) if isinstance(index, Tensor) else index  # numpy takes a tensor [1] for a number
+        # numpy would treat a one-element tensor as a number.
+        where = index.numpy(force=True) if isinstance(index, Tensor) else index
         for column, leaf in zip(columns, leaves, strict=True):
             if type(column) is list:
                 _assign(column, index, leaf)
@@ -124,7 +125,7 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:  # after the rows: a reader of the length must find them
+        if end > length:  # after the rows: a process that sees the new length must find the rows
             counters.length = end
         counters.changed()
 
@@ -185,11 +186,11 @@ class TensorStorage(Storage):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the files that processes share; None if they do not."""
+        """The folder of the shared files; None if the storage is not shared."""
         return None if self._folder is None else self._folder.path
 
     def share(self) -> None:
-        """Moves the rows to shared memory; the first write may then come from any process.
+        """Moves the rows to shared memory; any process may make the first write afterwards.
 
         Raises: UnsupportedError for rows on another device than the CPU, or with Python values.
         """
@@ -199,8 +200,8 @@ class TensorStorage(Storage):
     def _share(self, folder: SharedFolder) -> None:
         if self.device is not None and self.device.type != "cpu":
             raise UnsupportedError(
-                f"{type(self).__name__}: processes share memory of the CPU: got a storage on {self.device}; keep it in "
-                "one process, or allocate it on the CPU."
+                f"{type(self).__name__}: only CPU memory can be shared between processes: got a storage on "
+                f"{self.device}; keep it in one process, or allocate it on the CPU."
             )
         self._folder = folder
         try:
@@ -217,8 +218,8 @@ class TensorStorage(Storage):
         self.lock = ProcessLock(folder.file("lock"))
 
     def _known_schema(self) -> Schema | None:
-        """The schema, even if another process has fixed it."""
-        # The flag lies in shared memory: another process may have written first, and its schema is in the folder.
+        """The schema, loaded from the folder if another process has fixed it."""
+        # ``allocated`` is in shared memory: if another process wrote first, its schema is in the folder.
         if self._schema is None and self.counters.allocated:
             file = self._folder.find(_SCHEMA_FILE)
             try:
@@ -254,7 +255,7 @@ class TensorStorage(Storage):
         return shape_cells(put_together(self._known_schema().layout, rows, len(self)), self.shape)
 
     def _leaves(self, data: Any, count: int | None) -> list[Any]:
-        """The columns of the data to write, checked against the schema, which the first write fixes."""
+        """The columns of the data to write, checked against the schema; the first write sets the schema."""
         schema = self._known_schema()
         if schema is not None:
             leaves = schema.match(data, count)
@@ -276,7 +277,7 @@ class TensorStorage(Storage):
         if isinstance(data, list) and not single:
             data = _stack(data)
         layout, leaves = take_apart(data, stacked=not single, device=self.device, keep_names=False)
-        if not layout.dense:  # a lazy stack or list whose rows may have one shape all the same
+        if not layout.dense:  # a lazy stack or list, whose rows may nevertheless have equal shapes
             try:
                 dense = tree_map(lambda leaf: leaf.contiguous() if hasattr(leaf, "contiguous") else leaf, data)
             except RuntimeError as error:
@@ -294,7 +295,7 @@ class TensorStorage(Storage):
         return layout, leaves
 
     def _fix_schema(self, layout: Layout, leaves: list[Any]) -> None:
-        """Allocates for the first rows; raises if later ones do not have their schema."""
+        """Allocates memory for the schema of the first write; raises if a later write has another schema."""
         schema = self._known_schema()
         if schema is None:
             devices = [leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -309,7 +310,7 @@ class TensorStorage(Storage):
 
     def _hold(self, layout: Layout, columns: list[Any]) -> None:
         self._schema, self._columns = Schema(layout), columns
-        # The same memory as numpy sees it: few rows are written in two thirds of the time, many by one thread only.
+        # numpy views of the same memory: numpy writes few rows in two thirds of torch's time, but uses only one thread.
         self._arrays = [_array(column) for column in columns]
         self._few = _FEW_BYTES // max(sum(map(_row_bytes, layout.kinds)), 1)
         self._plain = all(isinstance(column, Tensor) and column.is_cpu for column in columns)
@@ -324,8 +325,8 @@ class TensorStorage(Storage):
             ]
         if not all(type(kind) is TensorLeaf for kind in layout.kinds):
             raise UnsupportedError(
-                f"{type(self).__name__}: what processes share, or a file holds, are tensors: got text or another "
-                "Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
+                f"{type(self).__name__}: only tensors can be shared between processes or memory-mapped: got text or "
+                "another Python value; keep it in a LazyTensorStorage or LazyStackStorage of one process."
             )
         self._folder.check_space(self.max_size * sum(map(_row_bytes, layout.kinds)))
         columns = [
@@ -333,7 +334,7 @@ class TensorStorage(Storage):
             for number, kind in enumerate(layout.kinds)
         ]
         state = {"layout": encode(layout, _no_tensors), "max_size": self.max_size, "trailing": self.trailing}
-        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # read by others once ``allocated`` is set
+        self._folder.file(_SCHEMA_FILE).write_text(json.dumps(state))  # others read it once ``allocated`` is set
         return columns
 
     def _read(self, index: slice | Tensor) -> list[Any]:
@@ -345,12 +346,12 @@ class TensorStorage(Storage):
 
 
 class LazyTensorStorage(TensorStorage):
-    """The same, allocated at the first write from the shapes and dtypes of its rows, for ``max_size`` rows.
+    """A `TensorStorage` for ``max_size`` rows, allocated from the shapes and dtypes of the first write.
 
     ``device="auto"`` is the device of the first data. With ``ndim`` larger than 1, ``max_size`` counts cells and is
     rounded up to whole time steps. ``shared_init`` shares the storage from the start: the process that writes first
-    allocates for all. Shared memory is given back when this storage ends; with ``cleanup_memmap=False`` it stays for
-    the other processes until its files are removed, which are in ``storage.folder``.
+    allocates for all. Shared memory is freed when this storage is garbage-collected; with ``cleanup_memmap=False`` it
+    stays available to other processes until the files in ``storage.folder`` are removed.
 
     >>> from tensordict import TensorDict
     >>> storage = LazyTensorStorage(100)
@@ -375,7 +376,7 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         if consolidated:
             raise UnsupportedError(
-                "LazyTensorStorage: every entry has a block of memory of its own, which is what makes reads fast: got "
+                "LazyTensorStorage: every entry has its own block of memory, which makes reads fast: got "
                 "consolidated=True; leave it out, and call consolidate() on a batch that is to be sent somewhere."
             )
         self._begin(max_size, device, ndim)
@@ -385,14 +386,14 @@ class LazyTensorStorage(TensorStorage):
 
 
 class LazyMemmapStorage(TensorStorage):
-    """The same in files that are mapped to memory: rows may exceed the memory, and several processes share them.
+    """A `TensorStorage` in memory-mapped files: rows may exceed memory, and several processes share them.
 
-    The files lie in ``scratch_dir``, which must be new or empty unless ``existsok`` lets them be replaced, or in a
-    temporary folder. Their whole size is taken from the disk at the first write, so that a full disk is an error there.
-    ``auto_cleanup`` removes them when this storage ends; by default those in a temporary folder only.
+    The files are in ``scratch_dir``, which must be new or empty unless ``existsok`` allows replacing its files, or in a
+    temporary folder. Their full size is reserved on disk at the first write, so that a full disk raises there.
+    ``auto_cleanup`` removes them when this storage is garbage-collected; by default only in a temporary folder.
 
-    Every process that is given the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
-    the first to write; ``shared_init`` changes nothing.
+    Every process that receives the storage, by fork, spawn or forkserver, reads and writes the same rows, even if it is
+    the first to write; ``shared_init`` has no effect.
 
     >>> storage = LazyMemmapStorage(100)
     >>> storage.set(slice(0, 3), {"obs": torch.zeros(3, 4)})
@@ -414,8 +415,8 @@ class LazyMemmapStorage(TensorStorage):
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(
-                f"LazyMemmapStorage: files are mapped to the memory of the CPU: got device={str(device)!r}; move the "
-                "samples, for instance by a transform."
+                f"LazyMemmapStorage: files can only be mapped to CPU memory: got device={str(device)!r}; move the "
+                "samples, for instance with a transform."
             )
         self._begin(max_size, device, ndim)
         self._share(SharedFolder("LazyMemmapStorage", scratch_dir, existsok=existsok, cleanup=auto_cleanup))
@@ -458,7 +459,7 @@ def _select(column: Any, index: Tensor) -> Any:
 
 
 def _array(column: Any) -> Any:
-    """The column as an array, or as it is if numpy cannot write to it as torch would."""
+    """The column as a numpy array of the same memory, or unchanged if numpy cannot write to it as torch does."""
     plain = isinstance(column, Tensor) and column.is_cpu and column.dtype in NUMBERS and column.is_contiguous()
     return column.detach().numpy() if plain else column
 

@@ -1,4 +1,4 @@
-"""Writers: where the next row goes."""
+"""Writers: choose the positions of new rows."""
 
 from llmrl.data.replay_buffers.writers.base import (
     ImmutableDatasetWriter,

@@ -1,4 +1,4 @@
-"""Writers: choose the positions of the next rows in the storage, and count them."""
+"""Writers: choose the positions of new rows in the storage and count the writes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llmrl.data.replay_buffers.storages import Storage, StorageEnsemble
 
 
 class Writer(StateFile, ABC):
-    """Puts rows into the storage that it was registered with. The cursor and the counts are the storage's counters.
+    """Writes rows into its registered storage, which also holds the cursor and the write count (``counters``).
 
-    ``compilable`` changes nothing: a buffer's ``add`` and ``extend`` run eagerly, also inside of compiled functions.
+    ``compilable`` has no effect: a buffer's ``add`` and ``extend`` run eagerly even inside compiled functions.
     """
 
     def __init__(self, compilable: bool = False) -> None:
@@ -55,11 +55,11 @@ class Writer(StateFile, ABC):
         """Writes a batch and returns the position of every row, int64[N]."""
 
     def as_stored(self, data: Any, index: int | Tensor) -> Any:
-        """The rows in the form to store at these positions (int: one row). Raises if they must not be stored."""
+        """Converts rows to the form to store at these positions (int: one row). Raises for rows it rejects."""
         return data
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Starts again at the first position."""
+        """Moves the cursor back to the first position."""
         self.storage.counters.cursor = 0
         if empty_write_count:
             self.storage.counters.write_count = 0
@@ -73,9 +73,9 @@ class Writer(StateFile, ABC):
 
 
 class RoundRobinWriter(Writer):
-    """Writes at a cursor that wraps at the size of the storage: the newest ``max_size`` rows stay.
+    """Writes at a cursor that wraps at the end of the storage, which keeps the newest ``max_size`` rows.
 
-    In a batch longer than the storage the later rows win, and positions repeat.
+    If a batch is longer than the storage, its later rows overwrite earlier ones, and positions repeat.
 
     >>> from llmrl.data.replay_buffers import ListStorage
     >>> writer, storage = RoundRobinWriter(), ListStorage(5)
@@ -101,14 +101,14 @@ class RoundRobinWriter(Writer):
             raise RuntimeError(f"{type(self).__name__}: a batch must have at least one row: got none.")
         start = counters.cursor
         end = start + count
-        index = np.arange(start, end)  # torch.arange takes as long as the checks of a batch
+        index = np.arange(start, end)  # torch.arange would take as long as all checks of a batch
         index = torch.from_numpy(index if end <= size else index % size)
         data = self.as_stored(data, index)
         if end <= size:
             storage.set(slice(start, end), data)
         else:
             self._wrap(start, count, data)
-        counters.cursor = end % size  # after the rows: a write that is refused moves nothing
+        counters.cursor = end % size  # after the rows: a write that raises must not move the cursor
         counters.write_count += count
         return index
 
@@ -122,7 +122,7 @@ class RoundRobinWriter(Writer):
             (slice(start, size), storage.part(data, skip, skip + head)),
             (slice(0, count - skip - head), storage.part(data, skip + head, count)),
         ]
-        if skip:  # a storage that is not full has no gap if it is filled from its beginning
+        if skip:  # the storage may be empty: fill it from position 0, so that the first write leaves no gap
             runs.reverse()
         for run, rows in runs:
             if run.stop > run.start:
@@ -130,9 +130,9 @@ class RoundRobinWriter(Writer):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """The same for tensordicts, and writes each row's position into its entry ``"index"``.
+    """A `RoundRobinWriter` for tensordicts that also writes each row's position into its entry ``"index"``.
 
-    A storage whose schema is fixed without that entry, as of an allocation, keeps the rows without it.
+    If the storage has a fixed schema without that entry, as a given allocation may, rows are stored without it.
     """
 
     def as_stored(self, data: Any, index: int | Tensor) -> Any:
@@ -143,7 +143,7 @@ _read_only = partial(refused, rule="a data set is not written to", advice="copy 
 
 
 class ImmutableDatasetWriter(Writer):
-    """Refuses every write: RuntimeError.
+    """Raises RuntimeError on every write.
 
     >>> from llmrl.data.replay_buffers import ReplayBuffer, TensorStorage
     >>> import torch
@@ -173,7 +173,7 @@ class WriterEnsemble(Members, Writer):
 
     @property
     def write_count(self) -> int:
-        """The number of rows ever written, to all members."""
+        """The total number of rows ever written to the members."""
         return sum(writer.write_count for writer in self.writers)
 
     add, extend, empty, cursor = refused("add"), refused("extend"), refused("empty"), property(refused("cursor"))
@@ -189,8 +189,8 @@ class WriterEnsemble(Members, Writer):
 def with_index(data: Any, index: int | Tensor, storage: Storage) -> Any:
     """The rows (int: one row) with an entry ``"index"``: a position per row, or coordinates on a grid.
 
-    It is expanded to what a row has inside; rows of a schema that lacks it go without. The caller's rows stay as they
-    are.
+    The entry is expanded to the batch dimensions of a row and left out if the storage's schema lacks it. The caller's
+    rows are not changed.
     """
     if not storage.may_have("index"):
         if isinstance(data, list):

@@ -19,13 +19,13 @@ from llmrl.errors import DataError
 class TensorDictMaxValueWriter(ProcessLocal, Writer):
     """Keeps the ``max_size`` tensordicts with the highest rank: their entry ``rank_key``, one number by ``reduction``.
 
-    Once the storage is full, a row takes the place of the lowest one if its rank is higher. Of rows of equal rank the
-    ones that came first stay. *Writes* each row's position into its entry ``"index"``. *Returns* the position of every
-    row after the call: -1 in a batch, None for a single row, if it is not in the storage then.
+    Once the storage is full, a row replaces the lowest-ranked one if its rank is higher; among rows of equal rank the
+    oldest are kept. *Writes* each row's position into its entry ``"index"``. *Returns* the position of every row after
+    the call; for rows that were not kept, -1 in a batch and None for a single row.
 
     Raises: MissingKeyError without ``rank_key``, DataError for a rank that is NaN, RuntimeError for rows that are not
-    tensordicts, ValueError for a storage with several dimensions. Nothing is written then. The ranks are kept by one
-    process.
+    tensordicts, ValueError for a storage with several dimensions; nothing is written in these cases. The ranks are
+    local to one process.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
@@ -49,10 +49,10 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
         super().__init__()
         self.rank_key = rank_key
         self.reduction = check_reduction(type(self).__name__, reduction)
-        # A heap of (rank, -number of the write, position): the first is the one to be replaced next.
+        # A heap of (rank, -number of the write, position): the first is the next one to be replaced.
         self._heap: list[tuple[float, int, int]] = []
         self._written = 0
-        self._seen: int | None = None  # the state of the storage (``Counters.mutations``) that the heap is of
+        self._seen: int | None = None  # ``Counters.mutations`` of the storage when the heap was last in sync
 
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim > 1:
@@ -80,20 +80,20 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
         self._check_process()
         storage = self.storage
         self._know_ranks()
-        # On copies, which count once the storage has taken the rows.
+        # Works on copies and assigns them after the storage has accepted the rows, so that an error changes nothing.
         heap, written, size = list(self._heap), self._written, storage.max_size
         index, holder = [-1] * len(ranks), {}
         for row, rank in enumerate(ranks):
             if len(heap) < size:
                 position = len(heap)
-                heapq.heappush(heap, (rank, -written, position))  # of equal ranks the newest goes first
+                heapq.heappush(heap, (rank, -written, position))  # among equal ranks the newest is replaced first
             elif rank > heap[0][0]:
                 position = heap[0][2]
                 heapq.heapreplace(heap, (rank, -written, position))
             else:
                 continue
             written += 1
-            if position in holder:  # a row of this batch that is not kept after all
+            if position in holder:  # this row replaces an earlier row of the same batch
                 index[holder[position]] = -1
             index[row], holder[position] = position, row
         if holder:
@@ -127,7 +127,7 @@ class TensorDictMaxValueWriter(ProcessLocal, Writer):
         return ranks.tolist()
 
     def _know_ranks(self) -> None:
-        """Reads the ranks of rows that were there before the writer, or were replaced since."""
+        """Rebuilds the heap if rows existed before this writer or were changed by other code since."""
         storage = self.storage
         if storage.counters.mutations == self._seen:
             return
