@@ -1,6 +1,6 @@
-"""The options of a command, with near names for what is not one of them; the commands that do not train.
+"""Option parsing with suggestions for misspelt names; the commands that do not train.
 
-The options are checked before the module of a command is imported.
+Options are checked before the command's module is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """An option of a command, as argparse's ``add_argument`` takes it."""
+    """An option of a command: the arguments of argparse's ``add_argument``."""
     return names, settings
 
 
@@ -30,7 +30,7 @@ CHECKPOINT = option("--checkpoint", metavar="stepN", help="which checkpoint (def
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that lets options stand between settings and suggests near names."""
+    """argparse without abbreviations; allows options between settings and suggests similar names."""
 
     def __init__(self, usage: str, *options: Option):
         super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Command:
-    """A command with its ``usage`` and ``options``, and the ``function`` "module:name" that is given them by name.
+    """A command: ``usage``, ``options``, and the ``function`` "module:name" that gets them as keyword arguments.
 
     ``prepare``  turns the options into the function's arguments, before the function's module is imported
     """
@@ -80,7 +80,7 @@ def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] 
 
 
 def _with_model(model: str, checkpoint: str | None, **given: Any) -> dict[str, Any]:
-    """The settings of a run with its checkpoint as the model, or of a model alone; and where runs are."""
+    """The settings of a run with its checkpoint as the model, or those of a model alone; and the folder of runs."""
     try:
         run = RunDir.open(model)
     except ConfigError as error:
@@ -109,7 +109,7 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
-# name -> the arguments after the name in, the exit code out
+# command name -> function from the arguments after the name to the exit code
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _Command(
         "eval RUN [section.key=value ...] [options]",

@@ -1,7 +1,7 @@
 """The metrics of a run, one JSON object per step in ``metrics.jsonl``, and the table of their names.
 
-The names are shared by every recipe, so that two runs, and a dashboard made for one of them, can be compared; a name
-that is not in the table is refused. Dashboards (`llmrl.run.mirrors`) get a copy; the file is always written.
+All recipes share the names, so that runs can be compared and dashboards reused; a name that is not in the table is
+refused. Dashboards (`llmrl.run.mirrors`) get a copy; the file is always written.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
 }
 
-# Of an evaluation: the mean, the std and the count of its scores, and call_rate if there are tools.
+# An evaluation has the mean, std and count of its scores, and call_rate if there are tools.
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 
@@ -125,11 +125,11 @@ def check_metric_name(name: str) -> None:
 
 
 class MetricsLog(AbstractContextManager):
-    """Appends one line per step to ``<run>/metrics.jsonl``; each line is on its way to the disk when `log` returns.
+    """Appends one line per step to ``<run>/metrics.jsonl``; each line is passed to the system when `log` returns.
 
-    ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
+    ``resume_step``  the step of the checkpoint to resume from: later lines are removed, those steps are run again
     ``mirrors``      "wandb", "tensorboard", "mlflow", or any `Mirror`
-    ``config``       the run's settings, and ``plan`` its rows of label and text, for the mirrors
+    ``config``       the run's settings; ``plan``, its rows of label and text; both are for the mirrors
     ``enabled``      False on every rank but the first: names are checked, nothing is written
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
@@ -166,14 +166,14 @@ class MetricsLog(AbstractContextManager):
     def _remove_steps_after(self, last: int) -> None:
         with writing(self.path):
             if self.path.exists():
-                # Through the reader, which also leaves out a last line that a kill cut short.
+                # _rows also leaves out a last line that was cut short when the process was killed.
                 kept = [json.dumps(row) + "\n" for row in _rows(self.path) if row["step"] <= last]
                 replace_file(self.path, "".join(kept))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
+        """Writes one line. Values are numbers or one-element tensors; non-finite ones are written as null.
 
-        Raises  RunFolderError if it cannot be written, or the file is no longer there
+        Raises  RunFolderError if the line cannot be written or the file was removed
         """
         for name in metrics:
             check_metric_name(name)
@@ -185,12 +185,12 @@ class MetricsLog(AbstractContextManager):
         with writing(self.path):
             self._file.write(json.dumps({"step": int(step), **line}) + "\n")
             self._file.flush()
-            self.path.stat()  # an open file that was removed takes every line and keeps none
+            self.path.stat()  # writes to an open file that was removed succeed, but are lost
         for mirror in self._mirrors:
             mirror.log(int(step), values)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Shows some of a step's conversations to the mirrors."""
+        """Passes a step's conversations to the mirrors, which show some of them."""
         for mirror in self._mirrors:
             mirror.log_rollouts(step, rollouts)
 
@@ -209,11 +209,11 @@ class MetricsLog(AbstractContextManager):
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
-    """The steps of a run, given its folder or its ``metrics.jsonl``; lines of one step are joined.
+    """The steps of a run, given its folder or its ``metrics.jsonl``; lines of the same step are merged.
 
-    A last line that was cut short by a kill is left out; what is not a finite number is None.
+    A last line that was cut short when the process was killed is left out. Values that are not finite numbers are None.
 
-    Raises  DataError for a missing file, or naming the line that cannot be read
+    Raises  DataError for a missing file, or a line that cannot be read (named)
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -226,7 +226,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
 
 
 def evenly(rows: Sequence[T], count: int) -> list[T]:
-    """At most ``count`` of the rows, evenly spaced, the first and the last among them; one: the last."""
+    """At most ``count`` rows, evenly spaced, the first and the last included; with ``count`` 1, only the last."""
     if len(rows) <= count:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (count - 1))] for place in range(count)] if count > 1 else [rows[-1]]
@@ -251,8 +251,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite float or int; None for anything else that a file could hold."""
-    # math.isfinite raises OverflowError for an integer that no float can hold.
+    """The value if it is a finite float or int, else None."""
+    # math.isfinite raises OverflowError for an integer that is too large for a float.
     if not isinstance(value, int | float) or abs(value) > 1e300:
         return None
     return value if math.isfinite(value) else None
