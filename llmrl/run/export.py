@@ -62,7 +62,7 @@ def export(
     with _whole_or_absent(folder) as draft:
         if adapters:
             _cast_files(checkpoint / ADAPTER, draft, dtype)
-            kept = {"config.json"} if judges else set()  # it holds num_labels = 1
+            kept = {"config.json"} if judges else set()  # it says that there is one label
             _copy(checkpoint, draft, {"config.json", "generation_config.json"} - kept)
         else:
             if is_adapter(str(checkpoint)):

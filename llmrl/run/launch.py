@@ -265,7 +265,7 @@ def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
             for server in started:
                 server.signal(signal.SIGTERM)
             end = time.monotonic() + _ENDING_S
-            # A list, so that every server is polled, which reaps those that have exited. A group may outlive its server.
+            # A list, so that every server is polled: that reaps those that have exited. A group may outlive its server.
             while any([server.exitcode is None or server.signal(0) for server in started]) and time.monotonic() < end:
                 time.sleep(0.1)
             for server in started:

@@ -28,7 +28,7 @@ class Mirror(Protocol):
 
 
 def make_mirror(name: str, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]) -> Mirror:
-    """The mirror of that name. Raises ConfigError if it is unknown, MissingDependencyError if its package is missing."""
+    """The mirror of that name. Raises ConfigError for an unknown one, MissingDependencyError for its package."""
     if name not in MIRRORS:
         near = did_you_mean(name, MIRRORS)
         raise ConfigError(f"log: must name mirrors among {', '.join(MIRRORS)}: got {name!r}.{near}")
@@ -83,7 +83,7 @@ class TensorBoardMirror:
 
 
 class MLflowMirror:
-    """MLflow at MLFLOW_TRACKING_URI if that is set, else in ``<run>/mlflow``."""
+    """MLflow, at the server or database in MLFLOW_TRACKING_URI if that is set, else in ``<run>/mlflow``."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]):
         mlflow = require("mlflow", extra="mlflow", used_by="log: [mlflow]")
