@@ -205,7 +205,7 @@ class _Connection:
             self._stop.set()
 
     def _is_closed(self, error: Any) -> bool:
-        """True if the connection is closed; servers may use the same code for other errors, so the code is not enough."""
+        """True if the connection is closed. The code alone is not enough: servers may use it for other errors."""
         return error.code == _mcp().types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
 
     def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:

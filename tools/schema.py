@@ -36,7 +36,7 @@ class Signature:
 
     def __init__(self, function: Callable[..., Any], tool_name: str, *, skip_self: bool = False):
         self._tool = tool_name
-        doc = function.__doc__ if inspect.isroutine(function) else None  # a callable object has only its class's docstring
+        doc = function.__doc__ if inspect.isroutine(function) else None  # a class would inherit that of `type`
         self.description, described = parse_docstring(doc or "")
         parameters = list(inspect.signature(function).parameters.values())[int(skip_self) :]
         self._parameters = {parameter.name: parameter for parameter in parameters}

@@ -154,7 +154,7 @@ class CheckpointStore:
                     os.rename(damaged, aside)
             return folder, list(faults.values())
         raise DataError(
-            f"{self.folder}: must hold a whole checkpoint to go on from: got {' '.join(faults.values()) or 'none.'} "
+            f"{self.folder}: must hold a complete checkpoint to resume: got {' '.join(faults.values()) or 'none.'} "
             "Start a new run."
         )
 

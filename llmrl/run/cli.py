@@ -57,9 +57,9 @@ usage: llmrl COMMAND ...
   grpo    RECIPE [section.key=value ...]   improve a model by reward
   dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
   reward  RECIPE [section.key=value ...]   train a reward model on pairs of answers
-  resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
+  resume  RUN [section.key=value ...]      continue from a run's last complete checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
-  eval    RUN [section.key=value ...]      measure a run's checkpoint
+  eval    RUN [section.key=value ...]      evaluate a run's checkpoint
   chat    RUN|MODEL                        talk to a model, with the run's tools
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
@@ -152,7 +152,7 @@ def _train(command: str, arguments: list[str]) -> int:
         print(dump_defaults(recipe.settings()), end="")
         return DONE
     if options.gpu and not options.dry_run:
-        raise ConfigError(f"llmrl {command}  --gpu plans for GPUs that need not be here: it needs --dry-run")
+        raise ConfigError(f"llmrl {command}  --gpu plans for GPUs of another machine: it needs --dry-run")
     if options.dry_run:
         from llmrl.run.console import make_console, print_plan  # rich is not needed to report errors
 
@@ -167,7 +167,7 @@ def _train(command: str, arguments: list[str]) -> int:
     _check_launched(loaded.config)
     name = path.stem if path else command
     if options.resume and options.name is None:
-        raise ConfigError(f"llmrl {command}  --resume goes on with the run of a --name: give one")
+        raise ConfigError(f"llmrl {command}  --resume continues the run named by --name: give one")
     record = partial(_record, command=command, recipe=name, loaded=loaded, arguments=arguments)
     run = _on_all_ranks(
         lambda: (
@@ -191,7 +191,7 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
         f"{command} [RECIPE] [section.key=value ...] [options]",
         option("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe"),
         option("--name", help="the run's folder under --runs; without it, the recipe's name and four digits"),
-        option("--resume", action="store_true", help="go on with the run of that name, if it has begun"),
+        option("--resume", action="store_true", help="continue the run of that name, if it exists"),
         option("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)"),
         option("--dry-run", action="store_true", help="print the settings and the plan; write nothing"),
         option("--gpu", metavar="NAME:COUNT", help="with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"),
@@ -265,7 +265,7 @@ def _resume(arguments: list[str]) -> int:
         _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
         if latest_checkpoint(run.path) is None:
-            raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
+            raise DataError(f"{run.checkpoints}: must hold a checkpoint to resume from: got none; start a new run.")
 
         def write_settings() -> None:
             changed = {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
@@ -388,7 +388,7 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
         path = store.get(key).decode()
     except RuntimeError as error:
         raise DeadlineError(
-            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; it is stopped, or hangs: {error}"
+            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; rank 0 has stopped or hangs: {error}"
         ) from error
     if not path:
         raise ConfigError("rank 0 could not make the run folder")

@@ -161,7 +161,7 @@ def _verdict(found: list[Finding]) -> Finding:
     by_name = {check.name: check.ok for check in found}
     missing = [name for name in ("torch", *_BASE) if not by_name.get(name)]
     if by_name.get("torchvision") is False:
-        return Finding("training", False, "models cannot be imported until torchvision is gone, or fits torch")
+        return Finding("training", False, "models cannot be imported until torchvision is removed or matches torch")
     devices = [check.name for check in found if check.ok and check.name.partition(":")[0] in ("cpu", "cuda", "mps")]
     if missing or not devices:
         return Finding("training", False, f"nothing works without {', '.join(missing) or 'a device'}")

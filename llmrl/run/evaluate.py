@@ -89,7 +89,7 @@ def _rank_pairs(
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         pairs = [held_out_pairs(config.model_copy(update={"eval": settings}), tokenizer)[0] for settings in sets]
         if None in pairs:
-            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; say --data FILE")
+            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; give --data FILE")
         model = load_reward_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
         updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
         loss = RewardLoss(updater.scorer, **config.reward.model_dump())
@@ -115,7 +115,7 @@ def _sets(
     sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
         remedy = "env=..." if config.env is None else "eval.dataset=..."
-        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {remedy}")
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; give {remedy}")
     return sets
 
 

@@ -53,7 +53,7 @@ def export(
             damaged or the hub refuses the upload; RunFolderError if ``folder`` cannot be written
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}  exists; export into a folder that does not, or is empty")
+        raise ConfigError(f"{folder}  exists and is not an empty folder; choose a new or empty one")
     has_adapters = (checkpoint / ADAPTER).is_dir()
     if merge and not has_adapters:
         raise ConfigError(f"--merge  adds adapters to a model: the checkpoint {checkpoint} has none; leave it out")

@@ -216,7 +216,7 @@ def _watch(servers: Sequence[ServerProcess], stop: threading.Event, say: Callabl
     while not stop.wait(1.0):
         for server in [server for server in left if server.exitcode is not None]:
             again = server.starts <= _RESTARTS
-            then = "it is started again" if again else f"it is left so after {_RESTARTS} restarts"
+            then = "it is restarted" if again else f"it stays down after {_RESTARTS} restarts"
             say(f"server {server.url} {process_state(server)}; {then}. {_log_end(server)}")
             server.signal(signal.SIGKILL)  # its child processes may still hold the GPU
             if again:

@@ -54,5 +54,5 @@ def checkpoint_of(run: RunDir, name: str | None = None) -> Path:
     checkpoint = run.checkpoints / name if name else latest_checkpoint(run.path)
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
-        raise DataError(f"{run.path}: must have the checkpoint asked for: got {name or 'the last'}, there: {there}.")
+        raise DataError(f"{run.path}: must have the requested checkpoint: got {name or 'the last'}, there: {there}.")
     return checkpoint

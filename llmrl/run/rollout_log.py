@@ -175,7 +175,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
     files = rollout_files(run_dir)
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
-        raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
+        raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the requested step: got {step}, there: {there}.")
     path = files[max(files) if step is None else step]
     with _opened(path) as file:
         names = [name for name in file.schema_arrow.names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]

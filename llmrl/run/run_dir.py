@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
         elif error.errno == errno.ENOENT:
             remedy = "the folder was removed meanwhile; start a new run"
         else:
-            remedy = "look at that disk"
+            remedy = "check that disk"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {remedy}.") from error
 
 

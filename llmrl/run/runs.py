@@ -29,7 +29,7 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
         return 0
     console = make_console()
     if not rows:
-        note(console, f"there are no runs in {root}/; begin one: llmrl sft sums_sft")
+        note(console, f"there are no runs in {root}/; start one: llmrl sft sums_sft")
         return 0
     table = Table("run", "recipe", "state", "step", "best", "age", box=None, pad_edge=False)
     for row in rows:

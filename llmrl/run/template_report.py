@@ -116,7 +116,7 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
         _check_tool_calls(diagnosis, renderer)
     report = renderer.check()
     stop = tokenizer.decode(renderer.end_of_turn_ids) if renderer.end_of_turn_ids else "none"
-    detail = f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop"
+    detail = f"an answer ends with {stop!r}, which does not stop generation: the model will not learn to stop"
     if report.stop_token_trained:
         detail = f"{stop.strip()!r} ends an answer and is trained"
     diagnosis.add("stop token", report.stop_token_trained, detail)
@@ -186,7 +186,7 @@ def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> N
             texts.append(f"refused: {error}")
     without, empty, one = texts
     same = "writes the same text as tools=None"
-    other = "writes another text than tools=None; llmrl renders both as None"
+    other = "writes a different text than tools=None; llmrl renders both as None"
     diagnosis.add("tools=[]", without == empty or None, same if without == empty else other)
     bad = False if wanted else None
     if one.startswith("refused: "):
