@@ -1,4 +1,4 @@
-"""Tools that a model can call during a rollout: what a tool is, how calls are run, and the ones built in."""
+"""Tools that a model can call during a rollout: the interface, the runner, and the built-in tools."""
 
 from llmrl.tools.base import Tool, ToolCall, ToolError, ToolResult, ToolTimeout
 from llmrl.tools.function import FunctionTool, as_tool, tool

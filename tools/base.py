@@ -1,6 +1,6 @@
-"""The interface of a tool: a name, a schema, and a call that answers with text. `FunctionTool` makes one of a function.
+"""The interface of a tool: a name, a schema, and a call that returns text. `FunctionTool` wraps a function as a tool.
 
-A tool knows nothing of environments, tokens or batches. `ToolRunner` runs calls with their deadlines and bounds the
+A tool is independent of environments, tokens and batches. `ToolRunner` runs calls with deadlines and limits the size of
 results; the environment transforms find the calls in a model's text and append the answers.
 """
 
@@ -17,16 +17,16 @@ Status = Literal["ok", "error", "timeout", "malformed", "unknown"]
 
 
 class ToolError(LLMRLError):
-    """A call that failed; the text is the model's answer."""
+    """A call that failed; its text is the answer that the model reads."""
 
 
 class ToolTimeout(ToolError, TimeoutError):
-    """A call that was stopped at its deadline; the text is the model's answer, output so far included."""
+    """A call that was stopped at its deadline; its text, with the output so far, is the answer that the model reads."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model wrote. ``error`` says why it could not be parsed; the other fields hold the rest."""
+    """One call that a model wrote. ``error`` says why it could not be parsed; the other fields hold what could be."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -47,11 +47,11 @@ class ToolResult:
 
 
 class Tool(ABC):
-    """The interface of a tool. `as_tool` makes one of a typed function; subclass for a schema of your own.
+    """The interface of a tool. `as_tool` wraps a typed function; subclass to write your own schema.
 
-    The model sees ``name``, ``description`` and ``parameters``, a JSON schema of the arguments. ``timeout_s`` None
-    leaves the deadline to the runner. ``keeps_deadline``: ``call`` returns by itself at its deadline; the runner then
-    gives it a second to do so, and the text of its ToolTimeout reaches the model.
+    The model sees ``name``, ``description`` and ``parameters``, a JSON schema of the arguments. With ``timeout_s`` None
+    the runner sets the deadline. ``keeps_deadline`` True: ``call`` returns by itself at its deadline; the runner gives
+    it one more second to do so, and the text of its ToolTimeout reaches the model.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Tool(ABC):
     keeps_deadline: bool = True
 
     def schema(self) -> dict[str, Any]:
-        """The tool in the form that chat templates take."""
+        """The tool in the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -75,7 +75,7 @@ class Tool(ABC):
         """
 
     def end(self, conversation: Hashable) -> None:  # noqa: B027 - nothing to free is the usual case
-        """Frees what is kept for a conversation that is over."""
+        """Frees the state of a finished conversation."""
 
     def close(self) -> None:  # noqa: B027
-        """Frees everything; no call follows."""
+        """Frees everything; no calls are made afterwards."""

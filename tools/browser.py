@@ -1,7 +1,7 @@
-"""A web browser for models: Chromium through Playwright, one page per conversation, hosts by an exact allow-list.
+"""A web browser for models: Chromium through Playwright, one page per conversation, with an exact host allow-list.
 
-The model names actions and selectors; nothing that it writes becomes JavaScript. The text of a page is untrusted: an
-allowed host decides what the model reads.
+The model chooses actions and selectors; nothing that it writes is run as JavaScript. The text of a page is untrusted:
+an allowed host controls what the model reads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llmrl.tools.base import Tool, ToolError, ToolTimeout
 from llmrl.tools.schema import Signature
 
 _START_S, _CLOSE_S = 30.0, 8.0
-_PAGE_S = 5.0  # to open or close a page; a browser that takes longer is started again
-_ELEMENT_S = 3.0  # to wait for an element that a page may still be making
+_PAGE_S = 5.0  # to open or close a page; a browser that takes longer is restarted
+_ELEMENT_S = 3.0  # to wait for an element that the page may still create
 _DISABLED = ("gpu", "quic", "background-networking", "component-update", "sync")
-_WEBRTC_POLICY = ("webrtc-ip-handling-policy", "force-webrtc-ip-handling-policy")  # its names over the versions
+_WEBRTC_POLICY = ("webrtc-ip-handling-policy", "force-webrtc-ip-handling-policy")  # its names in different versions
 _VISIBLE_TEXT = """() => {
   const walker = document.createTreeWalker(document.body || document, NodeFilter.SHOW_TEXT), found = [];
   const hidden = new Set(["SCRIPT", "STYLE", "NOSCRIPT", "TEMPLATE"]), range = document.createRange();
@@ -55,7 +55,7 @@ def browser(
 
 
 _SIGNATURE = Signature(browser, "browser")
-_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of each action: required, optional
+_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # action -> required and optional arguments
     "navigate": (("url",), ()),
     "click": (("selector",), ()),
     "type": (("selector", "text"), ("submit",)),
@@ -65,18 +65,17 @@ _ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of each ac
 
 
 class BrowserTool(Tool):
-    """A page that a conversation keeps: navigate, click, type, extract, scroll.
+    """One page per conversation: navigate, click, type, extract, scroll.
 
-    Reads   allowed_hosts  exact names, such as "en.wikipedia.org": of pages, of what they load, and of redirects; no
-                           sub-domain is implied. None: every host, those of the machine's own network included
-            executable     of Chromium; by default $LLMRL_CHROMIUM, one on the PATH, or Playwright's own
-            max_chars      of the text that one answer shows; of its title and of its address a quarter of that
-    Raises  ConfigError for a host that is not a plain name; MissingDependencyError without Playwright. The browser
-            itself starts at the first call
+    Reads   allowed_hosts  exact names, such as "en.wikipedia.org", for pages, their resources and redirects; no
+                           sub-domain is implied. None: every host, including those of the machine's own network
+            executable     path of Chromium; default: $LLMRL_CHROMIUM, one on the PATH, or Playwright's own
+            max_chars      limit on the page text in one answer; title and address get a quarter of it each
+    Raises  ConfigError for a host that is not a plain name; MissingDependencyError without Playwright
 
-    A page that hangs or crashes is closed, and the conversation's next call has a new one; a browser that ended is
-    started again. As root Chromium's own sandbox cannot run and is switched off: then give it only hosts that you
-    trust.
+    The browser starts at the first call. A page that hangs or crashes is closed, and the conversation's next call gets
+    a new one; a browser that exited is restarted. Chromium's own sandbox cannot run as root and is switched off then:
+    in that case allow only hosts that you trust.
     """
 
     name = "browser"
@@ -139,7 +138,7 @@ class BrowserTool(Tool):
         errors = require("playwright.async_api", extra="browser", used_by="BrowserTool")
         page = await self._page(conversation)
         action, selector = given["action"], given.get("selector") or "body"
-        left_ms = max(1.0, 900 * (deadline - time.monotonic()))  # Playwright's own deadline is before the call's
+        left_ms = max(1.0, 900 * (deadline - time.monotonic()))  # Playwright must time out before the call does
         element_ms = min(left_ms, 1000 * _ELEMENT_S)
         try:
             if action == "navigate":
@@ -155,10 +154,10 @@ class BrowserTool(Tool):
                 await element.fill(given["text"], timeout=element_ms)
                 if given.get("submit"):
                     await element.press("Enter", timeout=element_ms)
-            # A click may have opened another page, whose text is the answer.
+            # The action may have loaded another page, whose text is the answer.
             await page.wait_for_load_state("domcontentloaded", timeout=left_ms)
             return await self._state(page)
-        except asyncio.CancelledError:  # the call's deadline: the page did not even answer Playwright
+        except asyncio.CancelledError:  # the call's deadline passed: the page did not respond to Playwright
             self._drop(conversation, page)
             raise
         except errors.TimeoutError:
@@ -167,7 +166,7 @@ class BrowserTool(Tool):
             raise ToolError(f"browser: {action}: no element that matches {selector!r} could be used.") from None
         except ToolError:
             raise
-        except Exception as error:  # Playwright's, and what it lets through when its driver has ended
+        except Exception as error:  # Playwright's own errors, and others that it raises once its driver has exited
             if page.is_closed() or any(word in str(error).lower() for word in ("closed", "crashed")):
                 self._drop(conversation, page)
             raise ToolError(f"browser: {action}: {_error_text(error)}") from None
@@ -179,7 +178,7 @@ class BrowserTool(Tool):
         try:
             response = await page.goto(url, wait_until="domcontentloaded", timeout=timeout_ms)
         except BaseException:
-            self._stale.add(page)  # what it still loads, be it an error page, would interrupt what comes next
+            self._stale.add(page)  # its pending load, even of an error page, would interrupt the next action
             raise
         status = f"HTTP status {response.status}\n" if response is not None and response.status >= 400 else ""
         return status + await self._state(page)
@@ -221,7 +220,7 @@ class BrowserTool(Tool):
     # -- in the background loop: pages and the browser -----------------------------------------------------------------
 
     async def _page(self, conversation: Hashable) -> Any:
-        """The conversation's page. A call's deadline does not cancel the start of a page or of the browser."""
+        """The conversation's page. A call's deadline does not cancel opening a page or starting the browser."""
         opening = self._opening.get(conversation)
         if opening is None:
             opening = self._opening[conversation] = asyncio.ensure_future(self._opened(conversation))
@@ -232,9 +231,9 @@ class BrowserTool(Tool):
         if self._browser is not None and self._browser.done():
             failed = self._browser.cancelled() or self._browser.exception() is not None
             if failed or not self._browser.result().is_connected():
-                self._forget()  # it crashed, or never started: its pages are gone
+                self._forget()  # it crashed or failed to start: its pages are gone
         reason = ""
-        for _ in range(3):  # with the present page, with a new page, with a new browser
+        for _ in range(3):  # first the current page, then a new page, then a new browser
             browser = self._browser = self._browser or asyncio.ensure_future(asyncio.wait_for(self._launch(), _START_S))
             try:
                 launched = await asyncio.shield(browser)
@@ -242,7 +241,7 @@ class BrowserTool(Tool):
                 raise ToolError(f"browser: could not be started: {_error_text(error)}") from error
             try:
                 return await asyncio.wait_for(self._page_of(launched, conversation), 2 * _PAGE_S)
-            except Exception as error:  # the page, the browser or Playwright's driver ended or hangs
+            except Exception as error:  # the page, the browser or Playwright's driver exited or hangs
                 reason = _error_text(error)
                 if (page := self._pages.get(conversation)) is not None:
                     self._drop(conversation, page)
@@ -253,14 +252,14 @@ class BrowserTool(Tool):
     async def _page_of(self, browser: Any, conversation: Hashable) -> Any:
         page = self._pages.get(conversation)
         if page is None:
-            # A context has cookies and storage of its own. Requests of service workers would pass by the route below.
+            # Each context has its own cookies and storage. Requests of service workers would bypass the route below.
             context = await browser.new_context(accept_downloads=False, service_workers="block")
             if self.allowed_hosts is not None:
                 await context.route("**/*", self._guard)
         elif page in self._stale:
             context = page.context
             self._stale.discard(page)
-            await _quietly(page.close())  # first: the next one may be given the same process
+            await _quietly(page.close())  # before opening the next one, which may get the same process
         else:
             return page
         page = self._pages[conversation] = await _new_page(context)
@@ -268,14 +267,14 @@ class BrowserTool(Tool):
         return page
 
     def _drop(self, conversation: Hashable, page: Any) -> None:
-        """Closes a page that failed, with its cookies; the next call opens another one."""
+        """Closes a failed page and its cookies; the next call opens a new one."""
         if self._pages.get(conversation) is page:
             del self._pages[conversation]
         self._stale.discard(page)
         self._in_background(_quietly(page.context.close()))
 
     def _forget(self) -> None:
-        """Ends the browser and its driver in the background; the next call starts others."""
+        """Closes the browser and its driver in the background; the next call starts new ones."""
         browser, driver = self._browser, self._driver
         self._browser = self._driver = None
         self._pages.clear()
@@ -293,11 +292,11 @@ class BrowserTool(Tool):
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             flags.append("--no-sandbox")
         if self.allowed_hosts is not None:
-            # Requests of redirects, WebSockets and prefetches pass by a route: their hosts must not resolve.
+            # Requests of redirects, WebSockets and prefetches bypass the route, so other hosts must not resolve.
             excluded = "".join(f", EXCLUDE {host}" for host in sorted(self.allowed_hosts))
             flags.append(f"--host-resolver-rules=MAP * ~NOTFOUND{excluded}")
-            # WebRTC and WebTransport go to addresses, and by UDP: they must take a proxy, which is not there.
-            # `<-loopback>` has this machine's names go through it as well, unless they are allowed.
+            # WebRTC and WebTransport connect to IP addresses over UDP: a proxy that does not exist blocks them.
+            # `<-loopback>` sends this machine's own names through it as well, unless they are allowed.
             flags.append("--proxy-server=http://127.0.0.1:9")
             flags += [f"--{name}=disable_non_proxied_udp" for name in _WEBRTC_POLICY]
             flags.append(f"--proxy-bypass-list={';'.join(['<-loopback>', *sorted(self.allowed_hosts)])}")
@@ -315,7 +314,7 @@ class BrowserTool(Tool):
 
 
 def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by their types. Raises ToolError if they are not those of the action."""
+    """The validated arguments. Raises ToolError if they do not fit the action."""
     _, given = _SIGNATURE.bind(arguments)
     action = given["action"]
     required, optional = _ARGUMENTS[action]
@@ -324,7 +323,7 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
             raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, given))}.")
     known = (*required, *optional)
     for name, value in given.items():
-        # A model may write arguments of other actions, as long as they are the schema's defaults.
+        # A model may pass arguments of other actions if they equal the schema's defaults.
         if name not in ("action", *known) and value != BrowserTool.parameters["properties"][name]["default"]:
             raise ToolError(f"browser: {action} takes no {name!r}, only {', '.join(known)}.{did_you_mean(name, known)}")
     return given
@@ -346,7 +345,7 @@ def _host_name(host: Any) -> str:
 
 
 def _environment() -> dict[str, str | float | bool]:
-    """The environment of the browser process: no secrets of the training run."""
+    """The environment of the browser process, without secrets of the training run."""
     return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "DISPLAY") if name in os.environ}
 
 
@@ -357,14 +356,14 @@ def _error_text(error: BaseException) -> str:
 
 async def _new_page(context: Any) -> Any:
     page = await context.new_page()
-    # A conversation has one page: whatever else a site opens is closed.
+    # A conversation has one page: popups and dialogs of a site are closed.
     page.on("popup", lambda popup: asyncio.ensure_future(_quietly(popup.close())))
     page.on("dialog", lambda dialog: asyncio.ensure_future(_quietly(dialog.dismiss())))
     return page
 
 
 async def _quietly(work: Coroutine[Any, Any, Any], timeout_s: float = _PAGE_S) -> None:
-    """Waits for something that may fail or hang because the page, the browser or the driver has ended."""
+    """Awaits ``work``, ignoring errors and hangs: the page, the browser or the driver may have exited."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(work, timeout_s)
 

@@ -1,4 +1,4 @@
-"""The calculator: arithmetic by a parser of its own, which never runs Python.
+"""The calculator: arithmetic by its own evaluator, which never runs Python.
 
 Integers are exact and at most 4,000 bits long, so the most expensive expression takes milliseconds; larger ones are
 refused before they are computed.
@@ -65,14 +65,14 @@ def calculator(expression: str) -> str:
     ('10', '1.4142135623730951', '3000')
     """
     value = evaluate(expression)
-    # Beyond 2**53 a float does not hold every whole number: digits would be shown that were not computed.
+    # Beyond 2**53 a float cannot represent every whole number, so the digits shown would not be exact.
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     return str(value)
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; raises ToolError with the reason if there is none."""
+    """The value of an arithmetic expression; raises ToolError with the reason if it has none."""
     text = expression.strip().removesuffix("=").strip()
     if not text:
         raise ToolError("calculator: the expression is empty.")
@@ -97,7 +97,7 @@ def evaluate(expression: str) -> Number:
 
 
 def _value(node: ast.expr) -> Number:
-    # The cases are all there is: any other syntax is refused, and Python never evaluates any of it.
+    # These cases are exhaustive: any other syntax is refused, and Python never evaluates the expression.
     match node:
         case ast.Constant(value=bool() | complex() | str() | bytes() | None):
             raise ToolError(f"calculator: must compute with numbers only: got {node.value!r}.")
@@ -143,7 +143,7 @@ def _checked(value: Number) -> Number:
 
 
 def _ascii(text: str) -> str:
-    """Signs as people and models write them; ``^`` is a power. Commas group digits if nothing else can be meant."""
+    """Replaces common signs; ``^`` is a power. Drops digit-grouping commas where they cannot separate arguments."""
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     if re.search(r"[a-zA-Z]", text):

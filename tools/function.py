@@ -1,4 +1,4 @@
-"""A tool from a typed function, or from objects that are called like one. The schema is made in ``schema.py``."""
+"""Tools from typed functions or callable objects. ``schema.py`` makes the schema."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmrl.tools.schema import Signature, parse_docstring
 
 
 class FunctionTool(Tool):
-    """A tool from a typed function, from an object with ``__call__``, or from a class of such objects.
+    """A tool from a typed function, an object with ``__call__``, or a class of such objects.
 
-    An object serves all conversations, and its calls may run at the same time. Of a class, each conversation has an
-    instance of its own, made at its first call and closed at its end. ``close`` is called if there is one. The
-    function may be ``async``; all its calls run in one event loop. A plain function cannot be stopped: after its
-    deadline it goes on in its thread.
+    An object serves all conversations, and its calls may run concurrently. For a class, each conversation gets its own
+    instance, made at its first call and closed (with ``close``, if defined) at its end. The function may be ``async``;
+    all its calls run in one event loop. A plain function cannot be stopped: after its deadline it continues in its
+    thread.
 
     >>> def lookup(city: str, days: int = 1) -> str:
     ...     '''The weather of a city.
@@ -70,7 +70,7 @@ class FunctionTool(Tool):
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, as it was before it became a tool."""
+        """Calls the original function."""
         return self._target(*args, **kwargs)
 
     def call(self, arguments: dict[str, Any], *, conversation: Hashable, deadline: float) -> str:
@@ -84,8 +84,7 @@ class FunctionTool(Tool):
         if self._loop is None:
             return to_text(function(*args, **kwargs))
         try:
-            # The runner waits in its thread; the coroutines of all calls share one loop, in which clients keep
-            # connections.
+            # The coroutines of all calls share one event loop, so that clients can keep connections open.
             return to_text(self._loop.run(function(*args, **kwargs), deadline))
         except TimeoutError:
             if time.monotonic() < deadline:
@@ -141,7 +140,7 @@ def as_tool(obj: Any) -> Tool:
         return obj
     if inspect.isclass(obj) and issubclass(obj, Tool):
         raise ConfigError(f"as_tool: must be given a tool: got the class {obj.__name__}; pass {obj.__name__}(...).")
-    # Every class can be called, to make an object: whether that can be called is asked of the class itself.
+    # callable() is true for every class; whether its instances are callable shows in the classes' own dicts.
     has_call = any("__call__" in base.__dict__ for base in obj.__mro__) if inspect.isclass(obj) else callable(obj)
     if not has_call:
         raise ConfigError(
@@ -152,7 +151,7 @@ def as_tool(obj: Any) -> Tool:
 
 
 def to_text(value: Any) -> str:
-    """A function's result as the model reads it: text as it is, None as an empty text, all else as JSON.
+    """A function's result as the model reads it: strings unchanged, None as an empty string, all else as JSON.
 
     >>> to_text({"a": [1, 2.5]}), to_text(None)
     ('{"a":[1,2.5]}', '')

@@ -1,4 +1,4 @@
-"""Loads a tool by the name that a configuration gives it."""
+"""Loads tools by the names used in configurations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def load_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
     """A built-in tool by its name, or the one that ``"my_package.my_module:attribute"`` names.
 
     The attribute may be a tool, a subclass of `Tool`, a function, or a class with ``__call__``. ``settings`` are the
-    keyword arguments of a class. Modules of the working directory are found.
+    keyword arguments of a class. Modules in the working directory can be imported.
 
-    Raises   ConfigError naming what is not there, with the nearest name that is
+    Raises   ConfigError that names the missing tool or attribute, with the nearest existing name
 
     >>> load_tool("calculator").call({"expression": "2 * 21"}, conversation=0, deadline=float("inf"))
     '42'
@@ -43,12 +43,12 @@ def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def _find(name: str, settings: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The named object, and whether it is a class to be called with the settings."""
+    """The named object, and True if it is a class to be called with the settings."""
     if name not in BUILT_IN and ":" not in name:
         names, hint = ", ".join(sorted(BUILT_IN)), did_you_mean(name, BUILT_IN)
         raise ConfigError(f"tool: must be one of {names}, or 'package.module:name': got {name!r}.{hint}")
     target = load_object(BUILT_IN.get(name, name), what="tool")
-    # A class without settings that is not a Tool has an object per conversation.
+    # A non-Tool class without settings is instantiated once per conversation.
     is_constructor = inspect.isclass(target) and (bool(settings) or issubclass(target, Tool))
     if is_constructor:
         check_constructor(target, settings, f"tool: {name!r}")

@@ -1,7 +1,7 @@
 """Tools of MCP servers, through the official ``mcp`` package (version 2): stdio and streamable HTTP.
 
-Every tool of a server is a `Tool` with the server's schema. All connections of one `MCPServers` live in one background
-event loop, which sends the calls of any number of threads at the same time. `mcp_stdio` runs a server's process.
+Every tool of a server becomes a `Tool` with the server's schema. All connections of one `MCPServers` run in one
+background event loop, which sends calls from any number of threads concurrently. `mcp_stdio` runs a server's process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmrl.tools.mcp_stdio import StdioServer, StdioSettings
 
 _MAX_RESTARTS = 1
 _PING_S = 5.0  # for a server to answer a ping after a call that timed out
-_CLOSE_S = 8.0  # a server has 2 s to end, 2 s after SIGTERM, and is killed
+_CLOSE_S = 8.0  # a server gets 2 s to exit and 2 s more after SIGTERM, then it is killed
 
 
 class HTTPSettings(BaseModel, extra="forbid", frozen=True):
-    """A server that is reached by streamable HTTP."""
+    """A server reached by streamable HTTP."""
 
     url: str = Field(min_length=1, description="address of its endpoint")
     headers: dict[str, str] = Field({}, description="of every request, for a key say")
@@ -39,15 +39,15 @@ class MCPServers(contextlib.AbstractContextManager):
     """Connections to servers, and their tools.
 
     Reads   servers          name -> {"command", "args", "env", "cwd"}, {"url", "headers"}, or a command line or URL as
-                             a string. A command gets no other environment variables than PATH, HOME and the like
-            start_timeout_s  until every server has listed its tools
-    Raises  ConfigError for settings that cannot be used and for a server that does not start, DeadlineError for one
-            that does not answer; both with what it wrote to stderr. MissingDependencyError without the package
+                             a string. Besides ``env``, a command gets only basic variables such as PATH and HOME
+            start_timeout_s  time until every server must have listed its tools
+    Raises  ConfigError for unusable settings or a server that does not start, DeadlineError for one that does not
+            answer; both include its stderr. MissingDependencyError without the package
 
-    ``tools``: those of all servers, in order; names that two servers share are preceded by the server's. A server that
-    ends, or that lets a call time out and does not answer a ping, fails the calls that it was in and is started again
-    at the next one; if it ends again before it has answered any, it is not started any more. An answer of more than
-    16 MiB, or one that breaks the protocol, is an error of its call.
+    ``tools`` holds the tools of all servers, in order; a name that two servers share gets the server's name as prefix.
+    A server that exits, or that lets a call time out and does not answer a ping, fails its current calls and is
+    restarted at the next call; if it exits again before it has answered a call, it is not restarted any more. An answer
+    above 16 MiB, or one that breaks the protocol, is an error of its call.
     """
 
     def __init__(self, servers: Mapping[str, Mapping[str, Any] | str], *, start_timeout_s: float = 30.0):
@@ -69,7 +69,7 @@ class MCPServers(contextlib.AbstractContextManager):
         except BaseException:
             self.close()
             raise
-        # Only names that two servers have get a prefix: a model knows a tool best by the name its server gave it.
+        # Only shared names get a prefix: models handle a tool best under its original name.
         names = Counter(tool.name for connection in self._connections for tool in connection.listed)
         self.tools: list[MCPTool] = [
             MCPTool._of(self, connection, tool, shared=names[tool.name] > 1)
@@ -81,7 +81,7 @@ class MCPServers(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """Ends the connections and the servers that were started; once is enough."""
+        """Closes the connections and ends the servers that were started; may be called twice."""
         with contextlib.suppress(LLMRLError, TimeoutError):  # closed before, or a server that cannot be killed
             self._loop.run(self._stop_all(), time.monotonic() + _CLOSE_S)
         self._loop.close()
@@ -103,9 +103,9 @@ class MCPServers(contextlib.AbstractContextManager):
 
 
 class MCPTool(Tool):
-    """One tool of one server: ``MCPTool({"command": "my-server"}, "lookup")`` starts the server for itself.
+    """One tool of one server; ``MCPTool({"command": "my-server"}, "lookup")`` starts its own server.
 
-    Raises  ConfigError if the server has no such tool; as `MCPServers` otherwise
+    Raises  ConfigError if the server has no such tool; otherwise as `MCPServers`
     """
 
     def __init__(self, server: Mapping[str, Any] | str, tool: str, *, start_timeout_s: float = 30.0):
@@ -137,12 +137,12 @@ class MCPTool(Tool):
         return text
 
     def close(self) -> None:
-        """Ends the connection to the server, for all of its tools."""
+        """Closes all connections of its `MCPServers`, for all of their tools."""
         self._servers.close()
 
 
 class _Connection:
-    """One server, in the background loop. A task of its own opens and closes the connection."""
+    """One server; its methods run in the background loop. One task both opens and closes the connection."""
 
     def __init__(self, name: str, settings: StdioSettings | HTTPSettings, start_timeout_s: float):
         self.name = name
@@ -157,7 +157,7 @@ class _Connection:
         self._starts = 0
 
     async def start(self) -> None:
-        """Starts the server if it does not run; :meth:`client` waits for it."""
+        """Starts the server if it is not running; :meth:`client` waits until it is ready."""
         if self._ready is None:
             if self._starts > _MAX_RESTARTS:
                 raise ToolError(f"MCP server {self.name!r} ended again after a restart; it cannot be called any more.")
@@ -166,7 +166,7 @@ class _Connection:
             self._task = asyncio.create_task(self._serve(self._ready, self._stop))
 
     async def client(self) -> Any:
-        """The open connection. Raises the error of the server's start."""
+        """The open connection. Raises the server's start error, if any."""
         await self.start()
         return await asyncio.shield(self._ready)  # a call's deadline does not cancel the start
 
@@ -181,7 +181,7 @@ class _Connection:
         ready = self._ready
         try:
             result = await client.call_tool(tool, dict(arguments))
-            self._starts = 1  # it works: the next end is a first one again
+            self._starts = 1  # it works: allow restarts again
             return result
         except asyncio.CancelledError:  # its deadline
             self._check_on(ready, client)
@@ -190,7 +190,7 @@ class _Connection:
             if not self._is_closed(error):
                 raise ToolError(f"{tool}: {error}") from error
             reason = "it ended"
-        except (ValueError, RuntimeError) as error:  # not a tool's result, or not of the schema that it declared
+        except (ValueError, RuntimeError) as error:  # not a tool result, or one that does not fit the declared schema
             self._check_on(ready, client)
             raise ToolError(f"{tool}: the server's answer cannot be used: {_reason(error)}.") from error
         except Exception as error:
@@ -199,24 +199,24 @@ class _Connection:
         raise ToolError(f"MCP server {self.name!r} was lost during the call: {reason}.")
 
     def _lose(self, ready: asyncio.Future[Any]) -> None:
-        """Ends a connection that failed, so that the next call starts another one."""
-        if self._ready is ready:  # the first of the calls that failed with it
+        """Closes a failed connection, so that the next call opens a new one."""
+        if self._ready is ready:  # only the first of the calls that failed with it does this
             self._ready = None
             self._stop.set()
 
     def _is_closed(self, error: Any) -> bool:
-        """True if the connection is closed; a server may use the same code for errors of its own."""
+        """True if the connection is closed. The code alone is not enough: servers may use it for other errors."""
         return error.code == _mcp().types.CONNECTION_CLOSED and (self._server is None or not self._server.is_open)
 
     def _check_on(self, ready: asyncio.Future[Any], client: Any) -> None:
-        """Ends the connection if the server does not answer a ping either."""
+        """Closes the connection if the server does not answer a ping."""
 
         async def check() -> None:
             types = _mcp().types
             ping = types.PingRequest(params=types.RequestParams())
             try:
                 await asyncio.wait_for(client.session.send_request(ping, types.EmptyResult), _PING_S)
-            except Exception as error:  # any error but these two is an answer
+            except Exception as error:  # any other error is also an answer
                 closed = isinstance(error, _mcp().MCPError) and self._is_closed(error)
                 if closed or isinstance(error, TimeoutError):
                     self._lose(ready)
@@ -229,20 +229,20 @@ class _Connection:
             self._check.cancel()
         if self._task is not None:
             if self._ready is not None and not self._ready.done():
-                self._task.cancel()  # it still starts
+                self._task.cancel()  # it is still starting
             self._stop.set()
             await asyncio.wait([self._task], timeout=_CLOSE_S)
             self._ready = self._task = None
 
     def stderr(self) -> str:
-        """The server's last lines there, for an error message."""
+        """The last lines of the server's stderr, for an error message."""
         text = self._server.stderr if self._server is not None else ""
         return f" Its stderr:\n{text}" if text else ""
 
     async def _serve(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(self._start_timeout_s):  # also when it is started again
+                async with asyncio.timeout(self._start_timeout_s):  # applies to restarts too
                     client = await self._open(stack)
                     self.listed = await _all_tools(client)
                 ready.set_result(client)
@@ -250,7 +250,7 @@ class _Connection:
         except BaseException as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, Exception) else RuntimeError("was cancelled"))
-                ready.exception()  # retrieved here, in case that no call waits for it
+                ready.exception()  # marks it as retrieved, in case no call awaits it
             if isinstance(error, asyncio.CancelledError):
                 raise
 
@@ -303,7 +303,7 @@ def _settings(name: str, given: Any) -> StdioSettings | HTTPSettings:
         raise ConfigError(f"MCPServers: server {name!r} must have either a command or a url: got {list(given)}.")
     model = kinds[named[0]]
     try:
-        # A settings file may say null for what is left out.
+        # A settings file may write null for a setting that is not used.
         return model.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as failure:
         fault, known = failure.errors(include_url=False)[0], list(model.model_fields)
@@ -333,7 +333,7 @@ def _text_of(result: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost error in words: the package wraps errors in groups."""
+    """The innermost error as text; the package wraps errors in exception groups."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".rstrip(": .")

@@ -1,8 +1,8 @@
 """The process of an MCP server and its pipes, as a transport of the ``mcp`` package.
 
-The package's own transport reads lines of any length, waits for ever for an answer that breaks the protocol, and leaves
-the children of a server that ended by itself. Here a line has a bound, a broken answer becomes the error of its call,
-and the server's whole process group ends with the connection.
+The package's own transport reads lines of any length, waits forever after an answer that breaks the protocol, and
+leaves behind the children of a server that exited by itself. Here lines have a maximum length, a broken answer becomes
+the error of its call, and the server's whole process group ends with the connection.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llmrl.strict_json import JSONError, parse_json
 
 MAX_LINE = 16 << 20  # bytes of one message
 _MAX_STDERR = 2000  # bytes that are kept
-_GRACE_S = 2.0  # to end once stdin is closed, and again after SIGTERM
+_GRACE_S = 2.0  # for the server to exit once stdin is closed, and again after SIGTERM
 _ID = re.compile(rb'"id"\s*:\s*(\d{1,18}|"[^"\\]{1,80}")')
 _HEAD = 300  # bytes at either end of a message where its id is looked for
 _INTERNAL_ERROR = -32603  # of JSON-RPC
 
 
 class StdioSettings(BaseModel, extra="forbid", frozen=True, coerce_numbers_to_str=True):
-    """A server that is a program: requests go to its standard input, answers come from its standard output."""
+    """A server program that reads requests from standard input and writes answers to standard output."""
 
     command: str | Path = Field(description="the program")
     args: list[str] = Field([], description="its arguments")
@@ -40,9 +40,9 @@ class StdioSettings(BaseModel, extra="forbid", frozen=True, coerce_numbers_to_st
 
 
 class StdioServer:
-    """One start of a server.
+    """One process of a server.
 
-    ``is_open``: its output is being read. ``pid``: of its process. ``stderr``: the last lines that it wrote there.
+    ``is_open``: True while its output is read. ``pid``: its process id. ``stderr``: its last lines on standard error.
     """
 
     def __init__(self, settings: StdioSettings):
@@ -57,7 +57,7 @@ class StdioServer:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Any, Any]]:
-        """The streams of messages from and to the server. Raises OSError for a command that cannot be run."""
+        """The message streams from and to the server. Raises OSError for a command that cannot be run."""
         anyio = require("anyio", extra="mcp", used_by="MCPServers")
         package = require("mcp.client.stdio", extra="mcp", used_by="MCPServers")
         settings = self._settings
@@ -100,12 +100,12 @@ class StdioServer:
             while (line := await _line(process.stdout)) is not None:
                 if (message := _message(line)) is not None:
                     await answers.send(message)
-        except Exception:  # the session is over and takes no more
+        except Exception:  # the session is closed and accepts no more messages
             pass
         finally:
             self.is_open = False
             answers.close()
-            signal_group(process.pid, signal.SIGTERM)  # it can answer no more
+            signal_group(process.pid, signal.SIGTERM)  # it can no longer answer
 
     async def _write(self, process: asyncio.subprocess.Process, requests: Any, answers: Any) -> None:
         try:
@@ -113,7 +113,7 @@ class StdioServer:
                 text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                 process.stdin.write(f"{text}\n".encode())
                 await process.stdin.drain()
-        except OSError:  # it ended: no answer will come
+        except OSError:  # the server exited: it will not answer
             answers.close()
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
@@ -123,7 +123,7 @@ class StdioServer:
 
 
 async def _line(stdout: asyncio.StreamReader) -> bytes | None:
-    """The next line, cut to its beginning if it is too long; None at the end."""
+    """The next line, or only its beginning if it is too long; None at the end."""
     head = b""
     while True:
         try:
@@ -137,10 +137,10 @@ async def _line(stdout: asyncio.StreamReader) -> bytes | None:
 
 
 def _message(line: bytes) -> Any:
-    """A message of the server; an error in place of an answer that breaks the protocol; None for anything else."""
+    """The server's message in a line; an error message for a broken answer; None for anything else."""
     mcp = require("mcp", extra="mcp", used_by="MCPServers")
     messages = require("mcp.shared.message", extra="mcp", used_by="MCPServers")
-    # Bytes that are not UTF-8 in some text of an answer do not make the rest of it useless.
+    # An answer with some bytes that are not UTF-8 is still used, with those bytes replaced.
     for text in (line, line.decode("utf-8", "replace")):
         with contextlib.suppress(ValueError):
             return messages.SessionMessage(mcp.types.jsonrpc_message_adapter.validate_json(text, by_name=False))
@@ -157,7 +157,7 @@ def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
     try:
         given = parse_json(text)
     except JSONError as error:
-        # Without its id the answer would belong to no call, and the call would wait until its deadline.
+        # Without the id the answer could not be matched to its call, which would then wait until its deadline.
         found = _ID.search(line[:_HEAD]) or _ID.search(line[-_HEAD:])
         number = parse_json(found[1].decode("utf-8", "replace")) if found else None
         if not line.endswith(b"\n"):
@@ -173,7 +173,7 @@ def _broken_answer(line: bytes) -> tuple[int | str | None, str]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Closes the server's stdin and waits for its end; then asks its process group to end."""
+    """Closes the server's stdin and waits for it to exit; if it does not, sends SIGTERM to its process group."""
     process.stdin.close()
     if not await _has_ended(process):
         signal_group(process.pid, signal.SIGTERM)
@@ -181,7 +181,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """True if the process ends in time; ``process.wait()`` would wait for children that hold its pipes as well."""
+    """True if the process exits in time; ``process.wait()`` would also wait for children that hold its pipes."""
     deadline = time.monotonic() + _GRACE_S
     while process.returncode is None and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

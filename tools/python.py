@@ -1,4 +1,4 @@
-"""The Python tool: runs a model's code in a sandbox, where the definitions of earlier code of the conversation stay."""
+"""The Python tool: runs a model's code in a sandbox and keeps the definitions of the conversation's earlier code."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SIGNATURE = Signature(python, "python")
 
 
 class PythonTool(Tool):
-    """An interpreter for each conversation, in a sandbox: see `llmrl.tools.sandbox.Sandbox` for its protection.
+    """One sandboxed interpreter per conversation; `llmrl.tools.sandbox.Sandbox` describes the protection.
 
-    With ``persistent=False`` every call runs in a process forked for it: nothing but its files stays. Processes that
-    the code starts end with the call; threads stop until the next one. A call that takes too long is killed with all it
-    started, its output is kept, and the next call of the conversation gets a new interpreter.
+    With ``persistent=False`` every call runs in a process forked for it, and only its files remain. Processes that
+    the code starts end with the call; threads are paused until the next one. A call that takes too long is killed with
+    everything it started; its output is kept, and the conversation's next call gets a new interpreter.
 
-    ``limits`` may be a mapping of some of the limits by name, as a recipe writes them.
+    ``limits`` may be a mapping from names to values of some limits, as in a recipe.
 
-    Raises   at construction, ConfigError for a limit that cannot be; MissingDependencyError or UnsupportedError if
+    Raises   at construction, ConfigError for an invalid limit; MissingDependencyError or UnsupportedError if
              the sandbox cannot run
 
     >>> import time
@@ -76,7 +76,7 @@ class PythonTool(Tool):
         return text
 
     def execute(self, code: str, *, conversation: Hashable = None, deadline: float) -> Execution:
-        """Runs code and returns the result in parts, for callers other than a model."""
+        """Runs code and returns the structured result, for callers other than a model."""
         return self.pool.run(code, conversation=conversation, deadline=deadline, fresh=not self.persistent)
 
     def end(self, conversation: Hashable) -> None:
@@ -87,7 +87,7 @@ class PythonTool(Tool):
 
 
 def report(result: Execution) -> str:
-    """The result as the model reads it: a note if its variables are gone, the output, the error.
+    """The result as the model reads it: a note if earlier variables are gone, the output, the error.
 
     >>> print(report(Execution("error", "1\\n", error="ValueError: no")))
     1

@@ -1,7 +1,7 @@
-"""Runs the tool calls of a batch: at the same time, each with its deadline, the answers in order and of bounded size.
+"""Runs the tool calls of a batch concurrently, each with a deadline; answers are in order and of bounded size.
 
-Every result is an answer to the model: also an unknown name, wrong arguments, an exception, a missed deadline. The
-environment transforms find the calls in a text, and write the answers into the conversation.
+Every outcome becomes an answer to the model, including an unknown name, wrong arguments, an exception or a missed
+deadline. The environment transforms find the calls in a text and write the answers into the conversation.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from llmrl.tools.base import Status, Tool, ToolCall, ToolError, ToolResult
 from llmrl.tools.function import as_tool
 
 _LOG = logging.getLogger(__name__)
-_GRACE_S = 1.0  # for a tool that keeps its deadline: to stop what it runs, and to report its output so far
-_WATCH_S = 1.0  # for which calls that start later are watched with those before them
-_SLOT_S = 600.0  # for a call of another thread to give its slot back
-_MAX_LEFT_BEHIND = 16  # threads of one tool that did not end; more calls of it are refused until one does
+_GRACE_S = 1.0  # for a tool that keeps its deadline to stop its work and report its output so far
+_WATCH_S = 1.0  # calls that start within this time share one update of the lock watchdog
+_SLOT_S = 600.0  # to wait for a free slot
+_MAX_LEFT_BEHIND = 16  # unfinished threads of one tool; more calls of it are refused until one ends
 
 
 class ToolRunner(contextlib.AbstractContextManager):
-    """Runs calls of the tools it is given, and owns them: closing it closes them.
+    """Runs calls of its tools and owns the tools: closing the runner closes them.
 
-    Calls of one conversation run in their order, those of different conversations at the same time, at most
-    ``max_concurrency`` over all threads that use the runner. A deadline counts from the moment that a call starts.
+    Calls of one conversation run in order, calls of different conversations concurrently, at most ``max_concurrency``
+    over all threads that use the runner. A call's deadline counts from the moment it starts.
 
-    ``counters`` has the calls so far, how they ended (``ok``, ``error``, ``timeout``, ``malformed``, ``unknown``), how
-    many answers were ``cut``, and how many calls were ``left_behind``: a plain Python function cannot be stopped, so
-    one that does not end stays in its daemon thread. One that keeps the interpreter's lock inside C code stops all
-    threads: the process then ends a minute after the call's deadline, with the stack of each.
+    ``counters`` has the number of calls, their outcomes (``ok``, ``error``, ``timeout``, ``malformed``, ``unknown``),
+    how many answers were ``cut``, and how many calls were ``left_behind``: a plain Python function cannot be stopped,
+    so one that does not return stays in its daemon thread. A function that holds the GIL inside C code blocks all
+    threads: the process then exits a minute after the call's deadline and prints the stack of each thread.
 
     >>> from llmrl.tools import load_tool
     >>> with ToolRunner([load_tool("calculator")]) as runner:
@@ -73,9 +73,9 @@ class ToolRunner(contextlib.AbstractContextManager):
         )
         self._slots = threading.Semaphore(max_concurrency)
         self._lock = threading.Lock()
-        self._running: dict[_Job, None] = {}  # those that hold a slot
+        self._running: dict[_Job, None] = {}  # jobs that hold a slot
         self._threads = DaemonThreads("llmrl-tools")
-        self._left_behind: Counter[str] = Counter()  # of each tool, those that still run
+        self._left_behind: Counter[str] = Counter()  # per tool, abandoned calls that still run
         self._closed = False
 
     def __exit__(self, *exc: object) -> None:
@@ -86,7 +86,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         return [tool.schema() for tool in self.tools.values()]
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """The results, in the order of the calls; blocks until each has ended or its deadline is over."""
+        """The results, in the order of the calls; blocks until each call has ended or its deadline has passed."""
         if self._closed:
             raise ConfigError("ToolRunner: must not be closed: got a call after close().")
         batch = _Batch([None] * len(calls))
@@ -97,10 +97,10 @@ class ToolRunner(contextlib.AbstractContextManager):
             else:
                 key = ("alone", index) if call.conversation is None else ("in", call.conversation)
                 lanes.setdefault(key, deque()).append(_Job(index, call, self.tools[call.name], self.timeout_s))
-        # No thread runs yet, so that the batch can be filled without its lock.
+        # No thread is running yet, so the batch can be filled without the lock.
         batch.waiting.extend(lanes.values())
         batch.left = sum(map(len, batch.waiting))
-        # A call that starts while this thread sleeps cannot be late sooner than after the shortest limit.
+        # A call that starts while this thread sleeps cannot exceed its limit before the shortest limit has passed.
         shortest_s = min((job.limit_s for lane in batch.waiting for job in lane), default=0.0)
         try:
             while batch.left:
@@ -108,7 +108,7 @@ class ToolRunner(contextlib.AbstractContextManager):
                 if not batch.ended.wait(self._time_left(batch, shortest_s)):
                     self._abandon_late(batch)
         finally:
-            with self._lock:  # after an interruption no more calls start
+            with self._lock:  # so that no more calls start after an interruption
                 for lane in (batch.waiting, *batch.running.values()):
                     lane.clear()
             watch_lock(batch, None)
@@ -121,13 +121,13 @@ class ToolRunner(contextlib.AbstractContextManager):
         return results
 
     def end(self, conversations: Iterable[Hashable]) -> None:
-        """Frees what the tools keep for conversations that are over."""
+        """Frees the tools' state of finished conversations."""
         for conversation in conversations:
             for tool in self.tools.values():
                 self._quietly(tool, "end", conversation)
 
     def close(self) -> None:
-        """Closes every tool; once is enough."""
+        """Closes every tool; may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -136,7 +136,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         self._threads.close()
 
     def _refusal(self, call: ToolCall) -> tuple[str, Status] | None:
-        """The answer to a call that cannot be run at all."""
+        """The answer and status for a call that cannot be run; None if it can."""
         if call.error is not None:
             return call.error, "malformed"
         if call.name not in self.tools:
@@ -152,7 +152,7 @@ class ToolRunner(contextlib.AbstractContextManager):
         return None
 
     def _grow(self, batch: _Batch) -> None:
-        """Starts one more thread if calls wait. That starts the next: short calls need not wake a thread each."""
+        """Starts one more thread if calls wait; that thread starts the next one, so short calls need few threads."""
         with self._lock:
             if not batch.waiting or batch.starts or batch.threads >= self.max_concurrency:
                 return
@@ -168,12 +168,12 @@ class ToolRunner(contextlib.AbstractContextManager):
                 raise
 
     def _work(self, batch: _Batch) -> None:
-        """In a thread: runs calls of the batch until none waits, or until one of them was abandoned."""
+        """Runs calls of the batch in a thread, until none waits or its current one was abandoned."""
         batch.starts = False
-        # This call may block: before it runs, another thread is started for those that wait.
+        # A call may block, so another thread is started for the waiting calls before it runs.
         while batch.left and (job := self._take(batch)) is not None:
             self._grow(batch)
-            if self._slots.acquire(timeout=_SLOT_S):  # a job that holds one gives it back at its deadline
+            if self._slots.acquire(timeout=_SLOT_S):  # a job releases its slot at its deadline at the latest
                 result = self._run_job(batch, job)
             else:
                 oldest = min(list(self._running), key=lambda other: other.started, default=job)
@@ -191,7 +191,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             if not batch.waiting:
                 batch.threads -= 1
                 return None
-            # A lane is away from the queue while one of its calls runs, which keeps them in order.
+            # A lane is out of the queue while one of its calls runs, which keeps its calls in order.
             lane = batch.waiting.popleft()
             job = lane.popleft()
             batch.running[job] = lane
@@ -204,20 +204,20 @@ class ToolRunner(contextlib.AbstractContextManager):
         job.give_up_at = started + job.limit_s
         with self._lock:
             self._running[job] = None
-            if job.give_up_at > batch.watched_until:  # once for the calls that start within a second
+            if job.give_up_at > batch.watched_until:  # one update for all calls that start within a second
                 batch.watched_until = job.give_up_at + _WATCH_S
                 watch_lock(batch, batch.watched_until)
         arguments, deadline = call.arguments or {}, started + job.timeout_s
         status: Status = "ok"
         try:
             run = partial(job.tool.call, arguments, conversation=call.conversation, deadline=deadline)
-            content = str(contextvars.Context().run(run))  # the thread is used again
-        except BaseException as error:  # also sys.exit(), which would end the thread alone
+            content = str(contextvars.Context().run(run))  # a fresh context, because threads are reused
+        except BaseException as error:  # also sys.exit(), which would silently end this thread
             content, status = _error_text(error), "timeout" if isinstance(error, TimeoutError) else "error"
         return self._result(call, content, status, time.monotonic() - started)
 
     def _finish(self, batch: _Batch, job: _Job, result: ToolResult) -> None:
-        """Ends a job, with the lock held; the next call of its conversation may run."""
+        """Records a job's result and lets the next call of its conversation run. The caller holds the lock."""
         batch.results[job.index] = result
         if lane := batch.running.pop(job):
             batch.waiting.append(lane)
@@ -229,18 +229,18 @@ class ToolRunner(contextlib.AbstractContextManager):
             batch.ended.set()
 
     def _time_left(self, batch: _Batch, shortest_s: float) -> float:
-        """Seconds until a call can be over its time: one that runs, or one that starts in the meantime."""
+        """Seconds until a call can exceed its limit: one that is running, or one that starts in the meantime."""
         with self._lock:
             ends = [job.give_up_at for job in batch.running]
         return max(0.0, min(min(ends, default=float("inf")) - time.monotonic(), shortest_s, threading.TIMEOUT_MAX))
 
     def _abandon_late(self, batch: _Batch) -> None:
-        """Abandons the calls whose time is over. Their threads are lost to the batch, their slots are free again."""
+        """Abandons the calls that exceeded their limit. The batch loses their threads; their slots are released."""
         with self._lock:
             now = time.monotonic()
             for job in [job for job in batch.running if job.give_up_at <= now]:
                 job.left_behind = True
-                # Python cannot stop the thread; it notices by the flag that its result is not wanted any more.
+                # Python cannot stop the thread; the flag tells it to discard its result.
                 self._left_behind[job.tool.name] += 1
                 self.counters["left_behind"] += 1
                 batch.threads -= 1
@@ -280,19 +280,19 @@ class _Batch:
     """The calls of one `run`, and its threads."""
 
     results: list[ToolResult | None]
-    waiting: deque[deque[_Job]] = field(default_factory=deque)  # lanes of which no call runs
-    running: dict[_Job, deque[_Job]] = field(default_factory=dict)  # to the rest of its lane
-    left: int = 0  # calls that have no result yet
+    waiting: deque[deque[_Job]] = field(default_factory=deque)  # lanes without a running call
+    running: dict[_Job, deque[_Job]] = field(default_factory=dict)  # job -> the rest of its lane
+    left: int = 0  # calls without a result
     ended: threading.Event = field(default_factory=threading.Event)
     threads: int = 0
-    starts: bool = False  # a thread that has not taken a call yet
+    starts: bool = False  # a started thread has not taken a call yet
     watched_until: float = 0.0
 
 
 def cut_text(text: str, limit: int) -> tuple[str, int]:
-    """At most ``limit`` characters, head and tail with a notice between, and the number of characters left out.
+    """The text cut to ``limit`` characters (head, notice, tail), and the number of characters left out.
 
-    Half of a surrogate pair, which no tokenizer takes, becomes a question mark.
+    A lone surrogate, which no tokenizer accepts, becomes a question mark.
 
     >>> cut_text("a" * 500 + "b" * 500, 50)
     ('aaaaaaaaa\\n[... 982 characters cut ...]\\nbbbbbbbbb', 982)
@@ -304,13 +304,13 @@ def cut_text(text: str, limit: int) -> tuple[str, int]:
         room = limit - len(f"\n[... {len(text):,} characters cut ...]\n")
         head, tail = room - room // 2, room // 2
         cut = len(text) - head - tail
-        # Both ends are kept: an error stands at the end of an output, what it is about at the beginning.
+        # Both ends are kept: errors are at the end of an output, their context at the beginning.
         text = f"{text[:head]}\n[... {cut:,} characters cut ...]\n{text[len(text) - tail :]}"
     return text.encode("utf-8", "replace").decode("utf-8"), cut
 
 
 def _error_text(error: BaseException) -> str:
-    """An exception as the model reads it: without a traceback, which would show the host's files."""
+    """An exception as the model reads it, without a traceback, which would reveal the host's files."""
     try:
         text = str(error)
     except Exception:

@@ -1,7 +1,7 @@
-"""A function's arguments: the JSON schema that a model reads, and the check of what it wrote, both by pydantic.
+"""A function's arguments: the JSON schema that a model reads, and the validation of its calls, both by pydantic.
 
 Types may be str, int, float, bool, list, dict, Literal, Optional, Enum, dataclasses, TypedDict and pydantic models. A
-wrong call becomes a sentence that names the argument and what was expected.
+wrong call becomes a message that names the argument and the expected type.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SPHINX = re.compile(r":param\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)")
 
 
 class Signature:
-    """The arguments of one function, as a pydantic model made from its type hints and its docstring.
+    """The arguments of one function, as a pydantic model made from its type hints and docstring.
 
-    ``skip_self``: the function is a method that is not bound yet.
+    ``skip_self`` True: the function is an unbound method.
     """
 
     def __init__(self, function: Callable[..., Any], tool_name: str, *, skip_self: bool = False):
         self._tool = tool_name
-        doc = function.__doc__ if inspect.isroutine(function) else None  # a class inherits that of the type of types
+        doc = function.__doc__ if inspect.isroutine(function) else None  # a class would inherit that of `type`
         self.description, described = parse_docstring(doc or "")
         parameters = list(inspect.signature(function).parameters.values())[int(skip_self) :]
         self._parameters = {parameter.name: parameter for parameter in parameters}
@@ -50,7 +50,7 @@ class Signature:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             texts = [entry for entry in getattr(annotation, "__metadata__", ()) if isinstance(entry, str)]
             text = described.get(parameter.name) or (texts[0] if texts else None)
-            # The argument's name is an alias, because "json" and "_x" cannot be names of fields.
+            # Argument names are aliases, because names such as "json" and "_x" cannot be field names.
             fields[f"argument_{number}"] = (annotation, Field(default, alias=parameter.name, description=text))
         self._model = create_model(
             f"{tool_name}_arguments", __config__=ConfigDict(extra="forbid", coerce_numbers_to_str=True), **fields
@@ -58,15 +58,15 @@ class Signature:
         self.json_schema = _inlined(self._model.model_json_schema(schema_generator=_Quiet))
 
     def bind(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments for the function, of the annotated types; raises ToolError if they are not.
+        """Positional and keyword arguments of the annotated types; raises ToolError if the arguments do not fit.
 
-        A text is also read as JSON if the type needs it: some call formats have nothing but text.
+        A string is parsed as JSON if its type requires that, because some call formats have only strings.
         """
         try:
             values = self._validated(dict(arguments))
         except ValidationError as failure:
             raise ToolError(self._explain(failure)) from None
-        # Arguments that were not written are left out, so that the function has its own defaults.
+        # Arguments that the call does not have are left out, so that the function uses its own defaults.
         positional = [n for n, p in self._parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
         named = {name: values[name] for name in arguments if name not in positional}
         return [values[name] for name in positional], named
@@ -75,8 +75,7 @@ class Signature:
         try:
             filled = self._model.model_validate(arguments)
         except ValidationError as failure:
-            # Only arguments that do not fit are read again: a text that is asked for stays as it is, also if it is
-            # JSON.
+            # Only arguments that do not fit are parsed: a string argument stays unchanged even if it looks like JSON.
             faults = {str(fault["loc"][0]) for fault in failure.errors() if fault["loc"]}
             texts = [name for name in faults & self._parameters.keys() if isinstance(arguments.get(name), str)]
             if not texts:
@@ -90,7 +89,7 @@ class Signature:
 
     def _explain(self, failure: ValidationError) -> str:
         faults = []
-        # Enough for a model to correct its call; one per wrong entry of a long list would fill the context.
+        # Five are enough to correct a call; one error per wrong entry of a long list would fill the context.
         for fault in failure.errors(include_url=False)[:5]:
             name = ".".join(map(str, fault["loc"]))
             if fault["type"] == "missing" and len(fault["loc"]) == 1:
@@ -192,7 +191,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
             return node
         if isinstance(reference := node.get("$ref"), str):
             name = reference.rpartition("/")[2]
-            # A type within itself has no end when it is written out: it keeps its reference.
+            # A recursive type cannot be written out, so it keeps its reference.
             if name in inside:
                 recursive.add(name)
                 return dict(node)
@@ -200,7 +199,7 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
             return walk({**definitions[name], **rest}, (*inside, name))
         plain = {}
         for key, value in node.items():
-            if key == "properties":  # its keys are names of the user, "title" among them
+            if key == "properties":  # its keys are argument names, and one may be "title"
                 plain[key] = {name: walk(entry, inside) for name, entry in value.items()}
             elif key in ("default", "enum", "const", "examples"):
                 plain[key] = value

@@ -1,4 +1,4 @@
-"""Search in local text files: BM25 over passages, with the file and line of each hit. The standard library alone."""
+"""Search in local text files: BM25 over passages, with the file and line of each hit. No search library is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SearchDocuments:
     A passage is a paragraph (longer ones are split at line ends after ``max_passage_chars``) or a row of a .jsonl file:
     its ``"text"`` if it has one, else all its values. Words are compared without case, and are not stemmed.
 
-    Raises   ConfigError if the folder is not there or holds no such file; DataError for a row that is not JSON
+    Raises   ConfigError if the folder does not exist or holds no such file; DataError for a row that is not JSON
     Source   Robertson and Zaragoza 2009, The Probabilistic Relevance Framework: BM25 and Beyond; k1 = 1.5, b = 0.75
 
     >>> import pathlib, tempfile
@@ -58,10 +58,10 @@ class SearchDocuments:
         counts = [Counter(_words(passage.text)) for passage in self.passages]
         lengths = [count.total() for count in counts]
         mean = sum(lengths) / len(lengths)
-        # For each word the passages that have it, and its weight in their score before the word's rarity.
+        # word -> (passage, weight of the word in that passage, without the word's rarity)
         self._weights: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-            # BM25 in two factors: this one depends on the passage alone, and is computed once.
+            # BM25 is a product of two factors. This one depends only on word and passage, so it is computed once.
             norm = _K1 * (1 - _B + _B * length / mean)
             for word, times in count.items():
                 self._weights[word].append((index, times * (_K1 + 1) / (times + norm)))
@@ -83,7 +83,7 @@ class SearchDocuments:
         scores: defaultdict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
             found = self._weights.get(word, [])
-            # The other one depends on the word. 1 + keeps it positive for a word that most passages have.
+            # The other factor depends on the word. "1 +" keeps it positive for words in most passages.
             rarity = math.log(1 + (len(self.passages) - len(found) + 0.5) / (len(found) + 0.5))
             for index, weight in found:
                 scores[index] += rarity * weight
@@ -103,7 +103,7 @@ def _passages(path: Path, root: Path, max_chars: int) -> list[Passage]:
         return [Passage(name, number, _row_text(line, path, number)) for number, line in rows]
     passages: list[Passage] = []
     kept: list[str] = []
-    # One empty line more, which ends the last paragraph.
+    # An extra empty line ends the last paragraph.
     for number, line in enumerate([*lines, ""], 1):
         if line.strip():
             kept.append(line)

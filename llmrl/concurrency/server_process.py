@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from typing import IO
 
 from llmrl.concurrency.parent_watchdog import OWNER
@@ -57,7 +58,8 @@ class ServerProcess:
 
     def answers(self) -> bool:
         """True if the server answers its health check."""
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+        # HTTPException: a client that connects to a free ephemeral port can be given that port and read its own request.
+        with suppress(OSError, HTTPException), urllib.request.urlopen(f"{self.url}/health", timeout=5):
             return True
         return False
 

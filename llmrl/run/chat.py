@@ -37,8 +37,8 @@ HELP = """\
 /tokens  ids, texts and log-probs of the last answer
 /reset   begin a new conversation
 /exit    leave (also Ctrl-D)
-Ctrl-C stops an answer; what was said last is then taken back."""
-_MAX_TOOL_TURNS = 16  # in a row, if the run does not say how many
+Ctrl-C stops an answer and takes back your last message."""
+_MAX_TOOL_TURNS = 16  # in a row, if the run sets no limit
 
 
 def chat(
@@ -51,14 +51,14 @@ def chat(
     max_tokens: int | None,
     seed: int | None,
 ) -> int:
-    """Reads what the user says from standard input until it ends, prints the answers as they are drawn, returns 0.
+    """Reads messages from standard input until it ends, streams the answers to the terminal, returns 0.
 
-    ``config``       of a run, with its checkpoint as the model; or with a model alone
-    ``tools``        instead of those of the run; ``system`` instead of its system prompt
-    ``temperature``  and ``max_tokens``: instead of the run's sampling, else 1 and 1024
+    ``config``       settings of a run, with its checkpoint as the model; or settings with only a model
+    ``tools``        replace the run's tools; ``system`` replaces its system prompt
+    ``temperature``  and ``max_tokens`` replace the run's sampling settings (without a run: 1 and 1024)
 
-    Raises  DataError if the model cannot be loaded; TemplateError if it has no chat template that can be used;
-            ConfigError for a tool that is not known
+    Raises  DataError if the model cannot be loaded; TemplateError if it has no usable chat template;
+            ConfigError for an unknown tool
     """
     console, env = make_console(), getattr(config, "env", None)
     sampling = getattr(config, "sampling", SamplingSettings()).generate_kwargs
@@ -84,7 +84,7 @@ def chat(
 
 
 def _tools(config: ModelSource, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> ToolTransform | None:
-    """The tools by ``names``, else those of the run, in a transform that leaves the end to the user."""
+    """The tools by ``names``, else those of the run; their transform lets only the user end the conversation."""
     if names:
         return ToolTransform([load_tool(name) for name in names], tokenizer=tokenizer, end_without_call=False)
     env = getattr(config, "env", None)
@@ -119,7 +119,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
         elif said:
             try:
                 conversation.say(said)
-            except LLMRLError as error:  # typed text that cannot be encoded, a conversation that is too long
+            except LLMRLError as error:  # text that cannot be encoded, or a conversation that is too long
                 if not sys.stdin.isatty():
                     raise
                 warn(console, f"{error} The message is taken back.")
@@ -133,8 +133,8 @@ class Conversation:
     console: Console
     tools: ToolTransform | None = None
     system: str | None = None
-    max_turns: int = _MAX_TOOL_TURNS  # of the policy after a message of the user
-    drawn: list[tuple[int, float]] = field(default_factory=list)  # of the last turn: ids and log-probs
+    max_turns: int = _MAX_TOOL_TURNS  # of the policy after each user message
+    drawn: list[tuple[int, float]] = field(default_factory=list)  # ids and log-probs of the last turn
     _state: TensorDictBase | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class Conversation:
         self.policy.engine.on_tokens = self._on_tokens
 
     def say(self, text: str) -> None:
-        """Adds the user's message and prints the answer, tool calls and their results too. Ctrl-C takes both back."""
+        """Adds the user's message and prints the answer, tool calls and their results. Ctrl-C undoes all of it."""
         before = self._state
         state = self._with(text)
         try:
@@ -173,11 +173,11 @@ class Conversation:
         return state
 
     def _turn(self, state: TensorDictBase) -> TensorDictBase:
-        """The policy's turn, and the answers of the tools that it called."""
+        """Runs one turn of the policy and the tools that it called."""
         self.drawn, self._shown = [], 0
         answered = self.policy(state.copy())
         columns = (answered.get(name).rows("response")[0].tolist() for name in ("tokens", "log_probs"))
-        self.drawn = list(zip(*columns, strict=True))  # an engine need not tell each token as it draws it
+        self.drawn = list(zip(*columns, strict=True))  # not every engine reports tokens one by one
         self._show(end=True)
         self.console.print()
         if answered.get("stop_reason").item() == StopReason.LENGTH:
@@ -194,8 +194,8 @@ class Conversation:
         self._show()
 
     def _show(self, *, end: bool = False) -> None:
-        """Prints the text that is new; the last character waits for its other bytes, control tokens are left out."""
-        # Decoded as a whole each time: a character may be spread over several tokens.
+        """Prints the new text, without control tokens; an incomplete last character waits for its remaining bytes."""
+        # The whole turn is decoded each time, because one character may span several tokens.
         text = self.policy.tokenizer.decode([token for token, _ in self.drawn], skip_special_tokens=True)
         if not end:
             text = text.rstrip("\ufffd")
@@ -203,7 +203,7 @@ class Conversation:
         self._shown = max(self._shown, len(text))
 
     def print_tokens(self) -> None:
-        """The ids, texts and log-probs of the last turn."""
+        """Prints the ids, texts and log-probs of the last turn."""
         if not self.drawn:
             note(self.console, "there is no answer yet")
             return
@@ -218,7 +218,7 @@ class Conversation:
         note(self.console, "a new conversation")
 
     def close(self) -> None:
-        """Ends the tools."""
+        """Closes the tools."""
         self.policy.engine.on_tokens = None
         if self.tools is not None:
             self.tools.close()

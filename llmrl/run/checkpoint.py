@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent, and Ctrl-C as a flag.
+"""Atomic checkpoints, and Ctrl-C as a flag.
 
-The caller fills the folder of a checkpoint; ``checksums.json`` beside its files holds the size and BLAKE2b of each, and
-is compared before a checkpoint is used.
+The caller fills a checkpoint's folder. ``checksums.json`` beside its files holds the size and BLAKE2b hash of each; it
+is verified before the checkpoint is used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _DRAFT, _REPLACED, _PRUNED, _DAMAGED = ".draft-", ".replaced-", ".pruned-", "dam
 class CheckpointStore:
     """``<run>/checkpoints/stepN``, the last ``keep`` of them.
 
-    A checkpoint is written to a draft folder, flushed to the disk and renamed; one that is removed is renamed first. So
-    a folder called ``stepN`` is whole, whatever was killed when. Drafts and remains of an earlier process are removed
-    when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read. ``who`` names the writer
-    in errors.
+    A checkpoint is written to a draft folder, flushed to disk and renamed; a checkpoint to be removed is renamed first.
+    So a folder named ``stepN`` is always complete, even if the process was killed. Drafts and leftovers of an earlier
+    process are removed when a writer opens the store; pass ``writer=False`` on ranks and in tools that only read.
+    ``who`` names the writer in errors.
     """
 
     def __init__(self, run_dir: Path | str, *, keep: int = 2, writer: bool = True, who: str | None = None):
@@ -43,23 +43,23 @@ class CheckpointStore:
             raise ConfigError(f"CheckpointStore: must keep at least one checkpoint: got keep={keep}.")
         self.folder = Path(run_dir) / "checkpoints"
         self.keep, self.who = keep, who
-        # One thread: checkpoints are published in the order of their steps, and never two at a time.
+        # One thread, so that checkpoints are published one at a time and in the order of their steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._publishing: Future[None] | None = None
         if writer:
             self._clean()
 
     def draft(self, step: int) -> Path:
-        """The folder that a checkpoint is written to before it is published."""
+        """The folder where a checkpoint is written before it is published."""
         return self.folder / f"{_DRAFT}step{step}"
 
     def save(self, step: int, write: Callable[[Path], None], *, background: bool = False) -> Path:
         """Calls ``write(folder)`` with an empty folder and publishes the result as ``step<N>``.
 
-        A checkpoint of the same step is replaced once the new one is whole. In the background a thread computes the
-        checksums, flushes and publishes; `check`, `close` or the next `save` raise what it could not do.
+        A checkpoint of the same step is replaced once the new one is complete. With ``background`` a thread computes
+        the checksums, flushes and publishes; `check`, `close` or the next `save` raises its error.
 
-        Returns  the folder that is published
+        Returns  the published folder
         Raises   CheckpointError if anything fails; the draft is gone and earlier checkpoints are untouched
         """
         self.begin(step)
@@ -69,11 +69,11 @@ class CheckpointStore:
         return self.folder / f"step{step}"
 
     def begin(self, step: int) -> None:
-        """Makes an empty draft, after the last checkpoint was published. The first part of `save`."""
+        """Waits until the last checkpoint is published, then makes an empty draft. The first part of `save`."""
         self.check(wait=True)
         with self.undoing(step):
             shutil.rmtree(self.draft(step), ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)  # not the run's folder: if that was removed, nothing could go on
+            self.folder.mkdir(exist_ok=True)  # without parents: a removed run folder must fail here
             self.draft(step).mkdir()
 
     def publish(self, step: int, *, background: bool = False) -> None:
@@ -82,7 +82,7 @@ class CheckpointStore:
         self.check(wait=not background)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raises CheckpointError if the last checkpoint could not be published, once that is known, or after a wait."""
+        """Raises CheckpointError if publishing the last checkpoint has failed. ``wait`` waits until it has finished."""
         if self._publishing is not None and (wait or self._publishing.done()):
             publishing, self._publishing = self._publishing, None
             publishing.result()
@@ -97,8 +97,8 @@ class CheckpointStore:
         with self.undoing(step):
             _seal(self.draft(step))
             if target.exists():
-                # A folder cannot be renamed over one that holds files. Of the two renames, `_clean` takes back the
-                # first if the process was killed before the second.
+                # A folder cannot be renamed over a non-empty one, so this takes two renames. If the process is killed
+                # between them, `_clean` undoes the first.
                 replaced = self.folder / f"{_REPLACED}step{step}"
                 os.rename(target, replaced)
                 os.rename(self.draft(step), target)
@@ -112,7 +112,7 @@ class CheckpointStore:
     def undoing(self, step: int) -> Iterator[None]:
         """Removes the draft if the block fails.
 
-        Raises  CheckpointError for whatever the block raises, but for an interruption
+        Raises  CheckpointError for any Exception in the block; KeyboardInterrupt and SystemExit pass unchanged
         """
         try:
             yield
@@ -121,7 +121,7 @@ class CheckpointStore:
             if not isinstance(error, Exception):  # a second Ctrl-C
                 raise
             safe = f"{latest.name} is intact" if (latest := self.latest()) else "no earlier one exists"
-            # one of ours says already which ranks could not write, and the room that each of them has
+            # A CheckpointError already names the ranks that could not write, and their free space.
             cause = error if isinstance(error, CheckpointError) else cause_of(error, self.folder, self.who)
             raise CheckpointError(
                 f"CheckpointStore: step {step} could not be written to {self.folder}: {cause}; {safe}. Make room or "
@@ -129,14 +129,14 @@ class CheckpointStore:
             ) from error
 
     def latest(self) -> Path | None:
-        """The whole checkpoint of the highest step, or None."""
+        """The complete checkpoint of the highest step, or None."""
         return next((self.folder / f"step{step}" for step in reversed(self.steps())), None)
 
     def restore(self) -> tuple[Path, list[str]]:
-        """The newest checkpoint that is as it was written; newer ones that are not become ``damaged-stepN``.
+        """The newest intact checkpoint; damaged newer ones are renamed to ``damaged-stepN``.
 
-        Returns  its folder, and what is wrong with each one that was set aside
-        Raises   DataError that names every fault, if none is left: all stay where they are
+        Returns  its folder, and the fault of each checkpoint that was set aside
+        Raises   DataError that names every fault if none is intact; nothing is renamed then
         """
         faults: dict[Path, str] = {}
         for step in reversed(self.steps()):
@@ -146,7 +146,7 @@ class CheckpointStore:
             except DataError as error:
                 faults[folder] = str(error)
                 continue
-            # Set aside only now that an older one is whole: if none is, all stay where they are.
+            # Damaged ones are set aside only once an intact one is found; otherwise all stay in place.
             for damaged in faults:
                 aside = damaged.with_name(_DAMAGED + damaged.name)
                 with writing(damaged):
@@ -154,12 +154,12 @@ class CheckpointStore:
                     os.rename(damaged, aside)
             return folder, list(faults.values())
         raise DataError(
-            f"{self.folder}: must hold a whole checkpoint to go on from: got {' '.join(faults.values()) or 'none.'} "
+            f"{self.folder}: must hold a complete checkpoint to resume: got {' '.join(faults.values()) or 'none.'} "
             "Start a new run."
         )
 
     def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, ascending."""
+        """The steps of the complete checkpoints, ascending."""
         return sorted(int(match[1]) for path in self._entries() if (match := re.fullmatch(r"step(\d+)", path.name)))
 
     def _entries(self) -> list[Path]:
@@ -176,7 +176,7 @@ class CheckpointStore:
         for path in self._entries():
             if path.name.startswith(_REPLACED):
                 target = self.folder / path.name.removeprefix(_REPLACED)
-                if not target.exists():  # killed between the two renames: the old one is still the one that counts
+                if not target.exists():  # killed between the two renames: restore the old one
                     os.rename(path, target)
                     continue
             if path.name.startswith((_DRAFT, _REPLACED, _PRUNED)):
@@ -184,20 +184,20 @@ class CheckpointStore:
 
 
 def cause_of(error: BaseException, folder: Path, who: str | None) -> str:
-    """The error in words: who could not write, why, and how much room ``folder`` has there."""
+    """The error in words: who could not write, why, and the free space at ``folder``."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return f"{f'{who}: ' if who else ''}{type(error).__name__}: {reason} ({free_space(folder)})"
 
 
 def latest_checkpoint(run_dir: Path | str) -> Path | None:
-    """The newest checkpoint of a run that may be running, for readers: nothing is cleaned, or compared."""
+    """The newest checkpoint of a run that may be running. Read-only: removes nothing, verifies no checksums."""
     return CheckpointStore(run_dir, writer=False).latest()
 
 
 def check_files(folder: Path) -> None:
-    """Compares every file of a checkpoint with its size and checksum of when it was written.
+    """Compares every file of a checkpoint with its recorded size and checksum.
 
-    Raises  DataError that names each file that is missing or changed, or the list itself
+    Raises  DataError that names each missing or changed file, or the checksum list if that cannot be read
     """
     path = folder / CHECKSUMS
     try:
@@ -225,10 +225,10 @@ def _checksum(path: Path) -> str:
 class InterruptGuard:
     """Ctrl-C, SIGTERM and SIGHUP set ``requested``; a loop reads it after each step, saves, and returns 130.
 
-    A second Ctrl-C raises KeyboardInterrupt at once. Signals within ``debounce_s`` of the first are taken for the same
-    one: torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different times;
-    reduce it over the ranks before acting on it. Outside the main thread, signals are left alone; so is SIGHUP (a
-    terminal that was closed) if it was ignored before, as ``nohup`` does.
+    A second Ctrl-C raises KeyboardInterrupt at once. A signal within ``debounce_s`` of the first counts as the same
+    one, because torchrun sends its own after the terminal's. In a multi-process run the ranks see the flag at different
+    times; reduce it over the ranks before acting on it. Outside the main thread no handlers are installed. SIGHUP (a
+    closed terminal) stays ignored if it was ignored before, as ``nohup`` does.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -256,13 +256,13 @@ class InterruptGuard:
         if not self.requested:
             self.requested = True
             self._first = now
-        # A second Ctrl-C alone ends the run at once: batch systems and torchrun repeat SIGTERM by themselves.
+        # Only a second Ctrl-C ends the run at once: batch systems and torchrun repeat SIGTERM by themselves.
         elif number == signal.SIGINT and now - self._first > self._debounce_s:
             raise KeyboardInterrupt
 
 
 def _seal(folder: Path) -> None:
-    """Writes the list of checksums, and every byte below ``folder`` to the disk before the rename makes it count."""
+    """Writes the checksum list and flushes every file below ``folder`` to disk, before the rename publishes it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sums = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _checksum(path)} for path in paths

@@ -1,4 +1,4 @@
-"""The command ``llmrl``: reads the command line, checks the settings, then hands over to a recipe.
+"""The command ``llmrl``: reads the command line, checks the settings, then calls a recipe.
 
 Everything up to a valid configuration runs without torch, so that help and config errors are printed at once. The
 commands themselves are the recipes (sft, grpo, resume), `llmrl.run.evaluate`, and those of `llmrl.run.commands`.
@@ -47,7 +47,7 @@ from llmrl.run.run_dir import RunDir
 
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's choice of how OpenMP's threads wait
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by users to choose how OpenMP threads wait
 
 
 HELP = """\
@@ -57,9 +57,9 @@ usage: llmrl COMMAND ...
   grpo    RECIPE [section.key=value ...]   improve a model by reward
   dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
   reward  RECIPE [section.key=value ...]   train a reward model on pairs of answers
-  resume  RUN [section.key=value ...]      go on from a run's last whole checkpoint
+  resume  RUN [section.key=value ...]      continue from a run's last complete checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
-  eval    RUN [section.key=value ...]      measure a run's checkpoint
+  eval    RUN [section.key=value ...]      evaluate a run's checkpoint
   chat    RUN|MODEL                        talk to a model, with the run's tools
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
@@ -81,15 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. ``argv`` None: the arguments of this process."""
     follow_launcher()
     if not any(name in os.environ for name in WAITING):
-        # Before torch is loaded. Threads that spin while they wait slow each other down many times over where runs
-        # share cores; threads that sleep at once are slow to wake. So they spin briefly, on a busy machine less.
+        # Must be set before torch is loaded. Spinning threads slow each other down many times over where runs share
+        # cores; threads that sleep at once are slow to wake. So they spin briefly, and less on a busy machine.
         is_busy = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000" if is_busy else "10000"}
     code = _run(list(sys.argv[1:] if argv is None else argv))
     distributed = sys.modules.get("torch.distributed")
     in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if code != DONE and in_group:  # leave at once, without destructors that would wait for the other ranks: they wait
-        sys.stdout.flush()  # for this one, and the launcher ends them when it leaves
+    if code != DONE and in_group:  # exit without destructors: they would wait for the other ranks, which wait for
+        sys.stdout.flush()  # this one; the launcher ends those once this rank has exited
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -152,9 +152,9 @@ def _train(command: str, arguments: list[str]) -> int:
         print(dump_defaults(recipe.settings()), end="")
         return DONE
     if options.gpu and not options.dry_run:
-        raise ConfigError(f"llmrl {command}  --gpu plans for GPUs that need not be here: it needs --dry-run")
+        raise ConfigError(f"llmrl {command}  --gpu plans for GPUs of another machine: it needs --dry-run")
     if options.dry_run:
-        from llmrl.run.console import make_console, print_plan  # rich is not needed to say what is wrong
+        from llmrl.run.console import make_console, print_plan  # rich is not needed to report errors
 
         console = make_console()
         console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
@@ -167,7 +167,7 @@ def _train(command: str, arguments: list[str]) -> int:
     _check_launched(loaded.config)
     name = path.stem if path else command
     if options.resume and options.name is None:
-        raise ConfigError(f"llmrl {command}  --resume goes on with the run of a --name: give one")
+        raise ConfigError(f"llmrl {command}  --resume continues the run named by --name: give one")
     record = partial(_record, command=command, recipe=name, loaded=loaded, arguments=arguments)
     run = _on_all_ranks(
         lambda: (
@@ -178,7 +178,7 @@ def _train(command: str, arguments: list[str]) -> int:
     with _lock(run):
         goes_on = options.resume or _num_restarts() > 0
         resume = goes_on and latest_checkpoint(run.path) is not None
-        if goes_on and not resume and _rank() == 0:  # what was logged comes again
+        if goes_on and not resume and _rank() == 0:  # the steps logged so far are run again
             run.metrics.unlink(missing_ok=True)
             shutil.rmtree(run.rollouts, ignore_errors=True)
         changes = {"on_start": lambda: record(run)} if options.resume else {}
@@ -186,12 +186,12 @@ def _train(command: str, arguments: list[str]) -> int:
 
 
 def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespace, Path | None, Loaded | None]:
-    """The options of a training command, its recipe and its settings; None for both if ``--defaults`` is asked."""
+    """The options of a training command, its recipe and its settings; the last two are None with ``--defaults``."""
     parser = Parser(
         f"{command} [RECIPE] [section.key=value ...] [options]",
         option("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe"),
         option("--name", help="the run's folder under --runs; without it, the recipe's name and four digits"),
-        option("--resume", action="store_true", help="go on with the run of that name, if it has begun"),
+        option("--resume", action="store_true", help="continue the run of that name, if it exists"),
         option("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)"),
         option("--dry-run", action="store_true", help="print the settings and the plan; write nothing"),
         option("--gpu", metavar="NAME:COUNT", help="with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"),
@@ -229,7 +229,7 @@ def _launch_all(arguments: list[str]) -> int:
         runs = Path(given.runs)
     else:
         run = RunDir.open(next((word for word in rest if "=" not in word), ""))
-        changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # those of the start before are gone
+        changes = ["rollout.servers=[]", *(word for word in rest if "=" in word)]  # the earlier start's are gone
         recipe, _, loaded = load_run(run, changes)
         if recipe is not RECIPES["grpo"]:
             own.error(f"needs a run of grpo: {run.path} is a run of {run.read_info()['command']}")
@@ -247,7 +247,7 @@ def _launch_all(arguments: list[str]) -> int:
 
 
 def _check_launched(config: Any) -> None:
-    """Raises ConfigError if engines are to be on GPUs of their own, and nothing has started them."""
+    """Raises ConfigError if engines are to run on separate GPUs but no servers were started."""
     rollout = getattr(config, "rollout", None)
     if rollout is not None and rollout.gpus and not rollout.servers:
         raise ConfigError(
@@ -265,7 +265,7 @@ def _resume(arguments: list[str]) -> int:
         _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
         if latest_checkpoint(run.path) is None:
-            raise DataError(f"{run.checkpoints}: must hold a checkpoint to go on from: there is none; start a new run.")
+            raise DataError(f"{run.checkpoints}: must hold a checkpoint to resume from: got none; start a new run.")
 
         def write_settings() -> None:
             changed = {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
@@ -295,9 +295,9 @@ def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: C
 def _run_of_name(
     options: argparse.Namespace, command: str, loaded: Loaded, record: Callable[[RunDir], None]
 ) -> RunDir | None:
-    """The run to go on with, which may have been killed before it had its first file; None if there is none.
+    """The run to resume, which may have been killed before it wrote its first file; None if there is none.
 
-    Raises  ConfigError if it is of another command, or of settings that a resumed run cannot change
+    Raises  ConfigError if another command made it, or its fixed settings differ
     """
     run = RunDir(Path(options.runs) / options.name)
     if not run.path.is_dir():
@@ -327,8 +327,8 @@ def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: S
 
 
 def _begun_by(launch: str, root: Path) -> RunDir | None:
-    """The run that this launch began before its launcher restarted the ranks."""
-    # The newest first: it is among the last ones that were begun.
+    """The run that this launch created before its launcher restarted the ranks."""
+    # Newest first: the run is among the most recent ones.
     for run in sorted(map(RunDir, root.glob("*")), key=lambda run: run.path.stat().st_mtime, reverse=True):
         with suppress(ConfigError):
             if run.read_info().get("launch") == launch:
@@ -347,12 +347,12 @@ def _num_restarts() -> int:
 
 
 def _lock(run: RunDir) -> AbstractContextManager[None]:
-    """The run's lock, which the first rank holds for all."""
+    """The run's lock; rank 0 holds it for all ranks."""
     return run.lock() if _rank() == 0 else nullcontext()
 
 
 def _check_fixed(run: RunDir, config: Any) -> None:
-    """Raises ConfigError for changes of settings that a checkpoint has decided, naming each."""
+    """Raises ConfigError that names each changed setting that a resumed run must keep."""
     before = load_config(type(config), run.config).config
     faults = []
     for name in getattr(config, "FIXED", ()):
@@ -370,10 +370,10 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
         return create()
     from datetime import timedelta
 
-    from torch.distributed import rendezvous  # the settings are valid: torch is needed next anyway
+    from torch.distributed import rendezvous  # the settings are valid: torch is needed anyway
 
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=120)))
-    # A key for each restart: the store outlives the ranks and still has the answer to the start before.
+    # One key per restart: the store outlives the ranks and still holds the answer of the previous start.
     key = f"llmrl/run/{_num_restarts()}"
     if rank == 0:
         try:
@@ -388,7 +388,7 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
         path = store.get(key).decode()
     except RuntimeError as error:
         raise DeadlineError(
-            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; it is stopped, or hangs: {error}"
+            f"llmrl: rank 0 must name the run's folder within 120 s: got nothing; rank 0 has stopped or hangs: {error}"
         ) from error
     if not path:
         raise ConfigError("rank 0 could not make the run folder")
@@ -400,8 +400,8 @@ def _rank() -> int:
 
 
 def _let_rank_0_speak() -> None:
-    """Rank 0 prints the same, and its launcher then ends this rank; were this rank to leave first, that would end rank
-    0 before it has printed.
+    """Delays the other ranks: rank 0 prints the same error, and then the launcher ends them. If one of them exited
+    first, the launcher would end rank 0 before it has printed.
     """
     if _rank() != 0:
         time.sleep(RANK_0_SPEAKS_WITHIN_S)

@@ -1,6 +1,6 @@
-"""The options of a command, with near names for what is not one of them; the commands that do not train.
+"""Option parsing with suggestions for misspelt names; the commands that do not train.
 
-The options are checked before the module of a command is imported.
+Options are checked before the command's module is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """An option of a command, as argparse's ``add_argument`` takes it."""
+    """An option of a command: the arguments of argparse's ``add_argument``."""
     return names, settings
 
 
@@ -30,7 +30,7 @@ CHECKPOINT = option("--checkpoint", metavar="stepN", help="which checkpoint (def
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, that lets options stand between settings and suggests near names."""
+    """argparse without abbreviations; allows options between settings and suggests similar names."""
 
     def __init__(self, usage: str, *options: Option):
         super().__init__(prog=f"llmrl {usage.partition(' ')[0]}", usage=f"llmrl {usage}", allow_abbrev=False)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Command:
-    """A command with its ``usage`` and ``options``, and the ``function`` "module:name" that is given them by name.
+    """A command: ``usage``, ``options``, and the ``function`` "module:name" that gets them as keyword arguments.
 
     ``prepare``  turns the options into the function's arguments, before the function's module is imported
     """
@@ -80,7 +80,7 @@ def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] 
 
 
 def _with_model(model: str, checkpoint: str | None, **given: Any) -> dict[str, Any]:
-    """The settings of a run with its checkpoint as the model, or of a model alone; and where runs are."""
+    """The settings of a run with its checkpoint as the model, or those of a model alone; and the folder of runs."""
     try:
         run = RunDir.open(model)
     except ConfigError as error:
@@ -90,7 +90,7 @@ def _with_model(model: str, checkpoint: str | None, **given: Any) -> dict[str, A
         return {"config": source, "runs": Path("runs"), **given}
     _, info, loaded = load_run(run)
     if info["command"] == "reward":
-        raise ConfigError(f"llmrl chat  {run.path} is a reward model, which gives numbers: it does not answer")
+        raise ConfigError(f"llmrl chat  {run.path} is a reward model, which outputs scores and cannot answer")
     changes = {"model": str(checkpoint_of(run, checkpoint)), "lora": None}  # with adapters merged in
     return {"config": loaded.config.model_copy(update=changes), "runs": run.path.parent, **given}
 
@@ -109,7 +109,7 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
-# name -> the arguments after the name in, the exit code out
+# command name -> function from the arguments after the name to the exit code
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _Command(
         "eval RUN [section.key=value ...] [options]",
@@ -124,7 +124,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
             action="append",
             default=[],
             metavar="NAME[:SPLIT]",
-            help="a file or hub name to measure on; again for more",
+            help="a file or hub name to evaluate on; repeatable",
         ),
         JSON,
         prepare=_with_checkpoint,
@@ -134,7 +134,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "llmrl.run.chat:chat",
         option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
         CHECKPOINT,
-        option("--tools", action="append", default=[], metavar="NAME", help="not those of the run; repeatable"),
+        option("--tools", action="append", default=[], metavar="NAME", help="instead of the run's tools; repeatable"),
         option("--system", metavar="TEXT", help="the system prompt, instead of the run's"),
         option("--temperature", type=float, metavar="T", help="0: greedy (default: the run's, else 1)"),
         option("--max-tokens", type=int, metavar="N", help="of an answer (default: the run's, else 1024)"),
@@ -153,7 +153,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
             default="bfloat16",
             help="of the weights (default: bfloat16)",
         ),
-        option("--merge", action="store_true", help="of a run with adapters: the model with them added in"),
+        option("--merge", action="store_true", help="for a run with adapters: export the merged model"),
         option("--push", metavar="REPO", help="upload the folder to this repository of the hub, too"),
         option("--public", action="store_true", help="make the repository of --push public"),
         prepare=_with_checkpoint,
@@ -163,7 +163,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "llmrl.run.show:show",
         RUN,
         option("--rows", type=int, default=20, metavar="N", help="steps in the table (default: 20; 0: all)"),
-        option("--step", type=int, metavar="K", help="whose samples (default: the last step's)"),
+        option("--step", type=int, metavar="K", help="show samples of this step (default: the last)"),
         option("--samples", type=int, default=2, metavar="N", help="conversations to print (default: 2)"),
         JSON,
         prepare=_with_run,
@@ -193,15 +193,15 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "compare RUN RUN ... [--html FILE]",
         "llmrl.report.comparison:compare",
         option("runs", nargs="+", metavar="RUN", help="runs' folders, or their names in runs/"),
-        option("--html", type=Path, metavar="FILE", help="write a page with overlaid curves, too"),
+        option("--html", type=Path, metavar="FILE", help="also write a page with overlaid curves"),
         prepare=_with_paths,
     ),
     "template": _Command(
         "template NAME_OR_PATH [options]",
         "llmrl.run.template_report:run",
         option("name", help="a folder with a tokenizer, a registered template, or a name on the hub"),
-        option("--tools", action="store_true", help="conversations with tools are to work, too"),
-        option("--data", metavar="FILE", help="look at its conversations instead of a made-up one"),
+        option("--tools", action="store_true", help="conversations with tools must work, too"),
+        option("--data", metavar="FILE", help="check its conversations instead of a built-in one"),
         JSON,
     ),
     "new": _Command(

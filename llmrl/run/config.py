@@ -1,8 +1,8 @@
-"""From a YAML file and ``section.key=value`` overrides to one validated model, and back to text; loads no torch.
+"""Reads a YAML file and ``section.key=value`` overrides into a validated model, and writes it back; loads no torch.
 
-The pydantic models are in `llmrl.train`; here they are filled. Every fault of a file is reported at once, with its
-line, its dotted name, and the nearest setting, its meaning (the field's ``description``) and its default. Names that
-other tools use are suggested too: ``json_schema_extra={"also": ["learning_rate"]}``.
+The pydantic models are in `llmrl.train`. All errors of a file are reported together, each with its line, its dotted
+name, and the nearest setting with its meaning (the field's ``description``) and default. Names that other tools use
+are recognised too: ``json_schema_extra={"also": ["learning_rate"]}``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Loaded(Generic[Model]):
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of a configuration model: what ``--defaults`` prints and what a misspelt name is compared with."""
+    """One leaf of a configuration model, for ``--defaults`` and for suggestions on misspelt names."""
 
     name: str  # dotted
     meaning: str
     default: str  # as YAML; "required" if there is none
     also: tuple[str, ...] = ()
-    inside: str = ""  # of an optional section: the names in it
+    inside: str = ""  # names in it, if it is an optional section
 
     def __str__(self) -> str:
         default = "required" if self.default == "required" else f"default {self.default}"
@@ -63,8 +63,8 @@ class Setting:
 def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequence[str] = ()) -> Loaded[Model]:
     """Fills ``model_cls`` from a YAML file (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
 
-    An override's value is YAML (``clip=[0.2, 0.3]``); of two for one name the later wins; one that names a whole
-    section replaces it.
+    An override's value is YAML (``clip=[0.2, 0.3]``). If two set the same name, the later wins. An override that names
+    a whole section replaces it.
 
     Returns  the model, with the origin of each value that was given
     Raises   ConfigError that lists every fault: unreadable file, repeated key, unknown name, value out of range
@@ -84,9 +84,9 @@ def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequ
 
 
 def dump_config(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal model.
+    """The whole configuration as YAML, which `load_config` reads back to an equal model.
 
-    With ``origins`` (of a `Loaded`) each value that was given carries a comment that says where.
+    With ``origins`` (of a `Loaded`), each explicitly set value has a comment that names its source.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-6
@@ -122,8 +122,8 @@ def dump_defaults(model_cls: type[BaseModel]) -> str:
 def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | None = None) -> Iterator[Setting]:
     """Every leaf setting of a model and of the models inside it, in the order of declaration.
 
-    An optional section that is off by default comes as itself, then with its leaves. ``filled`` is an instance whose
-    values stand in for the defaults, as in ``optim: Optim = Optim(lr=1e-5)``.
+    An optional section that is off by default is yielded itself, followed by its leaves. ``filled`` is an instance
+    whose values replace the class defaults, as in ``optim: Optim = Optim(lr=1e-5)``.
     """
     for name, info in model_cls.model_fields.items():
         own = prefix + name
@@ -146,7 +146,7 @@ def settings(model_cls: type[BaseModel], prefix: str = "", filled: BaseModel | N
 
 
 def find_recipe(name: str) -> Path:
-    """The YAML file that a user means: a path as it stands, else a packaged recipe with or without its ``.yaml``.
+    """The YAML file of ``name``: an existing path, else a packaged recipe with or without ``.yaml``.
 
     Raises  ConfigError that lists the packaged recipes
     """
@@ -171,7 +171,7 @@ def recipe_names() -> dict[str, Path]:
 
 
 def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting]) -> str:
-    """One fault of pydantic's list as: place, dotted name, what is wrong; then what was probably meant."""
+    """Formats one pydantic error: place, dotted name, problem; then a suggestion."""
     at, place = source.place(fault["loc"])
     name = dotted(at)
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
@@ -200,7 +200,10 @@ def _explain(fault: Mapping[str, Any], source: Source, known: Sequence[Setting])
 
 
 def _without_other_members(faults: Sequence[Mapping[str, Any]], source: Source) -> list[Mapping[str, Any]]:
-    """Of a field that may be a section or a plain value: a section with a fault inside is not also "no string"."""
+    """Drops errors of the other union members of a field that may be a section or a plain value.
+
+    If a section has an error inside, the error "should be a string" for the same field would only confuse.
+    """
     paths = [source.place(fault["loc"])[0] for fault in faults]
     return [
         fault
@@ -210,14 +213,14 @@ def _without_other_members(faults: Sequence[Mapping[str, Any]], source: Source) 
 
 
 def _meant(name: str, known: Sequence[Setting]) -> Setting | None:
-    """The setting whose name, other name or meaning is closest to an unknown one; its own section comes first."""
+    """The setting whose name, alias or meaning is closest to an unknown name; the same section is preferred."""
     section, _, leaf = name.rpartition(".")
 
     def likeness(setting: Setting) -> float:
         home, _, own = setting.name.rpartition(".")
         words = re.split(r"[,;:(.]", setting.meaning.lower())[0].strip().replace(" ", "_")
         score = max(SequenceMatcher(None, leaf.lower(), other).ratio() for other in (own, words, *setting.also))
-        # Of names that are about equally close, that of the section that was written wins.
+        # Among about equally close names, one in the section that the user wrote wins.
         return score + (0.1 if home == section else 0.0)
 
     best = max(known, key=likeness, default=None)
@@ -231,7 +234,7 @@ def _one_line(value: Any) -> str:
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models that a field's type can hold: itself, or members of Optional, Union and Annotated."""
+    """The models that a field can hold: its type itself, or members of Optional, Union and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         return
@@ -242,14 +245,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _only_models(annotation: Any) -> bool:
-    """False if a field can also be something else than a section, as in ``str | TinyModel``."""
+    """True if a field can hold only sections; false for ``str | TinyModel``."""
     members = get_args(annotation) or (annotation,)
     return all(isinstance(member, type) and issubclass(member, BaseModel) for member in members)
 
 
 def _line(place: str) -> int:
     number = place.rpartition(":")[2]
-    return int(number) if number.isdigit() else 1 << 31  # what has no line comes last
+    return int(number) if number.isdigit() else 1 << 31  # errors without a line come last
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def _line(place: str) -> int:
 def _to_yaml(tree: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     """YAML of plain data, with a comment at the line of each dotted name that has one."""
     text = yaml.dump(dict(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=math.inf)
-    # PyYAML writes no comments: its text is parsed again for the line of each name.
+    # PyYAML cannot write comments, so its text is parsed again to find the line of each name.
     places = Source(name="line")
     places.parse(text)
     lines = text.removesuffix("\n").split("\n")

@@ -1,4 +1,4 @@
-"""``llmrl doctor``: packages, devices and tools of this machine, one line each, and whether llmrl can train on it."""
+"""``llmrl doctor``: packages, devices and tools of this machine, one line each; the verdict says if it can train."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXTRAS = {
 
 
 def checks() -> list[Finding]:
-    """All checks, the verdict last; imports torch, and no other large package."""
+    """All checks, the verdict last; torch is the only large package that it imports."""
     found = [Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     found += _devices()
     found += [_package(name) for name in _BASE]
@@ -62,7 +62,7 @@ def checks() -> list[Finding]:
 
 
 def report(*, as_json: bool = False) -> int:
-    """Prints the lines; returns 0 if something can be trained here, else 1."""
+    """Prints the findings; returns 0 if this machine can train, else 1."""
     found = checks()
     if as_json:
         print(json.dumps([asdict(check) for check in found]))
@@ -86,12 +86,12 @@ def _devices() -> list[Finding]:
             if name.startswith("cuda"):
                 properties = torch.cuda.get_device_properties(name)
                 detail = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-            # A backward pass: a driver can list a device on which no kernel runs.
+            # Run a backward pass: a driver can list a device that cannot run kernels.
             weight = torch.ones(8, 8, device=name, requires_grad=True)
             (weight @ weight).sum().backward()
             works = weight.grad is not None and bool((weight.grad == 16).all())
             found.append(Finding(name, works, detail if works else f"{detail}: a matrix product gave a wrong gradient"))
-        except Exception as error:  # a driver fault: say it and look at the next device
+        except Exception as error:  # a driver fault: report it and check the next device
             found.append(Finding(name, False, f"{detail}: {type(error).__name__}: {error}"))
     distributed = torch.distributed
     kinds = ("gloo", "nccl") if distributed.is_available() else ()
@@ -107,7 +107,7 @@ def _package(name: str) -> Finding:
 
 
 def _torchvision() -> list[Finding]:
-    """Checks that torchvision, if installed, fits torch: else importing a model of Transformers fails."""
+    """Checks that torchvision, if installed, matches torch; otherwise importing a Transformers model fails."""
     spec = importlib.util.find_spec("torchvision")
     torch = sys.modules.get("torch")
     if spec is None or spec.origin is None or torch is None:
@@ -136,7 +136,7 @@ def _vllm() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Starts an interpreter in a sandbox: bubblewrap may be installed and yet not be allowed."""
+    """Starts an interpreter in a sandbox, because bubblewrap may be installed but not permitted."""
     try:
         Sandbox()
     except (MissingDependencyError, UnsupportedError) as error:
@@ -161,7 +161,7 @@ def _verdict(found: list[Finding]) -> Finding:
     by_name = {check.name: check.ok for check in found}
     missing = [name for name in ("torch", *_BASE) if not by_name.get(name)]
     if by_name.get("torchvision") is False:
-        return Finding("training", False, "models cannot be imported until torchvision is gone, or fits torch")
+        return Finding("training", False, "models cannot be imported until torchvision is removed or matches torch")
     devices = [check.name for check in found if check.ok and check.name.partition(":")[0] in ("cpu", "cuda", "mps")]
     if missing or not devices:
         return Finding("training", False, f"nothing works without {', '.join(missing) or 'a device'}")

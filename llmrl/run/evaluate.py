@@ -1,5 +1,5 @@
-"""``llmrl eval RUN``: a checkpoint's answers to held-out problems, one greedy one or several sampled ones to each; for
-a reward model, the share of held-out pairs that it ranks right."""
+"""``llmrl eval RUN``: scores a checkpoint on held-out problems, with one greedy or several sampled answers to each; for
+a reward model, the share of held-out pairs that it ranks correctly."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def evaluate(
 ) -> int:
     """Prints the scores of ``checkpoint``, a line or a JSON object for each set of problems, and returns 0.
 
-    ``data``         files or hub names, with ``:SPLIT`` for another split; none: what the run was measured on
-    ``samples``      answers to each problem; more than one are sampled with ``temperature``: the run's, or 1
+    ``data``         files or hub names, with ``:SPLIT`` for another split; empty: the run's own evaluation data
+    ``samples``      answers to each problem; more than one are sampled with ``temperature`` (default: the run's, or 1)
 
-    Raises  ConfigError if the run's settings name no task, or no problems or pairs to measure on; DataError if the
-            checkpoint is not as it was written
+    Raises  ConfigError if the run's settings name no task, problems or pairs to measure on; DataError if the
+            checkpoint is damaged
     """
     command, run_dir = run.read_info()["command"], run.path
     if samples < 1:
@@ -89,7 +89,7 @@ def _rank_pairs(
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
         pairs = [held_out_pairs(config.model_copy(update={"eval": settings}), tokenizer)[0] for settings in sets]
         if None in pairs:
-            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; say --data FILE")
+            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; give --data FILE")
         model = load_reward_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
         updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
         loss = RewardLoss(updater.scorer, **config.reward.model_dump())
@@ -100,7 +100,7 @@ def _rank_pairs(
 
 
 def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
-    """The settings of each set that was asked for."""
+    """The evaluation settings of each requested data set."""
     if not data:
         return [settings]
     parts = [name.rpartition(":") if not Path(name).exists() else (name, "", "") for name in data]
@@ -115,16 +115,16 @@ def _sets(
     sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
         remedy = "env=..." if config.env is None else "eval.dataset=..."
-        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; say {remedy}")
+        raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; give {remedy}")
     return sets
 
 
 def sample_metrics(answers: Answers) -> dict[str, Any]:
-    """Measures of problems with K answers each: the scores, NaN if scoring failed, and the texts.
+    """Metrics of problems with K answers each, given as scores (NaN if scoring failed) and texts.
 
-    "mean" is avg@K, the mean over problems of their mean score, and "interval" its 95% interval over problems. Where K
-    is above 1: "pass@k" for k = 1, 2, 4, ... K, the chance that one of k answers is right (scores 1 or more), without
-    bias from K of them (Chen et al. 2021, eq. 1); "majority", the mean score of the answer that most of the K give.
+    "mean" is avg@K, the mean over problems of their mean score, and "interval" its 95% interval over problems. For K
+    above 1 also "pass@k" for k = 1, 2, 4, ... K, the unbiased estimate from K answers of the chance that at least one
+    of k is right (scores 1 or more; Chen et al. 2021, eq. 1), and "majority", the mean score of the most common answer.
 
     >>> found = sample_metrics([([1, 0, 0, 0], ["4", "5", "5", "6"]), ([1, 1, 0, 1], ["7", "7", "8", "7"])])
     >>> found["mean"], found["pass@2"], found["majority"]
@@ -153,21 +153,21 @@ def sample_metrics(answers: Answers) -> dict[str, Any]:
 
 
 def _pass_at(size: int, count: int, right: int) -> float:
-    """The share of the choices of ``size`` from ``count`` answers that hold one of the ``right`` ones."""
-    size = min(size, count)  # if scoring some failed
-    # The complement: no right one among `size` of them, without order and without putting any back.
+    """The share of subsets of ``size`` out of ``count`` answers that contain at least one of the ``right`` ones."""
+    size = min(size, count)  # fewer are left if scoring some failed
+    # One minus the share of subsets without a right answer, drawn without replacement.
     return 1.0 - math.comb(count - right, size) / math.comb(count, size)
 
 
 def _majority(scores: Sequence[float], texts: Sequence[str]) -> float:
-    """The mean score of the answers that are most frequent; of equally frequent ones, of the one given first."""
+    """The mean score of the most frequent answer; of equally frequent ones, the one given first counts."""
     final = [_final_answer(text) for text in texts]
     chosen = max(final, key=final.count)
     return statistics.fmean(score for score, answer in zip(scores, final, strict=True) if answer == chosen)
 
 
 def _final_answer(text: str) -> str:
-    """The final answer of a text: its last answer block or box, else all of it, in the form for comparing."""
+    """The final answer of a text, normalised for comparison: its last answer block or box, else all of it."""
     answer = extract_tags(text)[1]
     return normalize_answer(next(part for part in (answer, last_boxed(text), text) if part is not None))
 
@@ -181,7 +181,7 @@ def _measure(
     *,
     as_json: bool,
 ) -> None:
-    """Measures one set of problems or pairs, and prints what the first rank found."""
+    """Measures one set of problems or pairs; rank 0 prints the result."""
     clock = time.perf_counter()
     evaluator = make()
     mean = evaluator.run()

@@ -44,16 +44,16 @@ def export(
 ) -> int:
     """Writes ``folder``: weights in ``dtype``, tokenizer, chat template, generation config, README.md; returns 0.
 
-    ``merge``  of a run with adapters: the whole model with them added, instead of the adapters alone
-    ``push``   a repository of the hub that gets the folder too, private unless ``public``
+    ``merge``  for a run with adapters: export the merged model instead of the adapters alone
+    ``push``   a hub repository to upload the folder to, private unless ``public``
 
-    The weights are read and written a tensor and a file at a time. The folder is there whole or not at all.
+    Tensors are read one at a time and files written one at a time. The folder appears complete or not at all.
 
-    Raises  ConfigError if ``folder`` holds something, or there are no adapters to merge; DataError if the checkpoint is
-            not as it was written, or the hub refuses; RunFolderError if it cannot be written
+    Raises  ConfigError if ``folder`` is not empty, or there are no adapters to merge; DataError if the checkpoint is
+            damaged or the hub refuses the upload; RunFolderError if ``folder`` cannot be written
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}  exists; export into a folder that does not, or is empty")
+        raise ConfigError(f"{folder}  exists and is not an empty folder; choose a new or empty one")
     has_adapters = (checkpoint / ADAPTER).is_dir()
     if merge and not has_adapters:
         raise ConfigError(f"--merge  adds adapters to a model: the checkpoint {checkpoint} has none; leave it out")
@@ -62,7 +62,7 @@ def export(
     with _whole_or_absent(folder) as draft:
         if adapters:
             _cast_files(checkpoint / ADAPTER, draft, dtype)
-            kept = {"config.json"} if judges else set()  # which says that there is one label
+            kept = {"config.json"} if judges else set()  # it says that there is one label
             _copy(checkpoint, draft, {"config.json", "generation_config.json"} - kept)
         else:
             if is_adapter(str(checkpoint)):
@@ -85,8 +85,8 @@ def export(
 
 @contextmanager
 def _whole_or_absent(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` that becomes it at the end, and is removed if the block fails."""
-    # Beside it: a rename is atomic within one file system only.
+    """A draft folder that is renamed to ``folder`` at the end, or removed if the block fails."""
+    # It is beside `folder`, because a rename is atomic only within one file system.
     draft = folder.with_name(f".{folder.name}.draft-{os.getpid()}")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _whole_or_absent(folder: Path) -> Iterator[Path]:
 
 
 def _cast_files(source: Path, target: Path, dtype: str) -> None:
-    """Every file of weights, its floating-point tensors in ``dtype``; other files of an adapter as they are."""
+    """Copies the weight files with floating-point tensors cast to ``dtype``; an adapter's JSON files unchanged."""
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = file.keys()
@@ -131,7 +131,7 @@ def _merge(config: ModelSource, checkpoint: Path, runs: Path, draft: Path, dtype
 
 
 def _copy(checkpoint: Path, draft: Path, left_out: set[str]) -> None:
-    """The files of the tokenizer and the model that are not there yet, but for those of the run."""
+    """Copies the tokenizer and model files that ``draft`` still lacks, without the run's own files."""
     for path in checkpoint.iterdir():
         known = path.name in _OF_THE_RUN | left_out or path.name.startswith("model") or (draft / path.name).exists()
         if path.is_file() and not known:
@@ -150,7 +150,7 @@ def _set_dtype(path: Path, dtype: str) -> None:
 def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
     """Writes the stop tokens of the chat template and the run's sampling into the generation config."""
     tokenizer = load_tokenizer(config.model_copy(update={"model": str(checkpoint)}), runs=checkpoint.parent)
-    # A template ends a turn with its own token; a model that stops at eos alone would write the next turn too.
+    # A template ends a turn with its own token; a model that stops only at eos would also write the next turn.
     stops = list(Renderer(tokenizer).stop_token_ids)
     path = draft / "generation_config.json"
     settings = json.loads(path.read_text()) | {"eos_token_id": stops if len(stops) > 1 else stops[0]}
@@ -161,7 +161,7 @@ def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
 
 
 def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adapters: bool) -> str:
-    """The model card: what it was trained from and by, what was measured, and how to load it."""
+    """The model card: base model, training command, measures, settings and how to load it."""
     info = run.read_info()
     base = base_of(str(checkpoint)) if (checkpoint / ADAPTER).is_dir() else config.model
     named = isinstance(base, str) and not Path(base).exists() and not base.startswith("latest:")  # on the hub
@@ -189,7 +189,7 @@ def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adap
 
 
 def _how_to_load(config: ModelSource, *, adapters: bool) -> tuple[str, str, str]:
-    """The package, its class, and what ``from_pretrained`` needs beside the folder."""
+    """The package, its class, and the further arguments of ``from_pretrained``."""
     judges = isinstance(config, RewardConfig)
     kind = "ForSequenceClassification" if judges else "ForCausalLM"
     if not adapters:
@@ -209,13 +209,13 @@ def _code(text: str) -> str:
 
 
 def _push(folder: Path, repository: str, *, private: bool) -> str:
-    """Uploads the folder and returns where it is. Raises DataError if the hub refuses, or cannot be reached."""
+    """Uploads the folder and returns its URL. Raises DataError if the hub refuses or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
         url = HfApi().create_repo(repository, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Model by llmrl")
-    except Exception as error:  # of every library between here and the hub
+    except Exception as error:  # from any library on the way to the hub
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise DataError(
             f"--push {repository}: the hub must take the model: {reason}; log in with `hf auth login`. The model is in "

@@ -1,7 +1,7 @@
-"""``llmrl launch``: vLLM servers on GPUs of their own, and torchrun's ranks on the others, as one command.
+"""``llmrl launch``: vLLM servers on some GPUs and torchrun's ranks on the others, as one command.
 
-A server that ends during the run is started again; the run gives it the weights. All servers end with the command, also
-if that is killed.
+A server that exits during the run is restarted; the run sends it the weights. All servers end with the command, even
+if it is killed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.run.console import make_console, print_plan
 
-HOST = "127.0.0.1"  # a server that takes weights does what any client asks
+HOST = "127.0.0.1"  # local only: a server that accepts weights obeys any client
 INTERRUPTED = 130
 _RESTARTS = 3  # of each server
-_ENDING_S = 30.0  # for a server to end by itself
-_SAVING_S = "120"  # for ranks to finish a step and save it after Ctrl-C, and to end after one that failed
+_ENDING_S = 30.0  # for a server to exit after SIGTERM
+_SAVING_S = "120"  # for ranks to finish and save a step after Ctrl-C, and to exit after another rank failed
 
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start: ``words``, and what is added to this one's environment."""
+    """A process to start: the command line ``words``, and variables added to this process's environment."""
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Launch:
-    """The ``rows`` of the recipe's plan; the command of each server by its URL, and that of the trainer."""
+    """The ``rows`` of the recipe's plan, the command of each server by its URL, and the trainer's command."""
 
     rows: list[tuple[str, str]]
     servers: dict[str, Command]
@@ -69,9 +69,10 @@ def launch(
 ) -> int:
     """Starts the processes that train by ``config`` and returns the exit code; with ``dry_run`` only prints them.
 
-    ``module`` is the recipe's; ``arguments`` are the ranks'; without ``trainers`` all other GPUs train, on a CPU one.
+    ``module`` names the recipe's module; ``arguments`` go to the ranks. ``trainers`` None: all other GPUs train; on a
+    CPU one rank trains.
 
-    Raises  ConfigError for what this machine cannot do, and for a port in use
+    Raises  ConfigError if this machine cannot run it, or a port is in use
     """
     rollout = config.rollout
     if not rollout.gpus or rollout.servers:
@@ -89,7 +90,7 @@ def launch(
                 raise ConfigError(
                     f"llmrl launch  needs port {number} for a server: {error.strerror}; give others with --port"
                 ) from None
-    # In a process of its own: the plan asks CUDA for its devices, which leaves a context in the GPU's memory.
+    # Planned in a separate process: querying CUDA devices leaves a context in the GPU's memory.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         planned = pool.submit(_plan, module, config, list(arguments), runs, port, trainers, dry_run).result()
     if not dry_run:
@@ -123,7 +124,7 @@ def _plan(
     gpu = gpu and replace(gpu, count=trainers + rollout.gpus)
     rows, engine = importlib.import_module(module).plan_with_engine(config, runs=runs, gpu=gpu)
 
-    # Ranks get the first GPUs and servers the last ones, by the names that this process was given.
+    # Ranks get the first GPUs and servers the last ones, by their names in this process's CUDA_VISIBLE_DEVICES.
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
 
@@ -145,10 +146,10 @@ def _plan(
 def _served(
     config: Any, runs: Path, options: Mapping[str, Any], port: int, dry_run: bool
 ) -> tuple[str, Mapping[str, Any]]:
-    """The model that servers read. One that is made on the spot is written without weights, which the run sends."""
+    """The model that servers load. A randomly initialised model is written without weights; the run sends them."""
     from llmrl.train.models import load_tokenizer, meta_model, resolve_model
 
-    # Weights come from the run before the first request, so a made-up model needs no file of them.
+    # The run sends weights before the first request, so such a model needs no weight file.
     if isinstance(config.model, str):
         return str(resolve_model(config.model, runs=runs)), options
     folder = runs.absolute() / ".launch" / f"model-{port}"
@@ -163,11 +164,11 @@ def _served(
 
 
 def run_launch(launch: Launch, *, runs: Path, wait_s: float, say: Callable[[str], None]) -> int:
-    """Starts all of it and returns the exit code of the trainer; 130 after an interruption.
+    """Starts the servers and the trainer; returns the trainer's exit code, 130 after an interruption.
 
-    wait_s  for the servers to answer
-    say     shows a line
-    Raises  WorkerError, with the end of its log, for a server that does not answer
+    wait_s  seconds for the servers to answer
+    say     prints a line
+    Raises  WorkerError, with the end of the server's log, if a server does not answer
     """
     logs = runs.absolute() / ".launch"
     logs.mkdir(parents=True, exist_ok=True)
@@ -215,9 +216,9 @@ def _watch(servers: Sequence[ServerProcess], stop: threading.Event, say: Callabl
     while not stop.wait(1.0):
         for server in [server for server in left if server.exitcode is not None]:
             again = server.starts <= _RESTARTS
-            then = "it is started again" if again else f"it is left so after {_RESTARTS} restarts"
+            then = "it is restarted" if again else f"it stays down after {_RESTARTS} restarts"
             say(f"server {server.url} {process_state(server)}; {then}. {_log_end(server)}")
-            server.signal(signal.SIGKILL)  # what it started may hold the GPU
+            server.signal(signal.SIGKILL)  # its child processes may still hold the GPU
             if again:
                 server.start()
             else:
@@ -225,7 +226,7 @@ def _watch(servers: Sequence[ServerProcess], stop: threading.Event, say: Callabl
 
 
 def _train(command: Command) -> int:
-    """torchrun in this process, which ranks follow, so that their exit code is known."""
+    """Runs torchrun in this process, which gives access to the ranks' exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -244,7 +245,7 @@ def _train(command: Command) -> int:
 
 @contextmanager
 def _signals(handler: Any) -> Iterator[None]:
-    """Inside, ``handler`` handles the signals that end a command, also after other code has set another one."""
+    """Installs ``handler`` for the signals that end a command, and restores the earlier handlers afterwards."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -255,7 +256,7 @@ def _signals(handler: Any) -> Iterator[None]:
 
 @contextmanager
 def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
-    """Nothing is left of the servers afterwards."""
+    """Ends all servers and their process groups on exit."""
     try:
         yield
     finally:
@@ -264,7 +265,7 @@ def _ended(servers: Sequence[ServerProcess]) -> Iterator[None]:
             for server in started:
                 server.signal(signal.SIGTERM)
             end = time.monotonic() + _ENDING_S
-            # A list: each is polled, which collects those that have ended. A group may outlive its server.
+            # A list, so that every server is polled: that reaps those that have exited. A group may outlive its server.
             while any([server.exitcode is None or server.signal(0) for server in started]) and time.monotonic() < end:
                 time.sleep(0.1)
             for server in started:

@@ -1,7 +1,7 @@
 """The metrics of a run, one JSON object per step in ``metrics.jsonl``, and the table of their names.
 
-The names are shared by every recipe, so that two runs, and a dashboard made for one of them, can be compared; a name
-that is not in the table is refused. Dashboards (`llmrl.run.mirrors`) get a copy; the file is always written.
+All recipes share the names, so that runs can be compared and dashboards reused; a name that is not in the table is
+refused. Dashboards (`llmrl.run.mirrors`) get a copy; the file is always written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ METRICS: dict[str, str] = {
     "mismatch/logp_abs_mean": "mean |log p of the trainer - log p of the engine|, same weights",
     "mismatch/logp_abs_max": "the largest",
     "mismatch/probe": "mean |log p of the trainer - log p of the engine| on rows of the run, after each new version",
-    "mismatch/probe_warnings": "1 if it looked wrong after a version, whose weights were then sent twice",
+    "mismatch/probe_warnings": "1 if the probe looked wrong after a new version, whose weights were then sent again",
     "mismatch/kl": "k3 estimate of the divergence between engine and trainer",
     "mismatch/is_mean": "mean importance weight of the engine correction",
     "mismatch/is_max": "the largest",
@@ -66,14 +66,14 @@ METRICS: dict[str, str] = {
     "async/staleness_max": "the largest",
     "async/produced": "groups sampled since the run began: delivered, dropped, or queued",
     "async/delivered": "those that a step took",
-    "async/dropped_old": "those that were finished, and older than max_staleness when their turn came",
-    "async/dropped_stragglers": "those that were given up unfinished, because they would have been",
-    "async/queued": "those that wait for a step",
-    "async/restarted": "groups that were unfinished at a checkpoint, and restarted by the run that went on from it",
+    "async/dropped_old": "finished groups that were older than max_staleness when a step would have taken them",
+    "async/dropped_stragglers": "unfinished groups that were given up because they would have become too old",
+    "async/queued": "groups that wait for a step",
+    "async/restarted": "groups that were unfinished at a checkpoint, and restarted by the run that resumed from it",
     "async/engine_idle": "share of the step that the engine waited",
     "async/trainer_idle": "share of the step that the trainer waited",
     "engine/cache_max_frac": "vLLM: largest share of the KV cache in use after one of the engine's steps",
-    "engine/preempted": "vLLM: times that a request lost its place in the KV cache, and was computed again",
+    "engine/preempted": "vLLM: times that a request was evicted from the KV cache and recomputed",
     "engine/prefix_hit_frac": "vLLM: share of the prompt tokens that were found in the prefix cache",
     "engine/waiting_max": "vLLM: most requests that waited for room after one of the engine's steps",
     "rollout/failed": "conversations lost in this step",
@@ -93,20 +93,20 @@ METRICS: dict[str, str] = {
     "time/generate": "seconds",
     "time/logp": "seconds in scoring passes without a gradient",
     "time/update": "seconds in forward, backward and optimizer",
-    "time/sync": "seconds in handing weights to the engine",
+    "time/sync": "seconds to send weights to the engine",
     "time/eval": "seconds",
     "time/step": "seconds, everything included",
     "perf/gen_tok_s": "tokens sampled per second of generation",
     "perf/train_tok_s": "tokens trained per second of update",
     "perf/imbalance": "cost of the rows of the slowest rank over the mean of all, as they were dealt",
-    "perf/train_tok_s_device": "the same for each device",
-    "perf/sync_gb_s": "GB of weights per second on their way to the engine, made whole from shards included",
-    "perf/padding_frac": "share of the positions that went through the model in training which were padding",
-    "perf/mfu": "training in bfloat16: share of the device's peak arithmetic that it used, if the peak is known",
-    "perf/peak_gb": "peak memory of a device during the updates; on a CPU of the process, since it began",
+    "perf/train_tok_s_device": "tokens trained per second of update, per device",
+    "perf/sync_gb_s": "GB of weights sent to the engine per second, including the time to gather shards",
+    "perf/padding_frac": "share of the positions in training batches that were padding",
+    "perf/mfu": "training in bfloat16: share of the device's peak FLOP/s that was used, if the peak is known",
+    "perf/peak_gb": "peak memory of a device during the updates; on a CPU, peak memory of the process since its start",
 }
 
-# Of an evaluation: the mean, the std and the count of its scores, and call_rate if there are tools.
+# An evaluation has the mean, std and count of its scores, and call_rate if there are tools.
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 
@@ -125,11 +125,11 @@ def check_metric_name(name: str) -> None:
 
 
 class MetricsLog(AbstractContextManager):
-    """Appends one line per step to ``<run>/metrics.jsonl``; each line is on its way to the disk when `log` returns.
+    """Appends one line per step to ``<run>/metrics.jsonl``; each line is passed to the system when `log` returns.
 
-    ``resume_step``  the step of the checkpoint that the run goes on from: later lines are removed, they will come again
+    ``resume_step``  the step of the checkpoint to resume from: later lines are removed, those steps are run again
     ``mirrors``      "wandb", "tensorboard", "mlflow", or any `Mirror`
-    ``config``       the run's settings, and ``plan`` its rows of label and text, for the mirrors
+    ``config``       the run's settings; ``plan``, its rows of label and text; both are for the mirrors
     ``enabled``      False on every rank but the first: names are checked, nothing is written
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
@@ -166,14 +166,14 @@ class MetricsLog(AbstractContextManager):
     def _remove_steps_after(self, last: int) -> None:
         with writing(self.path):
             if self.path.exists():
-                # Through the reader, which also leaves out a last line that a kill cut short.
+                # _rows also leaves out a last line that was cut short when the process was killed.
                 kept = [json.dumps(row) + "\n" for row in _rows(self.path) if row["step"] <= last]
                 replace_file(self.path, "".join(kept))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Writes one line. Values are numbers or one-element tensors; what is not finite is written as null.
+        """Writes one line. Values are numbers or one-element tensors; non-finite ones are written as null.
 
-        Raises  RunFolderError if it cannot be written, or the file is no longer there
+        Raises  RunFolderError if the line cannot be written or the file was removed
         """
         for name in metrics:
             check_metric_name(name)
@@ -185,12 +185,12 @@ class MetricsLog(AbstractContextManager):
         with writing(self.path):
             self._file.write(json.dumps({"step": int(step), **line}) + "\n")
             self._file.flush()
-            self.path.stat()  # an open file that was removed takes every line and keeps none
+            self.path.stat()  # writes to an open file that was removed succeed, but are lost
         for mirror in self._mirrors:
             mirror.log(int(step), values)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Shows some of a step's conversations to the mirrors."""
+        """Passes a step's conversations to the mirrors, which show some of them."""
         for mirror in self._mirrors:
             mirror.log_rollouts(step, rollouts)
 
@@ -209,11 +209,11 @@ class MetricsLog(AbstractContextManager):
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
-    """The steps of a run, given its folder or its ``metrics.jsonl``; lines of one step are joined.
+    """The steps of a run, given its folder or its ``metrics.jsonl``; lines of the same step are merged.
 
-    A last line that was cut short by a kill is left out; what is not a finite number is None.
+    A last line that was cut short when the process was killed is left out. Values that are not finite numbers are None.
 
-    Raises  DataError for a missing file, or naming the line that cannot be read
+    Raises  DataError for a missing file, or a line that cannot be read (named)
     """
     path = Path(path)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -226,7 +226,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
 
 
 def evenly(rows: Sequence[T], count: int) -> list[T]:
-    """At most ``count`` of the rows, evenly spaced, the first and the last among them; one: the last."""
+    """At most ``count`` rows, evenly spaced, the first and the last included; with ``count`` 1, only the last."""
     if len(rows) <= count:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (count - 1))] for place in range(count)] if count > 1 else [rows[-1]]
@@ -251,8 +251,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite float or int; None for anything else that a file could hold."""
-    # math.isfinite raises OverflowError for an integer that no float can hold.
+    """The value if it is a finite float or int, else None."""
+    # math.isfinite raises OverflowError for an integer that is too large for a float.
     if not isinstance(value, int | float) or abs(value) > 1e300:
         return None
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Dashboards that get a copy of a run: its settings and plan, the metrics of every step, some of the rollouts."""
+"""Dashboards that receive a run's settings and plan, the metrics of every step, and some of the rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop_reason"
 
 
 class Mirror(Protocol):
-    """A dashboard that gets every step as well."""
+    """A dashboard that receives every step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -28,7 +28,7 @@ class Mirror(Protocol):
 
 
 def make_mirror(name: str, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]) -> Mirror:
-    """The mirror of that name. Raises ConfigError for an unknown one; MissingDependencyError for its package."""
+    """The mirror of that name. Raises ConfigError for an unknown one, MissingDependencyError for its package."""
     if name not in MIRRORS:
         near = did_you_mean(name, MIRRORS)
         raise ConfigError(f"log: must name mirrors among {', '.join(MIRRORS)}: got {name!r}.{near}")
@@ -36,7 +36,7 @@ def make_mirror(name: str, run_dir: Path, config: Mapping[str, Any], plan: Seque
 
 
 class WandbMirror:
-    """Weights & Biases; resumes under the run's name. The plan is a part of the configuration."""
+    """Weights & Biases; resumes under the run's name. The plan is part of the configuration."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]):
         self._wandb = require("wandb", extra="wandb", used_by="log: [wandb]")
@@ -59,7 +59,7 @@ class WandbMirror:
 
 
 class TensorBoardMirror:
-    """TensorBoard event files in ``<run>/tensorboard``; settings, plan and rollouts are texts."""
+    """TensorBoard event files in ``<run>/tensorboard``; settings, plan and rollouts are logged as text."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]):
         require("tensorboard", extra="tensorboard", used_by="log: [tensorboard]")
@@ -83,7 +83,7 @@ class TensorBoardMirror:
 
 
 class MLflowMirror:
-    """MLflow, at the server or database that MLFLOW_TRACKING_URI names, else in ``<run>/mlflow``."""
+    """MLflow, at the server or database in MLFLOW_TRACKING_URI if that is set, else in ``<run>/mlflow``."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], plan: Sequence[tuple[str, str]]):
         mlflow = require("mlflow", extra="mlflow", used_by="log: [mlflow]")
@@ -96,7 +96,7 @@ class MLflowMirror:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name("llmrl")
         number = experiment.experiment_id if experiment else self._client.create_experiment("llmrl", artifacts)
-        # A resumed run continues in the MLflow run of its name.
+        # A resumed run continues the MLflow run of the same name.
         known = self._client.search_runs([number], f"attributes.run_name = '{name}'", max_results=1)
         self._id = (known[0] if known else self._client.create_run(number, run_name=name)).info.run_id
         self._client.log_dict(self._id, dict(config), "settings.json")
@@ -104,7 +104,7 @@ class MLflowMirror:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            # MLflow refuses names such as eval/aime25/pass@16.
+            # MLflow rejects names such as eval/aime25/pass@16.
             self._client.log_metric(self._id, re.sub(r"[^\w./ -]", "_", name), value, step=step)
 
     def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -120,7 +120,7 @@ MIRRORS = {"wandb": WandbMirror, "tensorboard": TensorBoardMirror, "mlflow": MLf
 
 
 def _table(step: int, rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """The best, the worst and others between them; empty in most steps."""
+    """Table rows from the worst to the best reward, evenly spaced; empty for steps without a table."""
     if step != 1 and step % _EVERY:
         return []
     scored = sorted(rollouts, key=lambda rollout: -1e300 if rollout.reward is None else rollout.reward)
@@ -134,5 +134,5 @@ def _lines(plan: Sequence[tuple[str, str]]) -> str:
 
 
 def _as_code(text: str) -> str:
-    """As Markdown that shows every character as it is."""
+    """The text as a Markdown code block, which shows every character unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -17,13 +17,13 @@ KINDS = ("reward", "tool", "env", "recipe")
 
 
 def new(kind: str, name: str, *, folder: Path) -> int:
-    """Writes ``NAME.py`` and ``test_NAME.py`` (and of a recipe its YAML and rows) into ``folder``, and returns 0.
+    """Writes ``NAME.py`` and ``test_NAME.py`` (for a recipe also its YAML and data) into ``folder``, and returns 0.
 
-    Raises  ConfigError for a name that no module can have or one has already, or files that exist: none is written then
+    Raises  ConfigError for an invalid or taken module name, or if a file exists; nothing is written then
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(f"llmrl new  NAME must be a name in lower case, as that of a Python module: got {name!r}")
-    if name in sys.modules or find_spec(name):  # which a file of that name here would hide
+    if name in sys.modules or find_spec(name):  # a file of that name here would shadow it
         raise ConfigError(f"llmrl new  {name} is the name of a module that is installed; choose another name")
     starters = sorted(resources.files("llmrl.run").joinpath("starters").iterdir(), key=lambda file: file.name)
     starters.sort(key=lambda file: file.name.startswith("test_"))

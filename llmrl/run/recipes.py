@@ -1,4 +1,4 @@
-"""The training commands: the settings of each, its loop, and the settings of a run that one of them made."""
+"""The training commands with their settings and loops; loads the settings and checkpoints of their runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmrl.run.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training command: the names of its settings' class, imported without torch, and of its loop's module."""
+    """A training command: the names of its settings class (importable without torch) and of its loop's module."""
 
     settings_name: str
     module: str
@@ -38,9 +38,9 @@ RECIPES = {
 
 
 def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any], Loaded]:
-    """The recipe of a run, what its ``run.json`` says, and its settings with ``overrides``.
+    """The recipe of a run, the content of its ``run.json``, and its settings with ``overrides``.
 
-    Raises  ConfigError for a file that cannot be read, or a setting that is not one
+    Raises  ConfigError for a file that cannot be read or an unknown setting
     """
     info = run.read_info()
     if info.get("command") not in RECIPES:
@@ -50,9 +50,9 @@ def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[s
 
 
 def checkpoint_of(run: RunDir, name: str | None = None) -> Path:
-    """The checkpoint of that name, or the last one. Raises DataError that lists those there are."""
+    """The checkpoint of that name, or the last one. Raises DataError that lists the existing ones."""
     checkpoint = run.checkpoints / name if name else latest_checkpoint(run.path)
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
-        raise DataError(f"{run.path}: must have the checkpoint asked for: got {name or 'the last'}, there: {there}.")
+        raise DataError(f"{run.path}: must have the requested checkpoint: got {name or 'the last'}, there: {there}.")
     return checkpoint

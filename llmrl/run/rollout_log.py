@@ -1,4 +1,4 @@
-"""The rollouts of a run, one Parquet file per step in ``<run>/rollouts``: what ``llmrl show`` and the report show."""
+"""The rollouts of a run, one Parquet file per step in ``<run>/rollouts``; ``llmrl show`` and the report read them."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ __all__ = [
     "rollout_files",
 ]
 
-_TOKEN = "token_"  # before the names of those columns
+_TOKEN = "token_"  # prefix of the token columns
 _SHOWN, _SHOWN_TOKENS = 20, 2000  # in a notebook: rollouts, and tokens of each
 
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """The tokens of a conversation: in each list an entry per token, None if there is no value.
+    """The tokens of a conversation; each list has one entry per token, None where there is no value.
 
-    A conversation in several training records has here the tokens of the last one.
+    If a conversation was split into several training records, these are the tokens of the last one.
     """
 
     ids: Sequence[int]
-    texts: Sequence[str]  # as the tokenizer decodes each alone; bytes that are not a character as <0xE2>
+    texts: Sequence[str]  # each token decoded alone; bytes of an incomplete character as <0xE2>
     roles: Sequence[str]  # of the message; "system+user" if the prompt's messages were rendered together
-    turns: Sequence[int]  # of the policy, from 0; what the environment said belongs to the turn that it precedes
+    turns: Sequence[int]  # of the policy, from 0; environment messages belong to the turn that follows them
     control: Sequence[bool]  # a special token of the tokenizer
     trained: Sequence[bool]
     engine_logp: Sequence[float | None]  # None: not sampled
-    trainer_logp: Sequence[float | None] = ()  # in its update, or recomputed before the first; may be empty
+    trainer_logp: Sequence[float | None] = ()  # in its update, or recomputed before the first; empty if for no token
     advantage: Sequence[float | None] = ()
-    ratio: Sequence[float | None] = ()  # that the surrogate sees
+    ratio: Sequence[float | None] = ()  # as used in the surrogate
     entropy: Sequence[float | None] = ()  # if the loss computes it
 
 
@@ -60,7 +60,7 @@ class ToolCallRecord:
 
     turn: int  # of the policy, from 0
     name: str
-    arguments: str  # JSON; as the model wrote them if they could not be read
+    arguments: str  # JSON; the model's own text if it could not be parsed
     result: str  # the message to the model
     outcome: str  # ok, error, timeout, malformed, unknown, not_run
     seconds: float | None = None
@@ -68,7 +68,7 @@ class ToolCallRecord:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One conversation as it was sampled. A reward of None (NaN is stored as None) failed: it is not a zero."""
+    """One sampled conversation. A reward of None means that scoring failed; NaN is stored as None."""
 
     prompt: str
     completion: str
@@ -79,13 +79,13 @@ class Rollout:
     tokens: int  # sampled
     group: int = 0
     step: int = 0  # filled in by the log
-    prompt_id: str = ""  # the same for the same first prompt, at any step
+    prompt_id: str = ""  # equal for equal first prompts, at any step
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
     tool_calls: Sequence[ToolCallRecord] = ()
-    token_record: TokenRecord | None = None  # of some conversations of a step, and not in files of older versions
+    token_record: TokenRecord | None = None  # only of some conversations of a step; absent in files of older versions
 
     def _repr_html_(self) -> str:
-        """The conversation, for a notebook: with tokens, those that were trained in blue, others sampled in orange."""
+        """The conversation for a notebook; trained tokens are blue, other sampled ones orange."""
         reward, advantage = ("none" if n is None else f"{n:.4g}" for n in (self.reward, self.advantage))
         facts = f"step {self.step} · reward {reward} · advantage {advantage} · {self.tokens} tokens"
         messages = [message_html("prompt", self.prompt), message_html("answer", self.completion)]
@@ -98,8 +98,8 @@ class Rollout:
         return conversation_html(f"{facts} · {self.stop_reason}", [*messages, *calls])
 
 
-# Arrow's types of the columns, by what the records declare; of tokens each is a list with an entry per token, null in
-# conversations that keep none.
+# Arrow types of the columns, from the annotations of the records. A token column holds a list with one entry per token,
+# or null for a conversation without tokens.
 _TYPES = {"int": "int64", "str": "string", "float | None": "float64"}
 _COLUMNS = {part.name: _TYPES[part.type] for part in fields(Rollout) if part.type in _TYPES}
 _COLUMNS |= {"rewards": {"name": "string", "value": "float64"}}
@@ -109,7 +109,7 @@ _TOKEN_COLUMNS = {part.name: _OF_TOKENS[part.type[len("Sequence[") : -1]] for pa
 
 
 class Rollouts(list[Rollout]):
-    """A list that a notebook shows as conversations: the first twenty."""
+    """A list of rollouts; a notebook shows the first twenty as conversations."""
 
     def _repr_html_(self) -> str:
         shown = "".join(rollout._repr_html_() for rollout in self[:_SHOWN])
@@ -117,9 +117,9 @@ class Rollouts(list[Rollout]):
 
 
 class RolloutLog:
-    """Writes a step's conversations to ``<run>/rollouts/stepNNNNNN.parquet``, whole or not at all.
+    """Writes a step's conversations to ``<run>/rollouts/stepNNNNNN.parquet``, atomically.
 
-    ``resume_step``  files of later steps are removed, they will come again
+    ``resume_step``  files of later steps are removed; those steps are run again
     ``enabled``      False on every rank but the first: nothing is written
     """
 
@@ -133,13 +133,13 @@ class RolloutLog:
                         path.unlink()
 
     def write(self, step: int, rollouts: Iterable[Rollout]) -> Path | None:
-        """Returns the file, or None if the log is disabled.
+        """Writes the file of a step and returns its path, or None if the log is disabled.
 
         Raises  RunFolderError if it cannot be written
         """
         if not self.enabled:
             return None
-        import pyarrow  # a third of a second that `llmrl --help` need not pay
+        import pyarrow  # takes a third of a second, which would slow down `llmrl --help`
         from pyarrow import parquet
 
         rows = list(rollouts)
@@ -158,7 +158,7 @@ class RolloutLog:
         kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
         schema = pyarrow.schema([(name, _arrow_type(kind)) for name, kind in kinds.items()])
         path = self.folder / _file_name(step)
-        # Readers look for step*.parquet, and so never see half a file.
+        # Readers look for step*.parquet, so they never see an incomplete file.
         draft = path.with_suffix(".tmp")
         with writing(path):
             self.folder.mkdir(exist_ok=True)
@@ -168,14 +168,14 @@ class RolloutLog:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool = True) -> Rollouts:
-    """The conversations of one step; without ``step``, of the last one that was written. ``tokens``: their tokens, too.
+    """The conversations of one step (default: the last one written), with their tokens if ``tokens``.
 
-    Raises  DataError that lists the steps there are, or names a file that is not one of rollouts
+    Raises  DataError that lists the existing steps, or names a file that does not hold rollouts
     """
     files = rollout_files(run_dir)
     if not files or (step is not None and step not in files):
         there = f"steps {min(files)} to {max(files)} ({len(files)} files)" if files else "none"
-        raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the step asked for: got {step}, there: {there}.")
+        raise DataError(f"{Path(run_dir) / 'rollouts'}: must hold the requested step: got {step}, there: {there}.")
     path = files[max(files) if step is None else step]
     with _opened(path) as file:
         names = [name for name in file.schema_arrow.names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
@@ -183,16 +183,16 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
 
 
 def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
-    """The tokens of one step's conversations by their place in its file, of those that have any.
+    """The tokens of one step's conversations by row number in its file; rows without tokens are left out.
 
-    Raises  DataError as `read_rollouts`
+    Raises  DataError if the file does not hold rollouts
     """
     with _opened(Path(run_dir) / "rollouts" / _file_name(step)) as file:
         names = [name for name in file.schema_arrow.names if name.startswith(_TOKEN)]
         if not names:
             return {}
         rows = file.read(names)
-        # Filtered while it is Arrow: most rows of a step keep no tokens, and Python objects of the others are many.
+        # Filtered in Arrow, before the conversion to Python objects: most rows of a step have no tokens.
         kept = rows[f"{_TOKEN}ids"].is_valid()
         places = [place for place, has_tokens in enumerate(kept.to_pylist()) if has_tokens]
         records = (_token_record(row) for row in rows.filter(kept).to_pylist())
@@ -201,7 +201,7 @@ def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[ParquetFile]:
-    """The file of a step; `parquet.read_table` would load pandas, too."""
+    """Opens the file of a step; `parquet.read_table` would also load pandas."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -220,7 +220,7 @@ def rollout_files(run_dir: Path | str) -> dict[int, Path]:
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:
-    """A row of a file, which may lack the columns that older versions did not write."""
+    """A rollout from a row of a file; columns that older versions did not write may be missing."""
     row["token_record"] = _token_record({name: row.pop(name) for name in list(row) if name.startswith(_TOKEN)})
     if "rewards" in row:
         row["rewards"] = {entry["name"]: entry["value"] for entry in row["rewards"]}
@@ -235,7 +235,7 @@ def _token_record(values: dict[str, Any]) -> TokenRecord | None:
 
 
 def _record_html(record: TokenRecord) -> list[str]:
-    """The messages of a conversation, token by token; the middle of a long one is left out."""
+    """The messages of a conversation, token by token; the middle of a long conversation is left out."""
     length = len(record.ids)
     places = [place for place in range(length) if min(place, length - 1 - place) < _SHOWN_TOKENS // 2]
     messages = []
@@ -266,7 +266,7 @@ def _file_name(step: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as a file can hold it: NaN as None, a lone surrogate as the text of its escape."""
+    """The value in a form that the file can store: NaN as None, a lone surrogate as its escape sequence."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return None if isinstance(value, float) and math.isnan(value) else value

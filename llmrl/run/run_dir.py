@@ -29,7 +29,7 @@ _INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "def
 class RunDir:
     """``runs/<name>/`` and the paths in it.
 
-    ``config``       config.yaml, the configuration as it ran, every default written out
+    ``config``       config.yaml, the full configuration of the run, defaults included
     ``info``         run.json, the command, its arguments, versions
     ``metrics``      metrics.jsonl, one JSON object per step (`MetricsLog`)
     ``rollouts``     one Parquet file per step (`RolloutLog`)
@@ -49,9 +49,9 @@ class RunDir:
 
     @classmethod
     def create(cls, recipe: str, config_text: str, *, root: Path | str = "runs", name: str | None = None) -> RunDir:
-        """Makes a folder that no other run has, even one started in the same moment.
+        """Makes a new, unique folder, even if another run starts at the same moment.
 
-        Without ``name`` it is the recipe's name and four digits of a hash of the configuration and the time.
+        The default ``name`` is the recipe's name and four digits of a hash of the configuration and the time.
 
         Raises  ConfigError if ``name`` is taken or cannot be a folder's name; RunFolderError if no folder can be made
         """
@@ -87,11 +87,11 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the run: no other process trains here meanwhile. A process that ends in any way releases it.
+        """Locks the run, so that no other process trains in it. The lock is released when the process ends in any way.
 
-        Where the file system knows no locks the run goes on without one.
+        On file systems without locks the run continues without one.
 
-        Raises  RunFolderError that names the process that holds it, or if the folder cannot be written
+        Raises  RunFolderError that names the process that holds the lock, or if the folder cannot be written
         """
         with writing(self.path / ".lock"):
             file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
@@ -115,8 +115,8 @@ class RunDir:
 
     @property
     def holder(self) -> str | None:
-        """The process that trains here now; None if none does, or the file system knows no locks."""
-        # Asks who holds the lock and does not take it: a reader that took it could make a run that starts now fail.
+        """The process that trains in this folder now; None if there is none, or the file system has no locks."""
+        # Queries the lock instead of taking it: taking it could make a run fail that starts at this moment.
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
         try:
             with open(self.path / ".lock", encoding="utf-8") as file:
@@ -126,17 +126,17 @@ class RunDir:
             return None
 
     def write_config(self, text: str) -> None:
-        """Writes ``config.yaml``; another process sees the old text or the new one, never half of it."""
+        """Writes ``config.yaml`` atomically: another process sees either the old text or the new one."""
         replace_file(self.config, text)
 
     def write_info(self, info: Mapping[str, Any]) -> None:
-        """Writes ``run.json``, whole or not at all."""
+        """Writes ``run.json`` atomically."""
         replace_file(self.info, json.dumps(dict(info), indent=2) + "\n")
 
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
 
-        Raises  ConfigError if the file is missing, is not a JSON object, or has an entry of another type
+        Raises  ConfigError if the file is missing, is not a JSON object, or has an entry of the wrong type
         """
         try:
             info = json.loads(self.info.read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def writing(path: Path) -> Iterator[None]:
     """Turns an OSError of the file system into a RunFolderError that names ``path`` and the remedy."""
     try:
         yield
-    # It is an OSError too, and names its file and remedy already.
+    # RunFolderError is an OSError too, but already names its file and remedy.
     except RunFolderError:
         raise
     except OSError as error:
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
         elif error.errno == errno.ENOENT:
             remedy = "the folder was removed meanwhile; start a new run"
         else:
-            remedy = "look at that disk"
+            remedy = "check that disk"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {remedy}.") from error
 
 
@@ -182,11 +182,11 @@ def free_space(path: Path) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; another process sees the old text or the new one.
+    """Writes a file atomically: another process sees either the old text or the new one.
 
     Raises  RunFolderError
     """
-    # In the same folder: a rename is atomic within one file system only.
+    # The draft is in the same folder, because a rename is atomic only within one file system.
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with writing(path):
         draft.write_text(text, encoding="utf-8")

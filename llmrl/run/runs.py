@@ -1,4 +1,4 @@
-"""``llmrl runs``: the runs in a folder, one line each, read from their files alone; they may still be running."""
+"""``llmrl runs``: the runs in a folder, one line each, read only from their files; they may still be running."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def list_runs(root: Path, *, as_json: bool = False) -> int:
-    """Prints the runs below ``root``, those that changed last first, and returns 0."""
+    """Prints the runs below ``root``, most recently changed first, and returns 0."""
     rows = describe_runs(root)
     if as_json:
         print(json.dumps(rows))
         return 0
     console = make_console()
     if not rows:
-        note(console, f"there are no runs in {root}/; begin one: llmrl sft sums_sft")
+        note(console, f"there are no runs in {root}/; start one: llmrl sft sums_sft")
         return 0
     table = Table("run", "recipe", "state", "step", "best", "age", box=None, pad_edge=False)
     for row in rows:
@@ -42,9 +42,9 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
 
 
 def describe_runs(root: Path) -> list[dict[str, Any]]:
-    """One row per run: name, recipe, state, last step and the steps asked for, best measure, seconds since it wrote.
+    """One row per run: name, recipe, state, last step, total steps, best measure, seconds since its last write.
 
-    States  running, done, interrupted (by Ctrl-C: its last step is saved), stopped (killed, or by an error), damaged
+    States  running, done, interrupted (by Ctrl-C, with its last step saved), stopped (killed, or by an error), damaged
             (its files cannot be read)
     """
     rows = [_describe(RunDir(config.parent)) for config in root.glob("*/config.yaml")]
@@ -68,7 +68,7 @@ def _describe(run: RunDir) -> dict[str, Any]:
 
 
 def _best(metrics: Sequence[dict[str, float | None]]) -> tuple[str | None, float | None]:
-    """The best evaluation, else reward, else loss."""
+    """The name and best value of the evaluation, else of the reward, else of the loss."""
     names = {name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/mean")}
     first = sorted(names, key=lambda name: name.split("/"))[:1]  # sums before sums-validation
     for name, better in (*((name, max) for name in first), ("reward/mean", max), ("policy/loss", min)):

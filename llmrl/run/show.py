@@ -1,4 +1,4 @@
-"""``llmrl show``: steps, samples and changes of a run, read from its files alone; it may still be running."""
+"""``llmrl show``: steps, samples and changes of a run, read only from its files; it may still be running."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from llmrl.run.run_dir import RunDir
 Row = dict[str, float | None]
 _FILES = ("report.html", "config.yaml", "metrics.jsonl", "rollouts", "checkpoints")
 
-_COLUMNS = {  # of a run that has this metric
+_COLUMNS = {  # metric -> the columns of a run that has it
     "reward/mean": GRPO_COLUMNS,
     "preference/chosen_logp": DPO_COLUMNS,
     "preference/chosen_reward": REWARD_COLUMNS,
@@ -39,10 +39,10 @@ _COLUMNS = {  # of a run that has this metric
 
 
 def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: bool) -> int:
-    """Prints the table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and each measure's change, or as
-    one JSON object all steps with those changes; returns 0.
+    """Prints a table of steps (``rows`` of them, evenly spaced; 0 for all), samples, and the change of each measure;
+    or all steps and the changes as one JSON object. Returns 0.
 
-    For a run with tools also the number of calls, and their outcomes in its first and its last step with calls.
+    For a run with tools, also prints the number of calls and their outcomes in the first and last step with calls.
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
@@ -61,7 +61,7 @@ def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: boo
     if not steps:
         print_summary(console, ["no step is finished yet"])
         return 0
-    # The evaluation before the first step has a row of its own, with nothing that was trained.
+    # The evaluation before the first step has its own row, without training metrics.
     trained = [row for row in steps if any(not name.startswith("eval/") for name in row if name != "step")]
     columns = next((found for name, found in _COLUMNS.items() if any(name in row for row in steps)), SFT_COLUMNS)
     print_table(console, columns, evenly(trained, rows if rows > 0 else len(trained)))
@@ -80,7 +80,7 @@ def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: boo
 
 
 def changes(steps: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """First and last value of the reward or the loss, and of every evaluation."""
+    """The first and last value of the reward (else the loss), and of every evaluation."""
     names = {name for row in steps for name in row if name.startswith("eval/")}
     evaluations = sorted(
         (name for name in names if not name.endswith(("/std", "/count"))), key=lambda name: name.split("/")
@@ -125,7 +125,7 @@ def _rollouts(run: RunDir, step: int | None) -> list[Rollout]:
 
 
 def _extremes(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """The best and the worst rewarded, alternating; failed ones (no reward) count as worst."""
+    """Rollouts with the highest and lowest rewards, alternating; failed ones (no reward) count as lowest."""
     ordered = sorted(rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
     chosen: list[Rollout] = []
     while ordered and len(chosen) < count:

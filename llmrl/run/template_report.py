@@ -1,7 +1,7 @@
-"""``llmrl template``: the effect of a chat template on training, shown on a conversation, one line per question.
+"""``llmrl template``: the effect of a chat template on training, shown on a conversation, one line per check.
 
-The answers come from rendering, not from reading the jinja. A problem makes training wrong; the rest is worth knowing,
-such as earlier turns that are written differently later.
+The checks render conversations; they do not read the jinja. A problem makes training wrong; other findings are for
+information, such as a template that renders earlier turns differently once a conversation is longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 
-_MAX_ROWS = 1000  # conversations of a file that are looked at
+_MAX_ROWS = 1000  # conversations of a file that are checked
 _SHOWN = 2  # conversations of a file that are printed
 _QUESTION, _ANSWER = {"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}
 _MORE = [{"role": "user", "content": "And 3+3?"}, {"role": "assistant", "content": "That is 6."}]
@@ -51,7 +51,7 @@ _WITH_TOOL = [
 
 @dataclass
 class Diagnosis:
-    """The findings, and the conversations that they were found on."""
+    """The findings on a template, and the conversations that it was checked with."""
 
     name: str
     template: str
@@ -78,8 +78,8 @@ def run(name: str, *, tools: bool = False, data: str | None = None, as_json: boo
     """Prints the diagnosis of the template of ``name``; returns 1 if it has a problem, else 0.
 
     Reads   name   a folder with a tokenizer, a registered template, or a name on the Hugging Face hub
-            tools  whether conversations with tools are to work
-            data   a dataset file, or a name on the hub, to look at its conversations instead of a made-up one
+            tools  True if conversations with tools must work
+            data   a dataset file, or a name on the hub, whose conversations replace the built-in one
     Raises  DataError if the tokenizer or the data cannot be loaded
     """
     diagnosis = diagnose(name, tools=tools, data=data)
@@ -94,7 +94,7 @@ def run(name: str, *, tools: bool = False, data: str | None = None, as_json: boo
 
 
 def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diagnosis:
-    """Tries the template on conversations. See :func:`run`."""
+    """Checks the template on conversations. See :func:`run`."""
     tokenizer, source = _load_tokenizer(name)
     template = find_template(tokenizer)
     diagnosis = Diagnosis(name, template.name)
@@ -116,7 +116,7 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
         _check_tool_calls(diagnosis, renderer)
     report = renderer.check()
     stop = tokenizer.decode(renderer.end_of_turn_ids) if renderer.end_of_turn_ids else "none"
-    detail = f"an answer ends with {stop!r}, which stops no generation: the model will not learn to stop"
+    detail = f"an answer ends with {stop!r}, which does not stop generation: the model will not learn to stop"
     if report.stop_token_trained:
         detail = f"{stop.strip()!r} ends an answer and is trained"
     diagnosis.add("stop token", report.stop_token_trained, detail)
@@ -150,7 +150,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
 
 
 def _check_coverage(diagnosis: Diagnosis, renderer: Renderer, data: str | None) -> None:
-    """Renders and masks the conversations, one by one if a batch is refused."""
+    """Renders and masks the conversations, one by one if the template refuses the batch."""
     chats: list[Chat] = [[_QUESTION, _ANSWER, *_MORE]]
     if data:
         rows = load_rows(data)
@@ -177,7 +177,7 @@ def _sample(renderer: Renderer, row: Rendered, label: str) -> Sample:
 
 
 def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> None:
-    """Compares the text of ``tools=None``, of ``tools=[]`` and of one tool."""
+    """Compares the texts rendered with ``tools=None``, with ``tools=[]`` and with one tool."""
     texts: list[str] = []
     for tools in (None, [], [_TOOL]):
         try:
@@ -186,7 +186,7 @@ def _check_tools(diagnosis: Diagnosis, renderer: Renderer, *, wanted: bool) -> N
             texts.append(f"refused: {error}")
     without, empty, one = texts
     same = "writes the same text as tools=None"
-    other = "writes another text than tools=None; llmrl renders both as None"
+    other = "writes a different text than tools=None; llmrl renders both as None"
     diagnosis.add("tools=[]", without == empty or None, same if without == empty else other)
     bad = False if wanted else None
     if one.startswith("refused: "):
@@ -211,13 +211,13 @@ def _check_tool_calls(diagnosis: Diagnosis, renderer: Renderer) -> None:
 
 
 def _check_preamble(diagnosis: Diagnosis, renderer: Renderer) -> None:
-    """Finds a system prompt that the template adds by itself."""
+    """Reports a system prompt that the template adds by itself."""
     [text] = render_text(renderer.template, [[_QUESTION]], renderer.tokenizer)
     before = text.partition(_QUESTION["content"])[0]
     for token in renderer.tokenizer.all_special_tokens:
         before = before.replace(token, " ")
     words = before.split()
-    if len(words) > 3:  # more than the names of roles
+    if len(words) > 3:  # more than role names
         diagnosis.add("preamble", None, f"appears by itself: {' '.join(words)!r}")
 
 

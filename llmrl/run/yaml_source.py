@@ -1,7 +1,7 @@
-"""YAML and ``section.key=value`` overrides as plain data that remembers the line every key was written at.
+"""YAML and ``section.key=value`` overrides as plain data, with the source line of every key.
 
-Which keys are allowed is not known here: `llmrl.run.config` checks the data against a model and uses the places for its
-messages. Scalars follow YAML 1.2.
+This module accepts any key: `llmrl.run.config` checks the data against a model and uses the lines in its messages.
+Scalars follow YAML 1.2.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KeyPath = tuple[str | int, ...]  # ("optim", "betas", 0)
 class YamlLoader(yaml.SafeLoader):
     """Safe YAML with the scalar rules of version 1.2."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own table, emptied of the 1.1 rules
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  overrides PyYAML's table of YAML 1.1 rules
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes what `YamlLoader` reads: the same scalar rules, every string and every list of scalars on one line."""
+    """Writes YAML with `YamlLoader`'s scalar rules, every string and every list of scalars on one line."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012
 
@@ -61,12 +61,12 @@ YamlDumper.add_representer(
 )
 
 _MAX_ENTRIES = 100_000
-_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError)  # ValueError: an integer of too many digits
+_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError)  # ValueError: an integer with too many digits
 
 
 @dataclass
 class Source:
-    """Plain data, and for every key path in it the place that it was written at."""
+    """Plain data, and for every key path the place where it was set."""
 
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
@@ -102,10 +102,10 @@ class Source:
     def _plain(self, loader: YamlLoader, node: yaml.Node, at: KeyPath, problems: list[str]) -> Any:
         if len(at) > 32:
             raise yaml.MarkedYAMLError(problem="nested deeper than 32 levels", problem_mark=node.start_mark)
-        if len(self.places) > _MAX_ENTRIES:  # a few lines of aliases of aliases are as many as one likes
+        if len(self.places) > _MAX_ENTRIES:  # nested aliases can expand a few lines without bound
             problem = f"more than {_MAX_ENTRIES:,} entries, those of aliases included"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        # From nodes, not from loaded values: a node has its line, and a mapping still has a key that came twice.
+        # Works on nodes, not on loaded values: nodes have line numbers, and mapping nodes keep repeated keys.
         if isinstance(node, yaml.SequenceNode):
             return [self._item(loader, item, (*at, index), item, problems) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
@@ -128,7 +128,7 @@ class Source:
         return self._plain(loader, node, at, problems)
 
     def override(self, text: str) -> str | None:
-        """Applies one ``section.key=value``; returns what is wrong with it."""
+        """Applies one ``section.key=value``; returns an error message, or None."""
         name, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name):
             hint = f"; write {text.lstrip('-')}, without dashes" if equals and text.startswith("-") else ""
@@ -148,9 +148,9 @@ class Source:
                 return f"command line  {text}  cannot be set: {outer} is {node!r} and not a section"
         node[leaf] = parsed
         at = (*sections, leaf)
-        # The value replaces what the file has at this name and below it, so their places go too.
+        # The value replaces everything at this name and below it, so their places are dropped.
         self.places = {path: place for path, place in self.places.items() if path[: len(at)] != at}
-        # A section that exists by this override alone has a place as well, for messages about the section.
+        # A section that only this override creates needs a place too, for messages about the section.
         for depth in range(1, len(at)):
             self.places.setdefault(at[:depth], "command line")
         self._place_override(at, parsed)
@@ -163,7 +163,7 @@ class Source:
                 self._place_override((*at, key), inner)
 
     def place(self, loc: KeyPath) -> tuple[KeyPath, str]:
-        """The key path inside a pydantic location (which also names union members) and the place nearest to it."""
+        """The key path within a pydantic location (which also names union members), and its nearest known place."""
         at: KeyPath = ()
         for part in loc:
             if (*at, part) in self.places:
@@ -171,14 +171,14 @@ class Source:
         return at, self.places.get(at, self.name)
 
     def origins(self) -> dict[str, str]:
-        # A list is one setting: its items have places for messages, and no origin of their own.
+        # A list is one setting: its items have places for messages, but no separate origins.
         inner = {path[:-1] for path in self.places if isinstance(path[-1], str)}
         leaves = {path for path in self.places if path not in inner and all(isinstance(part, str) for part in path)}
         return {dotted(path): place for path, place in self.places.items() if path in leaves}
 
 
 def _problem(error: Exception, text: str) -> tuple[int | None, str]:
-    """The line and what is wrong there, of what PyYAML raised for a text."""
+    """The line and the reason of an error that PyYAML raised for a text."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         return mark.line + 1 if mark else None, error.problem or error.context

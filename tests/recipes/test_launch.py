@@ -59,7 +59,7 @@ def test_two_servers_and_two_ranks_one_server_dies_and_ctrl_c_leaves_a_checkpoin
         os.kill(second, signal.SIGKILL)
         place.wait_for_lines(launch, "run", place.num_lines("run") + 5)
         os.kill(launch.pid, signal.SIGINT)
-        words = [f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is started again"]
+        words = [f"server http://127.0.0.1:{port + 1} was killed by SIGKILL; it is restarted"]
         place.finish(launch, timeout_s=PATIENCE_S, code=130, words=words)
     finally:
         launch.kill()

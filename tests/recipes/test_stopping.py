@@ -262,7 +262,7 @@ def test_one_command_begins_a_run_begins_it_again_and_goes_on(place):
         place.run(*command, change, code=2, words=[words])
     other = ("grpo", "env.name=sums", "model=x", "--name", "job7", "--resume")
     place.run(*other, code=2, words=["job7 is a run of sft"])
-    place.run("sft", settings, "--resume", code=2, words=["--resume goes on with the run of a --name"])
+    place.run("sft", settings, "--resume", code=2, words=["--resume continues the run named by --name"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Python code of a model, run where it can do little harm: interpreters in sandboxes, one for each conversation."""
+"""Runs a model's Python code in sandboxed interpreters, one for each conversation."""
 
 from llmrl.tools.sandbox.launch import Sandbox
 from llmrl.tools.sandbox.limits import Limits

@@ -1,4 +1,4 @@
-"""Starts one interpreter in a sandbox: the command line, the pipes, the check that this machine can do it."""
+"""Starts an interpreter in a sandbox: the command line, the pipes, and the check that this machine supports it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmrl.tools.sandbox.system_calls import filter_pipe
 
 Kind = Literal["bubblewrap", "subprocess"]
 
-# Shown in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
+# Visible in a sandbox, read-only: programs, libraries and the interpreter. No home, no /etc, no /var, no data.
 _SYSTEM = ["/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/nix/store"]
 _TOP = ("/bin", "/lib", "/lib32", "/lib64")  # usually links into /usr
 _ENVIRONMENT = {
@@ -34,11 +34,11 @@ _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",  # every arena would take 64 MiB of the address space that is limited
+    "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of the limited address space
 }
-# Run before anything else: if the machine runs out of memory, a sandbox goes first. In it /proc cannot be written.
+# Run first, so that a sandbox is killed first if the machine runs out of memory: in the sandbox /proc is read-only.
 _OOM_FIRST = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$0" "$@"'
-# Run by root before the inner bubblewrap: from here on the sandbox runs as an unused user.
+# Run by root before the inner bubblewrap, so that the sandbox runs as an unused user.
 _DROP_ROOT = (
     "import os, sys; user = int(sys.argv[1]); os.setgroups([]); os.setresgid(user, user, user); "
     "os.setresuid(user, user, user); os.execv(sys.argv[2], sys.argv[2:])"
@@ -48,24 +48,24 @@ _users = itertools.count()
 
 
 class Sandbox:
-    """The place where interpreters run.
+    """Starts interpreters with restricted rights.
 
-    ``"bubblewrap"``: user, process, network, IPC and host-name namespaces of its own; a file system with programs and
-    the interpreter, read-only, and a private /tmp; an empty environment; no capabilities; no sockets but local ones, no
-    tracing, and no system calls that get at memory which no limit counts (on x86_64 and aarch64). If this process is
+    ``"bubblewrap"``: separate user, process, network, IPC and host-name namespaces; a read-only file system with
+    programs and the interpreter, and a private /tmp; an empty environment; no capabilities; only local sockets; no
+    tracing, and no system calls that allocate memory which no limit counts (on x86_64 and aarch64). If this process is
     root, the sandbox runs as an unused uid. The memory of all processes, files and sockets together is checked 40 times
     a second. Between calls nothing runs. If the machine runs out of memory, a sandbox is killed first.
-    It does not stop faults of the kernel; use of processor and memory within the limits, and of memory beyond them for
-    some hundredths of a second; reading what is installed under /usr and beside the interpreter. As root without
-    CAP_SYS_ADMIN the number of processes is not limited.
+    It does not protect against kernel bugs; use of CPU and memory within the limits, and of memory beyond them for
+    some hundredths of a second; reading files under /usr and beside the interpreter. As root without CAP_SYS_ADMIN the
+    number of processes is not limited.
 
-    ``"subprocess"``: an empty environment, a directory of its own, the same limits, and nothing else. It stops
+    ``"subprocess"``: an empty environment, a separate directory, the same limits, and nothing else. It prevents
     accidents. It does not stop code from reading your files, using the network, or starting processes that outlive it.
 
-    ``python`` is an interpreter whose packages the code may use, for example that of a virtual environment made for it.
-    By default the code has the standard library alone, of the interpreter that runs this.
+    ``python`` is an interpreter whose packages the code may use, for example of a virtual environment made for it.
+    By default the code has only the standard library of the current interpreter.
 
-    Raises   MissingDependencyError without bubblewrap, UnsupportedError if it cannot start, both with what to do
+    Raises   MissingDependencyError without bubblewrap, UnsupportedError if it cannot start; both name the remedy
     """
 
     def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str | None = None):
@@ -79,15 +79,15 @@ class Sandbox:
             check_bubblewrap(self.python)
 
     def start(self) -> Session:
-        """A new interpreter. Its process ends with the *thread* that called this, so that must be one that stays.
+        """A new interpreter. Its process ends with the *thread* that called this, so call it from a long-lived thread.
 
-        (If this process is killed in the very millisecond in which bubblewrap sets up, an idle bwrap without any code
-        in it may stay behind.)
+        (If this process is killed in the millisecond in which bubblewrap sets up, an idle bwrap process that runs no
+        code may be left behind.)
         """
         contained = self.kind == "bubblewrap"
         limits = {**asdict(self.limits), "strict": contained, "processes": self._num_processes()}
         rules = filter_pipe() if contained else None
-        requests, answers, output, info = (os.pipe() for _ in range(4))  # each: the end to read, the end to write
+        requests, answers, output, info = (os.pipe() for _ in range(4))  # each: read end, write end
         ours = (requests[1], answers[0], output[0], info[0])
         inherited = [requests[0], answers[1], info[1], *([] if rules is None else [rules])]
         folder: tempfile.TemporaryDirectory[str] | None = None
@@ -117,14 +117,14 @@ class Sandbox:
                 folder.cleanup()
             raise
         finally:
-            # With a copy of them left open here, the end of the interpreter would not close its pipes.
+            # If copies stayed open here, the pipes would not close when the interpreter exits.
             for descriptor in (*inherited, output[1]):
                 os.close(descriptor)
         return Session(process, ours, self.limits, folder)
 
     def _num_processes(self) -> int:
-        """The limit as the kernel counts: processes of the sandbox with user namespaces, otherwise all of this user."""
-        own = self.limits.processes + 2  # bubblewrap's
+        """The process limit as the kernel counts it: per sandbox if it can, otherwise all processes of this user."""
+        own = self.limits.processes + 2  # two for bubblewrap
         kernel = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
         if self.kind == "bubblewrap" and (_is_root() or kernel >= (5, 14)):
             return own
@@ -137,7 +137,7 @@ class Sandbox:
 
 @cache
 def check_bubblewrap(python: str) -> None:
-    """Runs an empty program in a sandbox, once for each interpreter, so that a machine without is found early."""
+    """Runs a trivial program in a sandbox, once per interpreter, so that an unsuitable machine is detected early."""
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         raise MissingDependencyError(
             "Sandbox: needs the program bwrap (bubblewrap, Linux only), which was not found; run scripts/setup, or "
@@ -174,19 +174,19 @@ def check_bubblewrap(python: str) -> None:
 
 
 def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rules: int | None = None) -> list[str]:
-    """The command line up to the interpreter. Root runs two bubblewraps: the outer one shows an unused uid the files.
+    """The command line up to the interpreter. Root runs two bubblewraps: the outer one gives an unused uid read access.
 
-    ``info`` is the descriptor on which bubblewrap reports the first process of the sandbox; from ``rules`` it reads the
-    filter of system calls.
+    ``info`` is the descriptor on which bubblewrap reports the first process of the sandbox; ``rules`` is the one from
+    which it reads the system call filter.
     """
     bwrap, options = _bubblewrap()
     view = _view(python)
     command = ["/bin/sh", "-c", _OOM_FIRST, bwrap, "--die-with-parent"]
     command += [] if info is None else ["--info-fd", str(info)]
     if _is_root():
-        # Another one for each sandbox: the kernel counts processes by user.
+        # Each sandbox gets another user, because the kernel counts processes per user.
         user = _FIRST_USER + next(_users) % _NUM_USERS
-        # A process namespace here too: the end of its first process ends all others, of any user.
+        # The outer one has a process namespace too: when its first process ends, all others end, whatever their user.
         command += ["--unshare-pid", "--dir", "/tmp", *view, "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc"]
         command += ["--", python, "-I", "-S", "-c", _DROP_ROOT, str(user), bwrap, "--die-with-parent"]
     command += ["--new-session", "--unshare-user", "--unshare-all", "--cap-drop", "ALL"]
@@ -202,7 +202,7 @@ def bubblewrap_command(python: str, disk_mib: int, info: int | None = None, rule
 
 @cache
 def _bubblewrap() -> tuple[str, frozenset[str]]:
-    """The program, and the options that its version has."""
+    """The path of bwrap, and the options that its version supports."""
     path = os.path.realpath(shutil.which("bwrap") or "bwrap")
     text = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=30).stdout
     return path, frozenset(re.findall(r"--[a-z-]+", text))
@@ -210,7 +210,7 @@ def _bubblewrap() -> tuple[str, frozenset[str]]:
 
 @cache
 def _view(python: str) -> tuple[str, ...]:
-    """The arguments that show programs, libraries and the interpreter at the places where they are."""
+    """The arguments that bind programs, libraries and the interpreter at their usual paths."""
     code = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix]))"
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True)
@@ -225,7 +225,7 @@ def _view(python: str) -> tuple[str, ...]:
             arguments += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             paths.append(path)
-    # Folders are named before what is in them, because those that bubblewrap adds by itself are only for their owner.
+    # Parent folders are listed explicitly, because only the owner can access those that bubblewrap adds by itself.
     folders = sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
     for folder in folders:
         if not any(folder == path or folder.startswith(f"{path}/") for path in paths):

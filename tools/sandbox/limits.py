@@ -1,7 +1,7 @@
-"""The limits of an interpreter, and the processes of its sandbox as the host measures and stops them.
+"""The limits of an interpreter; measures and stops the processes of its sandbox from the host.
 
-The host looks through the sandbox's own /proc and sends signals by its entries, so that no process number can be
-mistaken for another.
+The host reads the sandbox's own /proc and sends signals through its entries, so that a reused process number cannot be
+mistaken for another process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from llmrl.errors import ConfigError, did_you_mean
 
 _FIRST, _WORKER = "1", "2"  # the numbers in the sandbox: bubblewrap's own process, the interpreter
-_INODE_KIB = 2  # of the kernel's memory, for a file without contents
-_FEW_DESCRIPTORS = 8  # a process with no more cannot hold much in sockets
-_STOP_S, _LOOK_S = 1.0, 1e-9  # for all to stop; between two looks whether they have: the kernel makes 50 us of it
+_INODE_KIB = 2  # kernel memory of an empty file
+_FEW_DESCRIPTORS = 8  # a process with at most this many cannot hold much memory in sockets
+_STOP_S, _LOOK_S = 1.0, 1e-9  # for all to stop; between two checks (the kernel rounds it up to 50 us)
 _PAGE_KIB = mmap.PAGESIZE // 1024
 
 
@@ -32,12 +32,12 @@ class Limits:
     64
     """
 
-    memory_mib: int = 512  # address space of one process; with disk_mib, what all together use
+    memory_mib: int = 512  # address space of one process; plus disk_mib: memory of all processes together
     cpu_s: int = 60  # processor time of one process, over all calls of a conversation
     processes: int = 64  # processes and threads
-    output_kib: int = 64  # of a call's output that is kept; code that writes 256 times that is stopped
+    output_kib: int = 64  # kept from a call's output; code that writes 256 times as much is stopped
     file_mib: int = 16  # one file
-    disk_mib: int = 64  # all files, 2 KiB for each one's name; these are kept in memory
+    disk_mib: int = 64  # all files, plus 2 KiB for each; they are kept in memory
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,7 +47,7 @@ class Limits:
 
     @classmethod
     def of(cls, given: Limits | Mapping[str, int] | None) -> Limits:
-        """The given limits, whole or by name; the others are the defaults. Raises ConfigError."""
+        """The limits from an instance, or from a mapping with defaults for the rest. Raises ConfigError."""
         if isinstance(given, cls):
             return given
         known = [field.name for field in fields(cls)]
@@ -58,15 +58,15 @@ class Limits:
 
 
 class Processes:
-    """All processes in the namespace below ``first``, bubblewrap's process as the host numbers it.
+    """All processes in the namespace below ``first``, the host's number of bubblewrap's process.
 
-    Made before the sandbox runs any code. Raises OSError if the host cannot see them.
+    Must be made before the sandbox runs any code. Raises OSError if the host cannot see the processes.
     """
 
     def __init__(self, first: int):
         pid = str(first)
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pid = children[0]  # each has one child, the last is the interpreter
+            pid = children[0]  # each process has one child; the last one is the interpreter
         self._proc = _open(f"/proc/{pid}/root/proc")
         self._files = _open(f"/proc/{pid}/root/tmp")
         self._worker = _open(_WORKER, self._proc)
@@ -79,7 +79,7 @@ class Processes:
     def excess(self, limits: Limits) -> str | None:
         """The limit that all processes together exceed, in words; None if there is none."""
         disk = os.fstatvfs(self._files)
-        # The file system is in memory, and its own limit does not count the inodes of empty files.
+        # The file system is in memory, and its size limit does not count the inodes of empty files.
         inodes_kib = (disk.f_files - disk.f_ffree) * _INODE_KIB
         if inodes_kib > limits.disk_mib << 10:
             return f"it made more than {(limits.disk_mib << 10) // _INODE_KIB} files"
@@ -87,20 +87,21 @@ class Processes:
         left_kib = (total_mib << 10) - inodes_kib - (disk.f_blocks - disk.f_bfree) * disk.f_frsize // 1024
         pids = self._pids()
         left_kib -= self._socket_kib(pids)
-        # Resident sizes count shared pages in every process: quick to read, and never too small.
+        # Resident sizes count shared pages once per process: quick to read, and never too small.
         if sum(map(self._resident_kib, pids)) <= left_kib or sum(map(self._proportional_kib, pids)) <= left_kib:
             return None
         return f"its processes, files and sockets took more than {total_mib} MiB of memory together"
 
     def stop(self) -> bool:
-        """Waits until the interpreter has stopped itself and ends every other process; False if that takes a second.
+        """Waits until the interpreter has stopped itself and kills every other process; False after a second.
 
-        The host does not stop it: one that it stopped in the moment before would do so again after `resume`.
+        The host does not stop the interpreter: if the host did so just before the interpreter stops itself, it would
+        stop again after `resume`.
         """
         deadline = time.monotonic() + _STOP_S
         while True:
             state, threads = self._state(_WORKER)
-            if state == "T" or self._ended(_WORKER):  # from here on it starts no process
+            if state == "T" or self._ended(_WORKER):  # from here on it cannot start processes
                 if state == "T" and threads == 1 and self._is_alone():  # the usual case: nothing needs to be listed
                     return True
                 others = [pid for pid in self._pids() if pid not in (_FIRST, _WORKER) and not self._ended(pid)]
@@ -113,18 +114,18 @@ class Processes:
                         os.close(descriptor)
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_S)  # not a busy wait: an interpreter on the same core would not get to stop
+            time.sleep(_LOOK_S)  # a busy wait would keep an interpreter on the same core from stopping
 
     def _is_alone(self) -> bool:
-        """True if the stopped interpreter is the one process besides the first, from which every process descends."""
-        # In this order: a process whose parent ends between the two becomes a child of the first.
+        """True if only the stopped interpreter and the first process, the ancestor of all others, are left."""
+        # The order matters: a process whose parent ends between the two reads becomes a child of the first.
         return not self._children(_WORKER) and self._children(_FIRST) == [_WORKER]
 
     def _children(self, pid: str) -> list[str]:
         return self._read(pid, f"task/{pid}/children").split()
 
     def resume(self) -> None:
-        """Lets the interpreter go on."""
+        """Lets the interpreter continue."""
         self._signal(self._worker, signal.SIGCONT)
 
     def _pids(self) -> list[str]:
@@ -135,7 +136,7 @@ class Processes:
             signal.pidfd_send_signal(descriptor, number)
 
     def _state(self, pid: str) -> tuple[str, int]:
-        """The letter of its first thread's state, and its number of threads."""
+        """The state letter of the process's first thread, and its number of threads."""
         fields = self._read(pid, "stat").rpartition(")")[2].split()
         return (fields[0], int(fields[17])) if fields else ("X", 0)
 
@@ -166,11 +167,11 @@ class Processes:
                                 found.add(target)
                 finally:
                     os.close(folder)
-        # Each counts as full, at the size that the sandbox cannot raise (see `system_calls`).
+        # Each socket counts as full, at the default size, which the sandbox cannot raise (see `system_calls`).
         return len(found) * int(Path("/proc/sys/net/core/wmem_default").read_text()) // 1024 if found else 0
 
     def _read(self, pid: str, name: str) -> str:
-        """The beginning of a file of /proc; empty for a process that ended."""
+        """The beginning of a process's file in /proc; empty if the process has ended."""
         try:
             descriptor = os.open(f"{pid}/{name}", os.O_RDONLY, dir_fd=self._proc)
         except OSError:

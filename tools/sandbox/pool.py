@@ -19,15 +19,15 @@ from llmrl.tools.sandbox.session import Execution, Session
 _LOG = logging.getLogger(__name__)
 _START_S = 30.0  # for an interpreter to start on a busy machine
 _CLOSE_S = 5.0  # for running calls to end
-_REAP_S = 60.0  # for thousands of processes to end on a busy machine
+_REAP_S = 60.0  # for thousands of processes to exit on a busy machine
 
 
 class InterpreterPool:
-    """Runs code, each conversation's in an interpreter of its own that keeps what the code defines.
+    """Runs code in one interpreter per conversation, which keeps what the code defines.
 
-    At least ``spare`` interpreters are ready, and as many as were in use at once before, so that a batch of new
-    conversations does not wait for theirs to start. At most ``max_interpreters`` are in use: beyond that the one that
-    was idle for longest is ended, and its conversation's next result says so. Nothing is started before the first call.
+    At least ``spare`` interpreters are kept ready, and enough to reach the highest number in use so far, so that a
+    batch of new conversations need not wait for starts. At most ``max_interpreters`` are in use: beyond that the
+    longest idle one is killed, and its conversation's next result says so. Nothing is started before the first call.
 
     >>> pool = InterpreterPool(Sandbox("subprocess"))
     >>> deadline = time.monotonic() + 30
@@ -50,8 +50,8 @@ class InterpreterPool:
         self.counters = {"started": 0, "evicted": 0, "killed": 0}
         self._changed = threading.Condition()
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()  # least recently used first
-        self._ready: deque[Session | Exception] = deque()  # started and not in use; an error of a start
-        self._killed: list[Session] = []  # not reaped yet
+        self._ready: deque[Session | Exception] = deque()  # started and unused interpreters, or start errors
+        self._killed: list[Session] = []  # not yet reaped
         self._in_use = 0
         self._peak = 0
         self._waiting = 0  # calls that wait for a start
@@ -60,9 +60,9 @@ class InterpreterPool:
         self._process = os.getpid()
 
     def run(self, code: str, *, conversation: Hashable, deadline: float, fresh: bool = False) -> Execution:
-        """Runs the code in the conversation's interpreter; None is an interpreter for this call alone.
+        """Runs the code in the conversation's interpreter; with None, in an interpreter for this call only.
 
-        ``fresh`` runs it in a process of its own. Calls of one conversation run one after another.
+        ``fresh`` runs it in a separate process. Calls of one conversation run one after another.
 
         Raises   SessionError if no interpreter could be started, DeadlineError if none was free in time
         """
@@ -72,7 +72,7 @@ class InterpreterPool:
             try:
                 if slot.session is None:
                     self._fill(slot, deadline)
-                # Said once, with the first result of the new interpreter.
+                # Reported once, with the first result of the new interpreter.
                 lost, slot.lost = slot.lost, None
                 result = slot.session.run(code, deadline=deadline, fresh=fresh)
                 if not slot.session.alive:
@@ -82,7 +82,7 @@ class InterpreterPool:
                 slot.lock.release()
 
     def end(self, conversation: Hashable) -> None:
-        """Kills the interpreter of a conversation that is over."""
+        """Kills the interpreter of a finished conversation."""
         with self._changed:
             slot = self._slots.pop(conversation, None)
             if slot is not None:
@@ -91,7 +91,7 @@ class InterpreterPool:
                     self._empty(slot)
 
     def close(self) -> None:
-        """Kills every interpreter and waits, a minute at most, until calls and all their processes have ended."""
+        """Kills every interpreter and waits, at most a minute, until all calls and their processes have ended."""
         with self._changed:
             self._closed = True
             for slot in self._slots.values():
@@ -112,7 +112,7 @@ class InterpreterPool:
 
     @contextlib.contextmanager
     def _slot(self, conversation: Hashable) -> Iterator[_Slot]:
-        # A call without a conversation is one of its own, which ends with the call.
+        # A call without a conversation gets its own, which ends with the call.
         key = object() if conversation is None else conversation
         with self._changed:
             if self._closed:
@@ -136,7 +136,7 @@ class InterpreterPool:
     def _fill(self, slot: _Slot, deadline: float) -> None:
         with self._changed:
             self._wait(self._has_room, deadline, f"all {self.max_interpreters} interpreters were busy with other calls")
-            # Counted before it is there, so that calls at the same time do not start more than the limit.
+            # Counted before it has started, so that concurrent calls cannot exceed the limit.
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             self._waiting += 1
@@ -154,7 +154,7 @@ class InterpreterPool:
                 self._waiting -= 1
         try:
             session.wait_ready(min(deadline, time.monotonic() + _START_S))
-            with self._changed:  # `close` ends the interpreters that it finds in slots
+            with self._changed:  # `close` kills only interpreters that are in slots
                 self._check_open()
                 slot.session = session
         except BaseException:
@@ -164,7 +164,7 @@ class InterpreterPool:
             raise
 
     def _has_room(self) -> bool:
-        """True if one more interpreter may be in use; ends the one that was idle for longest if that is needed."""
+        """True if one more interpreter may be in use; kills the longest idle one if necessary."""
         if self._in_use >= self.max_interpreters:
             idle = next((slot for slot in self._slots.values() if slot.users == 0 and slot.session), None)
             if idle is None:
@@ -175,7 +175,7 @@ class InterpreterPool:
         return True
 
     def _wait(self, condition: Callable[[], Any], deadline: float, problem: str) -> None:
-        """Waits for a condition that others change; holds the lock. Raises DeadlineError."""
+        """Waits until ``condition()`` holds; the caller holds the lock. Raises DeadlineError."""
         timeout_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
         if not self._changed.wait_for(lambda: self._closed or condition(), timeout_s):
             raise DeadlineError(f"InterpreterPool: {problem} in time.")
@@ -207,7 +207,7 @@ class InterpreterPool:
         self._changed.notify_all()
 
     def _launch(self) -> None:
-        """Starts interpreters in one thread, because they end with the thread that started them; also reaps them."""
+        """Starts and reaps interpreters in one thread, because they end with the thread that started them."""
         while True:
             with self._changed:
                 self._killed = [session for session in self._killed if not session.reaped()]
@@ -232,10 +232,10 @@ class InterpreterPool:
 
 @dataclass(eq=False)
 class _Slot:
-    """The place of a conversation: its interpreter, if it has one now."""
+    """A conversation and its current interpreter, if any."""
 
     session: Session | None = None
-    lost: str | None = None  # why it has none any more, for its next result
-    users: int = 0  # calls that run or wait
+    lost: str | None = None  # why its interpreter is gone, for its next result
+    users: int = 0  # running or waiting calls
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -1,4 +1,4 @@
-"""The host's side of one interpreter: sends code, collects output, reads the answer, kills. Trusts nothing it reads."""
+"""The host's side of one interpreter: sends code, collects output and answers, kills it. No input is trusted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llmrl.errors import LLMRLError
 from llmrl.tools.sandbox.limits import Limits, Processes
 
 _MAX_ANSWER = 256 * 1024  # bytes
-_MAX_OUTPUT = 256  # times the output that is kept: code that writes more is stopped
+_MAX_OUTPUT = 256  # times the kept output: code that writes more is stopped
 _SET_UP_S = 20.0  # for bubblewrap to report the first process of the namespace, on a busy machine
-_CHECK_S = 0.025  # between two looks at what the processes use
+_CHECK_S = 0.025  # between two checks of the processes' memory
 
 
 class SessionError(LLMRLError, RuntimeError):
@@ -45,7 +45,7 @@ class _NoAnswer(Exception):
 
 
 class Session:
-    """One interpreter in its process tree; used by one thread at a time. Between calls nothing in the tree runs."""
+    """One interpreter with its process tree; used by one thread at a time. Between calls the whole tree is stopped."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class Session:
         self._limits = limits
         self._folder = folder  # of a plain subprocess, which has no process namespace; None in bubblewrap
         self._ready = False
-        self._received = bytearray()  # from the answer pipe, not a whole line yet
+        self._received = bytearray()  # an incomplete line from the answer pipe
         self._first: int | None = None  # a descriptor of the namespace's first process, for signals
         self._processes: Processes | None = None  # None in a plain subprocess
         self._killed_at = 0.0
-        # What is at the other end may stop in the middle of a line: no read or write may wait for it.
+        # The process at the other end may stop in the middle of a line: reads and writes must not block.
         for descriptor in pipes:
             os.set_blocking(descriptor, False)
 
     def wait_ready(self, deadline: float) -> None:
-        """Waits until the interpreter takes code; raises SessionError with its output if it does not."""
+        """Waits until the interpreter accepts code; raises SessionError with its output if it does not."""
         if self._ready:
             return
         collected = _Output(self._limits)
@@ -82,7 +82,7 @@ class Session:
             self._ready = True
             return
         except TimeoutError:
-            reason = "it did not in time"
+            reason = "it was not ready in time"
         except _NoAnswer as error:
             reason = str(error)
         except OSError as error:
@@ -91,14 +91,14 @@ class Session:
         raise SessionError(f"Sandbox: an interpreter must start: {reason}. {collected.text()}".rstrip())
 
     def run(self, code: str, *, deadline: float, fresh: bool = False) -> Execution:
-        """Runs the code until it ends or the deadline (of `time.monotonic`) comes; then the interpreter is killed.
+        """Runs the code until it ends, or kills the interpreter at the deadline (of `time.monotonic`).
 
-        Raises nothing for whatever the code does, also to the pipes. ``fresh`` runs it in a process of its own.
+        Never raises because of the code, even if it tampers with the pipes. ``fresh`` runs it in a separate process.
         """
         started = time.monotonic()
-        self._drain(_Output(self._limits))  # output of threads since the last answer
+        self._drain(_Output(self._limits))  # discard output that threads wrote since the last answer
         collected = _Output(self._limits)
-        # Code that finds the pipe cannot answer for a later call, whose id it does not know.
+        # Code that finds the pipe cannot forge the answer to a later call, because it does not know its id.
         request_id = secrets.token_hex(16)
         status: Literal["ok", "error", "timeout"]
         answered = False
@@ -110,14 +110,14 @@ class Session:
             status, error = "timeout", f"stopped after {time.monotonic() - started:.1f} s, its time was over"
         except _NoAnswer as failure:
             status, error = "error", str(failure)
-        self._drain(collected)  # what was written before the answer is in the pipe by now
+        self._drain(collected)  # output written before the answer is in the pipe by now
         duration_s = time.monotonic() - started
         if not (answered and self._stop()):
             self.kill()
         return Execution(status, collected.text(), error, duration_s, lost_after=not self.alive)
 
     def kill(self) -> None:
-        """Kills the whole process tree and closes the pipes to it; does not wait for its end."""
+        """Kills the whole process tree and closes its pipes; does not wait until it has ended."""
         if not self.alive:
             return
         self.alive, self._killed_at = False, time.monotonic()
@@ -132,9 +132,9 @@ class Session:
     def terminate(self) -> None:
         """Kills the whole process tree; a call that runs in another thread then ends.
 
-        The first process of the namespace is killed, with which the kernel ends all others. Its parents then end by
-        themselves and reap it: nothing is left to process 1 of this machine. Before bubblewrap has reported that
-        process nothing can be killed without leaving it behind, so `reaped` tries again.
+        Kills the first process of the namespace; the kernel then kills all others. Its parents exit by themselves and
+        reap it, so nothing is left for process 1 of this machine to reap. Until bubblewrap has reported that process,
+        a kill would leave it behind, so `reaped` tries again.
         """
         self._find_first()
         if self._first is not None:
@@ -144,8 +144,8 @@ class Session:
             self._signal_group(signal.SIGKILL)
 
     def reaped(self) -> bool:
-        """After `kill`: whether every process of the tree is gone, and its resources are freed."""
-        if self._output >= 0 and self._drain(_Output(self._limits)):  # each process of the tree holds the other end
+        """After `kill`: True once every process of the tree is gone and its resources are freed."""
+        if self._output >= 0 and self._drain(_Output(self._limits)):  # every process of the tree holds the other end
             os.close(self._output)
             self._output = -1
         if self._output >= 0 or self.process.poll() is None:
@@ -162,7 +162,7 @@ class Session:
 
     def _ask(self, request: dict[str, Any], deadline: float) -> None:
         data = json.dumps(request).encode() + b"\n"
-        fits = len(data) <= select.PIPE_BUF  # into the pipe: the interpreter need not be woken twice
+        fits = len(data) <= select.PIPE_BUF  # into the pipe, before the resume: the interpreter wakes only once
         try:
             if not fits:
                 self._resume()
@@ -173,9 +173,9 @@ class Session:
             raise _NoAnswer(self._end_of_interpreter()) from None
 
     def _answer(self, request_id: str, collected: _Output, deadline: float) -> str | None:
-        """The error of the code, None if it has none; collects output meanwhile.
+        """The code's error, or None; collects output while waiting.
 
-        Raises  TimeoutError at the deadline, _NoAnswer if something else stopped it
+        Raises  TimeoutError at the deadline, _NoAnswer if the code was stopped for another reason
         """
         poller = select.poll()
         poller.register(self._answers, select.POLLIN)
@@ -189,7 +189,7 @@ class Session:
                 next_check = time.monotonic() + _CHECK_S
             if self._output in events:
                 if (data := _read(self._output)) == b"":
-                    # Every process has closed it: from now on it would wake the poll at once, for ever.
+                    # Every process has closed it: from now on poll would return at once, forever.
                     poller.unregister(self._output)
                 collected.add(data or b"")
                 if collected.is_full:
@@ -205,7 +205,7 @@ class Session:
                 raise TimeoutError
 
     def _drain(self, collected: _Output) -> bool:
-        """Collects the output that is there; True at its end, which is that of all processes."""
+        """Collects the available output; True at end of file, which means that all processes have ended."""
         while data := _read(self._output):
             collected.add(data)
             if collected.is_full:
@@ -215,7 +215,7 @@ class Session:
     def _end_of_interpreter(self) -> str:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its pipe closes a moment before it ends.
+            # The pipe closes a moment before the process exits.
             code = self.process.wait(timeout=1.0)
         number = -code if code is not None and code < 0 else (code or 0) - 128  # bubblewrap's form
         if number in (signal.SIGXCPU, signal.SIGKILL):
@@ -247,7 +247,7 @@ class Session:
         self._info, self._first = -1, None
 
     def _stop(self) -> bool:
-        """Stops what runs in the tree, threads and children of the code among it; False if that cannot be done."""
+        """Stops everything in the tree, including the code's threads and children; False if that fails."""
         return self._signal_group(signal.SIGSTOP) if self._processes is None else self._processes.stop()
 
     def _resume(self) -> None:
@@ -263,7 +263,7 @@ class Session:
 
 
 class _Output:
-    """The first part of what a call wrote, and the size of the rest."""
+    """The first part of a call's output, and the size of the rest."""
 
     def __init__(self, limits: Limits):
         self.limit = limits.output_kib * 1024
@@ -297,7 +297,7 @@ def _error_of(line: bytes, request_id: str) -> str | None:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """The bytes that are there; b"" at the end of the pipe, None if nothing is there yet."""
+    """The available bytes; b"" at the end of the pipe, None if no bytes are available yet."""
     try:
         return os.read(descriptor, 65536)
     except BlockingIOError:

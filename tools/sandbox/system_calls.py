@@ -1,9 +1,9 @@
-"""The system calls that a sandbox refuses, as the filter that bubblewrap installs (seccomp).
+"""The system calls that a sandbox refuses, as a seccomp filter that bubblewrap installs.
 
-They are of three kinds: memory that no limit counts (System V segments and queues, files in memory), ways to another
-process or out of a stop (tracing, timers with a chosen signal), and parts of the kernel that computing never needs and
-that have most faults, among them sockets of all families but local ones: some families belong to no network namespace.
-A refused call fails as on a kernel without it.
+They are of three kinds: memory that no limit counts (System V segments and queues, files in memory), access to another
+process or ways out of a stop (tracing, timers with a chosen signal), and kernel features that computing never needs and
+that have the most bugs. These include all sockets except local ones, since some families belong to no network
+namespace. A refused call fails as on a kernel without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REFUSED = {
     "pidfd_getfd": (438, 438),
     "timer_create": (222, 107),
 }
-# name: its number on both, the argument that is compared, its value, whether it must be that one, the error
+# name: its two numbers, the index of the argument to compare, the value, True if it must be equal, the error
 _CONDITIONAL = {
     "socket": ((41, 198), 0, socket.AF_UNIX, True, errno.EAFNOSUPPORT),
     "socketpair": ((53, 199), 0, socket.AF_UNIX, True, errno.EAFNOSUPPORT),
@@ -45,7 +45,7 @@ _CONDITIONAL = {
     "fcntl": ((72, 25), 1, 10, False, errno.EINVAL),  # F_SETSIG: could send SIGCONT
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column above, the kernel's AUDIT_ARCH
-_X32 = 0x40000000  # x86_64 calls by other numbers
+_X32 = 0x40000000  # x86_64 system calls with other numbers start here
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
@@ -54,7 +54,7 @@ _ARCHITECTURE, _NUMBER, _ARGUMENTS = 4, 0, 16
 
 
 def filter_pipe() -> int | None:
-    """A pipe to read the filter from, to be closed by the caller; None if there is none for this machine."""
+    """A pipe to read the filter from, to be closed by the caller; None if this machine has no filter."""
     if platform.machine() not in _MACHINES or not Path("/proc/sys/kernel/seccomp").is_dir():
         return None
     read, write = os.pipe()
@@ -64,11 +64,11 @@ def filter_pipe() -> int | None:
 
 
 def _program(machine: str) -> list[tuple[int, int, int, int]]:
-    """The instructions: operation, how many to skip if it holds, how many if not, operand."""
+    """The BPF instructions: operation, number to skip if true, number to skip if false, operand."""
     column, architecture = _MACHINES[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
     program = [
-        *((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), refuse),  # it may call as a 32-bit program does
+        *((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), refuse),  # 32-bit system calls
         *((_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), refuse),
     ]
     for numbers in _REFUSED.values():

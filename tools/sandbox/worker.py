@@ -1,15 +1,15 @@
 """Runs inside the sandbox: reads code from one pipe, runs it in one namespace, answers on another pipe.
 
-"Fresh" code runs in a process forked for it, so that nothing that it does to modules stays. The file is started as text
-(``python -c``), so it imports the standard library alone. A message is one line of JSON.
+"Fresh" code runs in a process forked for it, so that its changes to modules do not last. This file is started as text
+(``python -c``), so it imports only the standard library. A message is one line of JSON.
 
     host -> worker   {"id": ..., "code": ..., "fresh": bool}
     worker -> host   {"id": "ready", "error": null} once, then for each request {"id": ..., "error": traceback or null}
 
 Output of the code goes to the output pipe, file descriptors 1 and 2. The code runs in this process and could find the
-reply pipe. All that it could gain is a wrong answer to its own call: an answer must repeat the random id of its
-request. In a process namespace of its own this process stops itself after each answer; the host resumes it with the
-next request. Arguments: request pipe, reply pipe, limits as JSON, and "contained" in a process namespace of its own.
+reply pipe. It could only forge the answer to its own call, because an answer must repeat the random id of its request.
+In its own process namespace this process stops itself after each answer; the host resumes it with the next request.
+Arguments: request pipe, reply pipe, limits as JSON, and "contained" if it has its own process namespace.
 """
 
 import ast
@@ -25,7 +25,7 @@ import sys
 import traceback
 import types
 from json import dumps
-from os import _exit, getpid, kill, write  # the code may replace them where others look for them
+from os import _exit, getpid, kill, write  # imported by name: the code may replace module attributes
 from time import sleep
 
 MAX_ERROR_CHARS = 16_000
@@ -34,12 +34,12 @@ MAX_ANSWER = 1 << 20  # bytes
 
 def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) -> None:
     own_pid = getpid()
-    if contained and own_pid != 2:  # else the clean-up after each call would reach processes that are not ours
+    if contained and own_pid != 2:  # otherwise the clean-up after each call would kill other processes
         sys.exit(f"expected to be process 2 of its namespace, not {own_pid}")
     set_limits(limits)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
-    own_module = sys.modules["__main__"]  # kept alive: the code gets a module of its own under that name
+    own_module = sys.modules["__main__"]  # kept alive: the code gets another module under that name
     namespace = new_namespace()
     stream = io.BufferedReader(io.FileIO(requests, closefd=False))
     answer(replies, "ready", None, contained)
@@ -56,7 +56,7 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
             finally:
                 if getpid() != own_pid:
                     _exit(0)  # a child that the code forked, and that ran to the end of the code
-            # A trace function that the code set would see, and slow down, what follows.
+            # A trace function set by the code would otherwise see and slow down the lines below.
             sys.settrace(None)
         if contained:
             end_children()
@@ -65,7 +65,7 @@ def serve(requests: int, replies: int, limits: dict[str, int], contained: bool) 
 
 
 def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ...]) -> str | None:
-    """Runs the code in a process of its own. Where that ends without an answer, this one ends in the same way."""
+    """Runs the code in a separate process. If that exits without an answer, this process exits with the same status."""
     answers, answer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -80,7 +80,7 @@ def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ..
         finally:
             _exit(0)
     os.close(answer)
-    # Processes that the code leaves behind may hold the pipe open: the end of its own process is watched as well.
+    # Processes that the code leaves behind may hold the pipe open, so the exit of its own process is watched as well.
     watched = [answers, *([os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else [])]
     data = b""
     while not data.endswith(b"\n") and len(data) <= MAX_ANSWER:
@@ -101,11 +101,11 @@ def run_apart(code: str, name: str, limits: dict[str, int], close: tuple[int, ..
 
 
 def run(code: str, name: str, namespace: dict, limits: dict[str, int]) -> str | None:
-    """Runs the code; prints the value of a last expression; returns the traceback, or None."""
+    """Runs the code, prints the value of a final expression, and returns the traceback or None."""
     linecache.cache[name] = (len(code), None, f"{code}\n".splitlines(keepends=True), name)  # the lines in tracebacks
     try:
         tree = ast.parse(code, name)
-        # As in an interactive interpreter, the value of a last expression is printed: mode "single" does that.
+        # Mode "single" prints the value of a final expression, as an interactive interpreter does.
         last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), namespace)
         if last is not None:
@@ -126,7 +126,7 @@ def run(code: str, name: str, namespace: dict, limits: dict[str, int]) -> str | 
 
 
 def describe(error: BaseException, limits: dict[str, int]) -> str:
-    """The traceback as an interpreter would print it, from the first line of the code on."""
+    """The traceback as an interpreter would print it, starting at the code's own frames."""
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<code "):
         # Frames of this file are left out.
@@ -152,7 +152,7 @@ def new_namespace() -> dict:
 
 
 def open_output() -> None:
-    """Fresh streams for every call. They are not buffered: what was written counts, even if the call is killed."""
+    """Fresh, unbuffered streams for every call, so that output is kept even if the call is killed."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -174,24 +174,24 @@ def set_limits(limits: dict[str, int]) -> None:
             kind = getattr(resource, which)
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            # The hard limit as well: code could raise a soft one again.
+            # Sets the hard limit as well, because code could raise a soft limit again.
             resource.setrlimit(kind, (value, value))
         except (AttributeError, OSError, ValueError):
             if limits["strict"]:
                 raise
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file is an OSError, not the end
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file raises OSError instead of killing the process
     try:
         with open("/proc/self/oom_score_adj", "w") as file_:
-            file_.write("1000")  # if the machine runs out of memory, this goes first
+            file_.write("1000")  # if the machine runs out of memory, this process is killed first
     except OSError:
         pass
 
 
 def end_children() -> None:
-    """Ends the processes that the code started."""
+    """Kills the processes that the code started."""
     try:
         while True:
-            # More than once, and without waiting for one of them: a thread of the code may go on starting others.
+            # Repeated, and without waiting for a single process: a thread of the code may keep starting others.
             os.kill(-1, signal.SIGKILL)  # all of this namespace but the first process and this one
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 sleep(1e-4)
@@ -202,7 +202,7 @@ def end_children() -> None:
 def answer(replies: int, request_id: str, error: str | None, contained: bool) -> None:
     send(replies, request_id, error)
     if contained:
-        kill(getpid(), signal.SIGSTOP)  # with all threads that the code left
+        kill(getpid(), signal.SIGSTOP)  # stops all threads that the code left
 
 
 def send(descriptor: int, request_id: str, error: str | None) -> None:
@@ -212,7 +212,7 @@ def send(descriptor: int, request_id: str, error: str | None) -> None:
 
 
 def receive(stream: io.BufferedReader) -> dict:
-    """The next request; ends this process if there is none, or if the code spoiled the pipe."""
+    """The next request; exits if there is none or the code corrupted the pipe."""
     try:
         return json.loads(stream.readline())
     except BaseException:

@@ -1,4 +1,4 @@
-"""Sample conversations, their trained tokens marked, reward and advantage at the right."""
+"""Prints sample conversations with trained tokens marked, reward and advantage at the right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmrl.run.console.numbers import format_number
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation to show: pieces of text, each with whether its tokens are trained, and how it was judged."""
+    """One conversation to show: pieces of text, each with a flag (True: its tokens are trained), and its scores."""
 
     pieces: Sequence[tuple[str, bool]]
     reward: float | None = None
@@ -27,9 +27,9 @@ class Sample:
 
 
 def print_conversations(console: Console, samples: Sequence[Sample], *, max_chars: int = 1200) -> None:
-    """Sample conversations, the trained part bright on a terminal and in «» elsewhere; the verdict stands at the right.
+    """Prints conversations; the trained part is bright on a terminal and in «» elsewhere; scores are at the right.
 
-    Text longer than ``max_chars`` loses its middle. Control characters that a model wrote are shown, not obeyed.
+    The middle of a text longer than ``max_chars`` is left out. Control characters are escaped.
     """
     left, right = ("«", "»") if can_write(console, "«»") else ("<<", ">>")
     for sample in samples:
@@ -52,7 +52,7 @@ def print_conversations(console: Console, samples: Sequence[Sample], *, max_char
 
 
 def _shorten(pieces: Sequence[tuple[str, bool]], limit: int) -> list[tuple[str, bool]]:
-    """Leaves out the middle of the whole, keeping which part was trained; neighbours that are alike are joined."""
+    """Leaves out the middle of the conversation and joins neighbouring pieces with the same trained flag."""
     total = sum(len(text) for text, _ in pieces)
     kept = list(pieces)
     if total > limit:
@@ -71,5 +71,5 @@ def _shorten(pieces: Sequence[tuple[str, bool]], limit: int) -> list[tuple[str, 
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out, which a terminal would obey."""
+    """The text with control characters escaped, so that a terminal does not interpret them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,4 +1,4 @@
-"""Lines of label and value, never folded, with no character that the console cannot write."""
+"""Prints lines of label and value, never wrapped, with only characters that the console can encode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL_WIDTH = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: ``ok`` True is as it should be, False is a problem, None is worth knowing."""
+    """The result of a check: ``ok`` is True if it passed, False for a problem, None for information."""
 
     name: str
     ok: bool | None
@@ -28,14 +28,14 @@ class Finding:
 def make_console(rank: int | None = None) -> Console:
     """The console of this process; it is silent on every rank but the first (``rank`` None: the RANK variable).
 
-    A run goes on without the reader of its output: if a pipe or a terminal is gone, nothing more is written there.
+    If the reader of the output (a pipe or a terminal) is gone, the run continues and writes nothing more there.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     return Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
 
 
 class _Output:
-    """A stream that becomes the null device if it cannot be written to; standard error too if it is the same."""
+    """A stream that is redirected to the null device once a write fails, with standard error if that is the same."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -53,7 +53,7 @@ class _Output:
         try:
             return call(*arguments)
         except OSError:
-            # The descriptor is pointed elsewhere, not this object alone: logging and C libraries write to it as well.
+            # The descriptor itself is redirected, because logging and C libraries write to it as well.
             gone = self._stream.fileno()
             same = [number for number in {gone, 2} if os.path.sameopenfile(number, gone)]
             null = os.open(os.devnull, os.O_WRONLY)
@@ -131,14 +131,14 @@ def print_labelled(console: Console, label: str, value: str, style: str, width: 
 
 
 def print_line(console: Console, text: Text) -> None:
-    """One line, however long; in plain ASCII if the console cannot write it otherwise."""
+    """Prints one line of any length, in plain ASCII if the console cannot encode it."""
     if not can_write(console, text.plain):
         text = Text(ascii_only(text.plain))
-    console.print(text, soft_wrap=True)  # never folded: one line stays one line in a file
+    console.print(text, soft_wrap=True)  # never wrapped: one line stays one line in a file
 
 
 def print_block(console: Console, block: RenderableType) -> None:
-    """Prints a renderable; in a file without the blanks at the ends of lines."""
+    """Prints a renderable; in a file without trailing blanks."""
     if console.is_terminal:
         console.print(block)
         return
@@ -158,7 +158,7 @@ def can_write(console: Console, text: str) -> bool:
 
 
 def ascii_only(text: str) -> str:
-    """The text with a question mark for what ASCII lacks.
+    """The text with a question mark for each character outside ASCII; a middle dot becomes a hyphen.
 
     >>> ascii_only("grpo · ✓")
     'grpo - ?'

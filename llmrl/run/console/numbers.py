@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: short, of bounded width."""
+"""Short number formats of bounded width."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ def grpo_columns(*, tools: bool) -> tuple[Column, ...]:
 
 
 class StepDisplay:
-    """Shows a training loop as it goes; used as a context manager around it. A quiet console shows nothing.
+    """Shows the progress of a training loop; a context manager around it. A quiet console shows nothing.
 
-    On a terminal: a panel with the last rows, the course of the first column, a progress bar and the time left.
-    Anywhere else: a header, then one line per `step`. What `console.warn` or any ``print`` writes appears above it.
+    On a terminal: a panel with the last rows, a sparkline of the first column, a progress bar and the time left;
+    output of `console.warn` or ``print`` appears above it. Elsewhere: a header, then one line per `step`.
 
     ``total``  steps of the run; ``start`` is the number of those already done (a resumed run)
     """
@@ -138,7 +138,7 @@ class StepDisplay:
             self._live.stop()
 
     def step(self, step: int, metrics: Mapping[str, float], summary: str = "") -> None:
-        """Shows one finished step; ``summary``, of an evaluation say, ends its line (or stays above the panel)."""
+        """Shows one finished step; ``summary`` (of an evaluation, say) ends its line or stays above the panel."""
         now = self._clock()
         self._durations.append(now - self._last)
         self._last = now
@@ -178,7 +178,7 @@ class StepDisplay:
 
 
 def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Mapping[str, float | None]]) -> None:
-    """Recorded steps, in the columns that the run showed; a column that no step has a value for is left out."""
+    """Prints recorded steps in the run's columns; a column without values is left out."""
     shown = [column for column in columns if any(row.get(column.metric) is not None for row in rows)]
     print_line(console, Text(_header(shown), "bold"))
     for row in rows:
@@ -196,7 +196,7 @@ def _row(columns: Sequence[Column], step: int, metrics: Mapping[str, float | Non
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """The course of a value in blocks, the mean of a bucket each."""
+    """A sparkline of the values; each block is the mean of a bucket."""
     if len(values) < 2:
         return ""
     size = max(1, math.ceil(len(values) / 24))
