@@ -58,7 +58,7 @@ class ServerProcess:
 
     def answers(self) -> bool:
         """True if the server answers its health check."""
-        # HTTPException: a client that connects to a free ephemeral port can be given that port and read its own request.
+        # HTTPException: a client of a free ephemeral port may be given that very port, and reads its own request.
         with suppress(OSError, HTTPException), urllib.request.urlopen(f"{self.url}/health", timeout=5):
             return True
         return False
