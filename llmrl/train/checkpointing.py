@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from llmrl.errors import CheckpointError, DataError
+from llmrl.modules.llm.packing import unwrapped
 from llmrl.modules.llm.vision import save_processor
 from llmrl.run.checkpoint import CheckpointStore, cause_of
 from llmrl.train.lora import ADAPTER
@@ -174,7 +175,7 @@ def write_model(model: PreTrainedModel, folder: Path, session: Session) -> None:
 
 def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> None:
     weights = as_weights(model).weights
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model = unwrapped(model)
     sizes = dict.fromkeys(map(_unit, weights), 0)
     for name, value in weights.items():
         sizes[_unit(name)] += value.num_bytes

@@ -207,7 +207,7 @@ def find_head_path(model: nn.Module) -> HeadPath | None:
 
 
 def _candidate_paths(model: nn.Module) -> list[HeadPath]:
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
+    causal_lm = unwrapped(model)
     head = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
     if not isinstance(head, nn.Module):
         return []
@@ -260,10 +260,14 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if dtype in (torch.float32, torch.float64) else 1e-2
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of peft's wrapper, which hides its signature; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
     """The entries of ``inputs`` that ``module.forward`` declares, plus ``use_cache=False`` if it declares that."""
-    causal_lm = module.get_base_model() if hasattr(module, "get_base_model") else module
-    named = inspect.signature(causal_lm.forward).parameters
+    named = inspect.signature(unwrapped(module).forward).parameters
     arguments: dict[str, Any] = {name: value for name, value in inputs.items() if name in named}
     if "use_cache" in named:
         arguments["use_cache"] = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from llmrl.modules.llm.packing import accepted
+from llmrl.modules.llm.packing import accepted, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ class RewardScorer(nn.Module):
 
 
 def _token_rewards(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
+    model = unwrapped(model)
     given = accepted(model.base_model, {"input_ids": input_ids, "attention_mask": attention_mask.long()})
     hidden_BTH = model.base_model(**given).last_hidden_state
     return model.score(hidden_BTH)[..., 0].float()

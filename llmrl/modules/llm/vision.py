@@ -21,6 +21,7 @@ from llmrl.data.llm.images import image_key, load_image
 from llmrl.data.ragged.stack import stack_columns
 from llmrl.data.ragged.tensordicts import inner
 from llmrl.errors import TemplateError, UnsupportedError
+from llmrl.modules.llm.packing import unwrapped
 from llmrl.optional import require
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def only_given_images(model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict
 
     A model expects image features for every image id in its inputs, and would find more such ids than images.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     ids_BT, given_BT = inputs["input_ids"], inputs["mm_token_type_ids"].bool()
     known = (getattr(base.config, name, None) for name in ("image_token_id", "image_token_index", "video_token_id"))
     stray_BT = torch.isin(ids_BT, ids_BT.new_tensor([number for number in known if number is not None])) & ~given_BT

@@ -30,7 +30,7 @@ from llmrl.modules.llm.engines.base import (
 from llmrl.modules.llm.engines.sampling import draw, penalize_repetition, row_uniforms, truncate
 from llmrl.modules.llm.engines.weights import check_weights, unsaved_buffers
 from llmrl.modules.llm.log_probs import token_logprobs
-from llmrl.modules.llm.packing import evaluating
+from llmrl.modules.llm.packing import evaluating, unwrapped
 from llmrl.modules.llm.routers import Routers
 from llmrl.modules.llm.vision import has_images, media_inputs, only_given_images
 
@@ -83,8 +83,7 @@ class TransformersEngine(SeededEngine):
         self.tokenizer = tokenizer
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
         self.reports_routes = False
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
-        self._accepts = frozenset(inspect.signature(base.forward).parameters)
+        self._accepts = frozenset(inspect.signature(unwrapped(model).forward).parameters)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
