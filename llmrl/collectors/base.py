@@ -143,15 +143,17 @@ class CollectorOptions:
             self.replay_buffer.extend(batch.reshape(-1))
 
 
+def check_not_started(collector: Any, is_started: bool) -> None:
+    """Raises ConfigError for a caller that iterates over a collector which collects in the background."""
+    if is_started:
+        raise ConfigError(f"{type(collector).__name__}: collects in the background already: read the replay buffer.")
+
+
 class HasBackground:
     """Methods of a collector that can fill its replay buffer in a background thread, ``background``."""
 
     background: BackgroundWork
     replay_buffer: Any
-
-    def _check_not_started(self) -> None:
-        if self.background.is_elsewhere:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
 
     def start(self) -> None:
         """Fills the replay buffer in a thread, until ``total_frames``, the end of the data or `async_shutdown`. The

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import CudaGraphModule, TensorDictModule, set_interaction_type
 from torch import Tensor, nn
 
-from llmrl.collectors.base import CollectorOptions, DataCollectorBase, HasBackground, Weights
+from llmrl.collectors.base import CollectorOptions, DataCollectorBase, HasBackground, Weights, check_not_started
 from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ted_utils import as_key, reduce_right
 from llmrl.envs.base import EnvBase
@@ -104,7 +104,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._ended() and not self.background.stopped.is_set():
-            self._check_not_started()
+            check_not_started(self, self.background.is_elsewhere)
             if (batch := self.collect()) is None:
                 return
             yield self.deliver(batch)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from llmrl.collectors.base import DataCollectorBase, Weights
+from llmrl.collectors.base import DataCollectorBase, Weights, check_not_started
 from llmrl.collectors.worker import AHEAD
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.weight_update import NoWeightSyncScheme
@@ -95,8 +95,7 @@ class PooledCollector(DataCollectorBase):
         self._pool.close(timeout)
 
     def _check_iterates(self) -> None:
-        if self._pool.is_started:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        check_not_started(self, self._pool.is_started)
         self._pool.check_open("collect")
 
     # -- data ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from llmrl.collectors.base import check_not_started
 from llmrl.collectors.collector import SyncDataCollector
 from llmrl.collectors.distributed.launchers import delayed_jobs, delayed_port, launcher_of
 from llmrl.collectors.distributed.links import GroupLink, Link, RPCLink, check_backend
@@ -258,8 +259,7 @@ class _RemoteDataCollector(_MultiDataCollector):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        if self.background.is_elsewhere:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        check_not_started(self, self.background.is_elsewhere)
         return super().iterator()
 
     def _take(self, worker: Worker) -> TensorDictBase | None:

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from llmrl.collectors.base import HasBackground
+from llmrl.collectors.base import HasBackground, check_not_started
 from llmrl.collectors.llm.arguments import check_arguments, with_tracker
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.rollout import (
@@ -161,7 +161,7 @@ class LLMCollector(HasBackground):
     @torch.no_grad()
     def _collect(self) -> TensorDictBase | None:
         self.background.check()
-        self._check_not_started()
+        check_not_started(self, self.background.is_elsewhere)
         if self.async_envs:
             return self._from_stream()
         if self._exhausted or self._left() == 0:

@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl.collectors.base import check_not_started
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.collectors.llm.collector import LLMCollector
 from llmrl.collectors.pooled import at, common_count
@@ -108,8 +109,7 @@ class RayLLMCollector(ActorOwner):
     def _collect(self) -> list[TensorDictBase | None] | None:
         """The batches of all actors, or the first to arrive; None at the end."""
         self._pool.check_open("collect")
-        if self._pool.is_started:
-            raise ConfigError(f"{type(self).__name__}: collects in the background already: read the replay buffer.")
+        check_not_started(self, self._pool.is_started)
         found: dict[int, TensorDictBase | None] = {}
         while members := [member for member in self._pool.workers if not member.has_ended]:
             for member in members:
