@@ -320,7 +320,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     def insert_transform(self, index: int, transform: Transform) -> EnvBase:
         """Returns this env with ``transform`` inserted at ``index``; only 0 is valid for an env without transforms."""
         if index != 0:
-            raise ConfigError(f"{type(self).__name__}.insert_transform: without transforms, index must be 0: got {index}.")
+            raise ConfigError(f"{type(self).__name__}.insert_transform: an env without any takes index 0: got {index}.")
         return self.append_transform(transform)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------

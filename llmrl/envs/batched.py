@@ -89,7 +89,7 @@ class BatchedEnv(EnvBase):
         self._reset_keys = (*specs["observation"].leaf_keys, *specs["done"].leaf_keys)
         self._step_keys = (*self._reset_keys, *specs["reward"].leaf_keys)
         self._input_keys = tuple(key for part in self.step_reads for key in specs[part].leaf_keys)
-        # Tensors of fixed shape can be stacked and shared. A state may hold any value that an env passes to its next step.
+        # Tensors of fixed shape can be stacked and shared. A state may hold any value that an env needs at its next step.
         self._declared = None
         if specs["state"].is_empty() and all(_is_dense(spec) for spec in specs.values()):
             leaves = {key: spec[key] for spec in specs.values() for key in spec.leaf_keys}
@@ -215,7 +215,7 @@ class Declared(NamedTuple):
 def describe(env: EnvBase) -> dict[str, Any]:
     """Returns the properties of an environment that a batched env needs."""
     if not isinstance(env, EnvBase):
-        raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; wrap a gymnasium env in GymWrapper.")
+        raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; GymWrapper makes one.")
     specs = {part: env._get_spec(part).clone() for part in PARTS}
     return {"batch_size": env.batch_size, "device": env.device, "step_reads": env.step_reads, "specs": specs}
 

@@ -89,7 +89,7 @@ class ParallelEnv(BatchedEnv):
         self._processes: list[Any] = []
         self._end = Finalize(self, _end, [self._processes, self._requests, self._replies], exitpriority=10)
         with self._closed_on_error():
-            for name in _UNREADABLE:  # tensordict sets these to "None", and a new interpreter's tensordict cannot parse that
+            for name in _UNREADABLE:  # tensordict sets them to "None", which a new interpreter cannot parse
                 if os.environ.get(name) == "None":
                     del os.environ[name]
             context = multiprocessing.get_context(self._start_method)
@@ -109,7 +109,7 @@ class ParallelEnv(BatchedEnv):
                 self._requests.append(asks)
                 self._replies.append(replies)
             self._sentinels = {process.sentinel: number for number, process in enumerate(self._processes)}
-            self._pollers = [select.poll() for _ in recipes]  # each wakes up for one worker's reply or for the exit of any process
+            self._pollers = [select.poll() for _ in recipes]  # each waits for one reply, or the exit of any process
             for replies, poller in zip(self._replies, self._pollers, strict=True):
                 for descriptor in (replies.fileno(), *self._sentinels):
                     poller.register(descriptor, select.POLLIN)

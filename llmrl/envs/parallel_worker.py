@@ -172,5 +172,5 @@ def _reply(replies: Connection, act: Callable[..., Any], *arguments: Any) -> Non
     except (Exception, SystemExit) as error:  # the owner raises it and closes this process
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (text, traceback.format_exc())))
-    os.write(replies.fileno(), MESSAGE)  # after pickling: a result that cannot be pickled becomes an error, not half a reply
+    os.write(replies.fileno(), MESSAGE)  # after pickling, so that an unpicklable result is an error, not half a reply
     replies.send_bytes(message)

@@ -114,7 +114,7 @@ def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, read
             entries[key] = torch.where(mask, value, before)
         else:
             others[key] = value
-    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # keys in ``others`` still have their old values
+    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # ``others`` still have old values
     return put_rows(out, rows, new.select(*others)[rows], reader=reader) if others else out
 
 
