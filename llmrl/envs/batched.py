@@ -89,7 +89,7 @@ class BatchedEnv(EnvBase):
         self._reset_keys = (*specs["observation"].leaf_keys, *specs["done"].leaf_keys)
         self._step_keys = (*self._reset_keys, *specs["reward"].leaf_keys)
         self._input_keys = tuple(key for part in self.step_reads for key in specs[part].leaf_keys)
-        # Tensors of fixed shape can be stacked and shared. A state may hold any value that an env needs at its next step.
+        # Tensors of fixed shape can be stacked and shared. A state may hold any value an env needs at its next step.
         self._declared = None
         if specs["state"].is_empty() and all(_is_dense(spec) for spec in specs.values()):
             leaves = {key: spec[key] for spec in specs.values() for key in spec.leaf_keys}

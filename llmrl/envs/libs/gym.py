@@ -68,7 +68,7 @@ class GymWrapper(EnvBase):
                 "SerialEnv(n, fn) or ParallelEnv(n, fn)."
             )
         if not isinstance(frame_skip, int) or frame_skip < 1:
-            raise ConfigError(f"{who}: frame_skip, the times an action is repeated, must be at least 1: got {frame_skip!r}.")
+            raise ConfigError(f"{who}: frame_skip must be an int, at least 1: got {frame_skip!r}.")
         if from_pixels:
             if env.render_mode != "rgb_array":
                 raise ConfigError(
