@@ -105,7 +105,7 @@ class TensorDictPrimer(Transform):
     random         draws the values from the specs; by default they are ``default_value``
     default_value  a number, a function that gets the batch size, or a mapping of those by key; default: the spec's zero
 
-    At t+1 an entry is what the policy wrote under "next", else its value at t. Buffer samples get the entries they lack.
+    At t+1 an entry is what the policy wrote under "next", else its value at t. Buffer samples get missing entries.
 
     >>> from llmrl.envs import GymEnv
     >>> env = GymEnv("CartPole-v1").append_transform(TensorDictPrimer(hidden=Unbounded((3,))))
@@ -124,7 +124,7 @@ class TensorDictPrimer(Transform):
         specs = primers if isinstance(primers, Composite) else Composite({**(primers or {}), **named})
         if isinstance(primers, Composite) and named:
             raise ConfigError(f"TensorDictPrimer: give a Composite or keywords: got both, {', '.join(named)}.")
-        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # for one row: a reset may start any number of rows
+        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # for one row: a reset may start any number
         self.primers = {key: specs[key] for key in specs.leaf_keys}
         if random and default_value is not None:
             raise ConfigError("TensorDictPrimer: random values and a default_value exclude each other: got both.")
