@@ -84,7 +84,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         pass
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        """Clears, in ``new`` (the rows after a reset), the entries that only ``old`` (the rows before it) has.
+        """Writes empty values into ``new`` (rows after a reset) for entries that only ``old`` (rows before it) has.
 
         For entries that a reset does not write and that must not be carried into the next trajectory.
         """

@@ -27,7 +27,7 @@ from llmrl.errors import ConfigError, DeadlineError, WorkerError, check_choice
 
 _MISSING = object()
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
-_CLOSE_S = 5.0  # time for environments to close before their processes are killed
+_CLOSE_S = 5.0  # for environments to close before their processes are killed
 
 
 class ParallelEnv(BatchedEnv):
@@ -37,7 +37,7 @@ class ParallelEnv(BatchedEnv):
     actions whose dtype or shape differs from the declared one, are sent as messages.
 
     Raises  WorkerError if an env raised, with its traceback, or its process ended; DeadlineError if it did not
-            reply in time. Both name the worker, and all processes are closed by then: make a new ParallelEnv
+            reply in time. Both name the worker, and all processes have ended by then: make a new ParallelEnv
 
     timeout_s        seconds for one step, or one reset, of all environments
     start_timeout_s  seconds for the processes to start and make their environments

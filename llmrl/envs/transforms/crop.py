@@ -53,6 +53,7 @@ class RandomCropTensorDict(Transform):
         dim = self.sample_dim % td.batch_dims
         start = self._starts(td, dim)
         where = (start.unsqueeze(-1) + torch.arange(self.sub_seq_len, device=start.device)).movedim(-1, dim)
+        # Windows as flat row indices, so that one index works for all entries and any sample_dim.
         grid = torch.arange(td.batch_size.numel(), device=where.device).view(td.batch_size)
         return td.reshape(-1)[grid.gather(dim, where).reshape(-1)].reshape(where.shape)
 
