@@ -136,7 +136,7 @@ class Transform:
     transform_observation_spec = transform_state_spec = transform_action_spec = _same_spec
     transform_reward_spec = transform_done_spec = _same_spec
 
-    # -- where it stands -----------------------------------------------------------------------------------------------
+    # -- container and parent ------------------------------------------------------------------------------------------
 
     @property
     def parent(self) -> EnvSpecs | None:

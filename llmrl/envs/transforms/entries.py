@@ -152,7 +152,7 @@ class RenameTransform(EntryTransform):
 
 
 class CatTensors(Transform):
-    """Concatenates entries along ``dim`` into ``out_key``; deletes the inputs unless ``del_keys`` is False.
+    """Concatenates entries, in the given order, along ``dim`` into ``out_key``; drops the inputs if ``del_keys``.
 
     >>> from tensordict import TensorDict
     >>> CatTensors(["a", "b"], "ab")(TensorDict(a=torch.zeros(1), b=torch.ones(2)))["ab"]

@@ -57,7 +57,7 @@ class TransformedEnv(EnvBase):
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
-        env.transform.transforms = before  # set, not appended: that would detach them from this env
+        env.transform.transforms = before  # set directly: append() rejects transforms of another env
         return env
 
     @property
