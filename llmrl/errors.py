@@ -1,8 +1,8 @@
-"""The errors of llmrl, and the spelling help that their messages use.
+"""The errors of llmrl, and the spelling suggestions in their messages.
 
-Every class is also the standard-library error that it refines, so an ``except ValueError`` written for it still works.
+Every class also derives from the standard-library error that it refines: ``except ValueError`` catches a ConfigError.
 A message reads *who: what must hold: got X, expected Y; what to do*. A new class must be constructible from its message
-alone, because Ray and multiprocessing pickle errors to carry them home.
+alone, because Ray and multiprocessing pickle errors to send them between processes.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class TemplateError(LLMRLError, ValueError):
 
 
 class RewriteError(TemplateError, ValueError):
-    """A chat template writes earlier messages differently once others follow: the stream of ids cannot go on."""
+    """A chat template renders earlier messages differently once others follow: the token stream cannot continue."""
 
 
 class ShapeError(LLMRLError, ValueError):
-    """Tensors that must fit each other do not."""
+    """Tensors have incompatible shapes."""
 
 
 class SpecIndexError(ShapeError, IndexError):
-    """An index of a spec is out of range, or of a kind that tensors do not take."""
+    """An index into a spec is out of range, or of a kind that tensors do not support."""
 
 
 class MissingKeyError(LLMRLError, KeyError):
@@ -79,15 +79,15 @@ class MissingDependencyError(LLMRLError, ImportError):
 
 
 class WeightSyncError(LLMRLError, RuntimeError):
-    """New weights did not reach every receiver, or arrived incomplete or with another version."""
+    """New weights did not reach every receiver, or arrived incomplete or with a wrong version."""
 
 
 class RolloutError(LLMRLError, RuntimeError):
-    """A conversation could not be finished: a tool, a reward or an engine failed. That is not a reward of zero."""
+    """A conversation could not be finished: a tool, a reward or an engine failed. Not the same as a reward of 0."""
 
 
 class TrainingError(LLMRLError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite; the weights are those before the step."""
+    """A loss or a gradient is NaN or infinite; the weights were not updated."""
 
 
 class DeadlineError(LLMRLError, TimeoutError):
@@ -95,23 +95,23 @@ class DeadlineError(LLMRLError, TimeoutError):
 
 
 class WorkerError(LLMRLError, ConnectionError):
-    """A process that works for this one ended or cannot be reached; the message names it."""
+    """A worker process has ended or cannot be reached; the message names it."""
 
 
 class UnsupportedError(LLMRLError, NotImplementedError):
-    """A backend cannot do this by its nature; the message names what can."""
+    """A backend does not support this operation; the message names an alternative."""
 
 
 class RunFolderError(LLMRLError, OSError):
-    """A run's folder cannot be made or written, is gone, or belongs to another process that runs."""
+    """A run's folder cannot be created or written, is gone, or belongs to another running process."""
 
 
 class CheckpointError(LLMRLError, RuntimeError):
-    """A checkpoint could not be written, or does not fit the run; the one before it is untouched."""
+    """A checkpoint could not be written, or does not fit the run; the previous one is untouched."""
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was most likely meant to be, or None if nothing is close.
+    """Returns the known name that ``name`` most likely meant, or None if no name is close.
 
     >>> closest("learning_rat", ["lr", "learning_rate", "warmup"])
     'learning_rate'
@@ -121,7 +121,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: a suggestion, or nothing if no known name is close.
+    """Returns the end of an error message about an unknown name: a suggestion, or "" if no known name is close.
 
     >>> did_you_mean("rewrad", ["reward", "done"])
     " Did you mean 'reward'?"
@@ -133,7 +133,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_choice(who: str, name: str, value: object, known: Iterable[object]) -> None:
-    """Raises ConfigError, with a near name, if the value of a setting is not a known one."""
+    """Raises ConfigError, suggesting a similar name, if the value of a setting is not a known one."""
     if value not in (known := list(known)):
         names = list(map(str, known))
         hint = did_you_mean(str(value), names)
@@ -141,7 +141,7 @@ def check_choice(who: str, name: str, value: object, known: Iterable[object]) ->
 
 
 def check_at_least(who: str, least: int, **settings: float | None) -> None:
-    """Raises ConfigError for a setting that is less; None is a setting without a value."""
+    """Raises ConfigError for a setting below ``least``; None means that it has no value."""
     for name, value in settings.items():
         if value is not None and value < least:
             raise ConfigError(f"{who}: {name} must be at least {least}: got {value!r}.")

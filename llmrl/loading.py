@@ -1,4 +1,4 @@
-"""Loads objects of users (tools, rewards, environments, call formats) that settings name "package.module:name"."""
+"""Loads user objects (tools, rewards, environments, call formats) that settings name as "package.module:name"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_LISTED = 12
 
 
 def load_object(name: str, *, what: str) -> Any:
-    """The object that ``"package.module:name"`` names, also of a module in the working directory.
+    """Returns the object that ``"package.module:name"`` names; the module may be in the working directory.
 
     ``what`` names the object in messages.
     Raises  ConfigError if the name has another form, the module cannot be found or imported, or has no such object
@@ -44,7 +44,7 @@ def load_object(name: str, *, what: str) -> Any:
 
 
 def load_function(name: str, *, what: str) -> Callable[..., Any]:
-    """As `load_object`. Raises ConfigError also for an object that cannot be called."""
+    """Like `load_object`. Also raises ConfigError for an object that is not callable."""
     function = load_object(name, what=what)
     if not callable(function):
         raise ConfigError(f"{what}: {name!r} must be a function: it is of type {type(function).__name__}.")
@@ -52,7 +52,7 @@ def load_function(name: str, *, what: str) -> Callable[..., Any]:
 
 
 def split_name(name: str, *, what: str) -> tuple[str, str]:
-    """Module and name within it. Raises ConfigError for another form; nothing is imported.
+    """Returns the module and the name within it. Raises ConfigError for another form; imports nothing.
 
     >>> split_name("my_pkg.rewards:exact", what="reward")
     ('my_pkg.rewards', 'exact')
@@ -64,15 +64,15 @@ def split_name(name: str, *, what: str) -> tuple[str, str]:
 
 
 def _import(module_name: str, what: str) -> ModuleType:
-    # At the end of the path: a file here never stands in for an installed module.
+    # At the end of the path, so that a local file never shadows an installed module.
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a console script does not look there
+        sys.path.append(os.getcwd())  # a console script does not search it
         importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not f"{module_name}.".startswith(f"{missing}."):  # the module is there; something that it imports is not
+        if not f"{module_name}.".startswith(f"{missing}."):  # the module exists, but one of its imports does not
             raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
         raise ConfigError(
             f"{what}: there is no module {missing!r}, neither installed nor in {os.getcwd()}.{_near_module(missing)}"
@@ -82,7 +82,7 @@ def _import(module_name: str, what: str) -> ModuleType:
 
 
 def _reason(error: Exception) -> str:
-    """The exception, and the line of the user's code that raised it."""
+    """Returns the exception's text and the line of user code that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"  # its text names the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

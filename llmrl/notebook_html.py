@@ -1,6 +1,6 @@
-"""HTML of conversations for notebooks: static, styled in place, everything that a model wrote escaped.
+"""HTML of conversations for notebooks: static, inline styles, all model output escaped.
 
-`History` and `Rollout` show themselves with it. The colours are those of the rollout viewer in a run's report.
+`History` and `Rollout` use it for display. The colours are those of the rollout viewer in a run's report.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import html
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-_MAX_CHARS = 4000  # of a message
-_MAX_MESSAGES = 200  # in one output
+_MAX_CHARS = 4000  # per message
+_MAX_MESSAGES = 200  # per output
 _TRAINED, _SAMPLED = "rgba(0,114,178,0.34)", "rgba(230,120,0,0.34)"
 _TEXT = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;direction:ltr"
 _MESSAGE = "margin:4px 0;padding-left:8px;border-left:3px solid rgba(128,128,128,0.4)"
@@ -19,7 +19,7 @@ _CONTROL = "border:1px solid rgba(128,128,128,0.7);border-radius:8px;padding:0 4
 
 
 def visible(text: str, *, marks: bool = False) -> str:
-    """The text with letters that are not seen written by their code; with ``marks`` also spaces and newlines.
+    """Returns the text with invisible characters replaced by their codes; with ``marks``, spaces and newlines too.
 
     >>> visible("a\u202eb\\0")
     'a⟨U+202E⟩b␀'
@@ -38,7 +38,7 @@ def _seen(letter: str) -> str:
 
 
 def token_html(text: str, numbers: Iterable[tuple[str, object]], *, trained: bool, sampled: bool, control: bool) -> str:
-    """One token, coloured if it was trained (blue) or sampled (orange); its numbers show under the pointer."""
+    """One token, coloured if it was trained (blue) or sampled (orange); its numbers are in a tooltip."""
     colour = _TRAINED if trained else _SAMPLED if sampled else "transparent"
     title = html.escape("\n".join(f"{name} {visible(str(value))}" for name, value in numbers))
     style = f"background:{colour};{_CONTROL if control else ''}"
@@ -46,7 +46,7 @@ def token_html(text: str, numbers: Iterable[tuple[str, object]], *, trained: boo
 
 
 def message_html(role: str, content: str | None = None, *, tokens: Sequence[str] = (), note: str = "") -> str:
-    """A message: its role, and its text, or its tokens as `token_html` made them."""
+    """Returns the HTML of a message: its role, and its text or its tokens (from `token_html`)."""
     text = "".join(tokens)
     if content is not None:
         left_out = len(content) - _MAX_CHARS
@@ -59,7 +59,7 @@ def message_html(role: str, content: str | None = None, *, tokens: Sequence[str]
 
 
 def conversation_html(title: str, messages: Iterable[str]) -> str:
-    """A conversation that can be folded, of messages as `message_html` made them."""
+    """Returns the HTML of a collapsible conversation; ``messages`` come from `message_html`."""
     shown = list(messages)
     left_out = len(shown) - _MAX_MESSAGES
     more = f'<div style="{_LABEL}">{left_out} more</div>' if left_out > 0 else ""

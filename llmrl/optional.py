@@ -9,10 +9,10 @@ from llmrl.errors import MissingDependencyError
 
 
 def require(module: str, *, extra: str, used_by: str) -> ModuleType:
-    """Imports an optional dependency at the place of its use; of a dotted name, the innermost module.
+    """Imports an optional dependency where it is used; for a dotted name, returns the innermost module.
 
     Raises   MissingDependencyError if the package is not installed. A package that is installed but broken (a missing
-             sub-module, a missing dependency of its own) raises its own error.
+             sub-module, or a missing dependency) raises its own error.
 
     >>> require("json", extra="none", used_by="this example").dumps([1])
     '[1]'

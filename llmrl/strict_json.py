@@ -1,6 +1,6 @@
-"""Reads JSON that a model, a server or a file wrote: every fault is a `JSONError`, found in time linear in the text.
+"""Reads JSON from models, servers and files: every error is a `JSONError`, found in time linear in the text.
 
-The standard reader also raises RecursionError, and counts lines from the start of the text.
+The standard library's decoder also raises RecursionError, and its errors count lines from the start of the text.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 import re
 from typing import Any
 
-MAX_DEPTH = 64  # lists and objects in each other; templates and copies recurse into what is read here
+MAX_DEPTH = 64  # nesting of lists and objects; templates and copies recurse into the values
 _MAX_SHOWN = 80
-_WINDOW = 4096  # characters; a value that goes on is read again in a larger one
-_LONGEST_ESCAPE = 16  # before the end of a window a fault may be that of the cut
+_WINDOW = 4096  # characters; a value that does not fit is read again in a larger window
+_LONGEST_ESCAPE = 16  # this close to the end of a window, the cut may have caused an error
 
 
 class JSONError(ValueError):
-    """Text that is not usable JSON; ``place`` is the character of the fault."""
+    """Text that is not usable JSON; ``place`` is the index of the offending character."""
 
     def __init__(self, reason: str, place: int):
         super().__init__(reason)
@@ -24,10 +24,10 @@ class JSONError(ValueError):
 
 
 def read_json(text: str, place: int = 0) -> tuple[Any, int]:
-    """The JSON value at ``place``, after white space, and its end. NaN and Infinity are not JSON.
+    """Returns the JSON value at ``place`` (after white space) and its end. NaN and Infinity are not JSON.
 
-    Raises  JSONError with a short reason: also for more than `MAX_DEPTH` levels, an integer of more digits than Python
-            converts, and half of a surrogate pair, which no tokenizer takes
+    Raises  JSONError with a short reason; also for more than `MAX_DEPTH` levels, an integer with more digits than
+            Python converts, and half of a surrogate pair, which tokenizers reject
 
     >>> read_json('call: {"a": [1, 2]} and more', 6)
     ({'a': [1, 2]}, 19)
@@ -36,8 +36,8 @@ def read_json(text: str, place: int = 0) -> tuple[Any, int]:
     if start == len(text):
         raise JSONError("the arguments are missing", start)
     size = _WINDOW
-    # In windows: an error of the standard reader counts the lines before it, which over many places of a long text is
-    # quadratic. A fault near the end of a window may be that of the cut, and is looked at again in a larger one.
+    # Reads in windows: each JSONDecodeError counts the lines before it, which is quadratic over many places of a long
+    # text. The cut may have caused an error near the end of a window, so that is read again in a larger window.
     while True:
         window = text[start : start + size]
         is_all = start + size >= len(text)
@@ -58,9 +58,9 @@ def read_json(text: str, place: int = 0) -> tuple[Any, int]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a whole text, as Python's own reader has it (NaN and Infinity included).
+    """Returns the value of a whole text as `json.loads` does (NaN and Infinity included).
 
-    Raises  JSONError as `read_json`
+    Raises  JSONError like `read_json`
 
     >>> parse_json("[" * 100 + "]" * 100)
     Traceback (most recent call last):
@@ -78,7 +78,7 @@ def parse_json(text: str) -> Any:
 
 def _check(value: Any, place: int) -> None:
     """Raises JSONError for a value nested too deeply, or with text that cannot be encoded."""
-    # Level by level and not recursively: the nesting is what is in question.
+    # Level by level, not recursively: deep nesting could exceed the recursion limit.
     level, depth = [value], 0
     while level:
         inner: list[Any] = []
@@ -98,7 +98,7 @@ def _check(value: Any, place: int) -> None:
 
 
 def _unusable(error: Exception, text: str, start: int, place: int) -> JSONError:
-    """For text that Python's reader gives up on: nested too deeply, a constant, or an integer of too many digits."""
+    """Returns the error for text that `json` rejects: nested too deeply, NaN or Infinity, or too many digits."""
     if not isinstance(error, RecursionError):
         return JSONError("an integer has too many digits" if "digits" in str(error) else str(error), place)
     depth = 0

@@ -1,6 +1,6 @@
-"""Test doubles for offline tests: a tokenizer trained in the process, a small random model, scripted answers.
+"""Test doubles for offline tests: a tokenizer trained on the spot, a small random model, scripted answers.
 
-They download nothing and leave the global random state alone. They stand in for a Qwen model: byte-level BPE with
+They download nothing and leave the global random state alone. They mimic a Qwen model: byte-level BPE with
 single digits, ChatML with Qwen's special tokens, a causal language model of the Transformers library.
 """
 
@@ -41,7 +41,7 @@ _TEXTS = (
     '{"name": "calculator", "arguments": {"expression": "12 + 30"}}\ndef add(a, b):\n    return a + b\n\nprint(add(1))',
     "The quick brown fox jumps over the lazy dog while the other dogs sleep near the river and dream of the hills.",
 )
-# What a family has beyond a decoder: windows shorter than the sequences of a test, experts fewer than its tokens.
+# Settings of some families: windows shorter than the sequences of a test, fewer experts than its tokens.
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8},
@@ -66,13 +66,13 @@ _IMAGE_TEMPLATE = """{%- macro text(content) -%}
 def tiny_tokenizer(
     texts: Sequence[str] | None = None, vocab_size: int = 512, *, template: str = "qwen"
 ) -> PreTrainedTokenizerFast:
-    """A Qwen-like tokenizer with a ChatML template, trained here and now.
+    """Trains a Qwen-like tokenizer with a ChatML template.
 
     Reads    texts       lines to train on; a few built-in ones by default
              vocab_size  upper bound of ``len(tokenizer)``; at least 265 = 256 bytes and 9 added tokens
-             template    a registered family: its template, its control tokens besides Qwen's, its end as ``eos``
+             template    a registered family: uses its template, its end token as ``eos``, and adds its control tokens
     Returns  a new tokenizer each time (the training is cached): ``eos`` is ``<|im_end|>``, ``pad`` is
-             ``<|endoftext|>``, the template marks what the assistant writes
+             ``<|endoftext|>``, the template marks the assistant's text
     Raises   ConfigError if ``vocab_size`` has no room for the bytes and the added tokens; TemplateError for an unknown
              template
 
@@ -102,7 +102,7 @@ def tiny_tokenizer(
 
 @lru_cache(maxsize=8)
 def _trained(texts: tuple[str, ...], vocab_size: int, controls: tuple[str, ...]) -> str:
-    """The serialised byte-level BPE. Training is deterministic: same texts, same merges."""
+    """Returns the serialised byte-level BPE. Training is deterministic: same texts, same merges."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     num_added = len(controls) + len(_MARKUP_TOKENS)
@@ -129,9 +129,9 @@ def _trained(texts: tuple[str, ...], vocab_size: int, controls: tuple[str, ...])
 
 
 def tiny_processor() -> ProcessorMixin:
-    """A processor like Qwen2-VL's: :func:`tiny_tokenizer` with tokens for images, and patches of 4 x 4 pixels.
+    """Makes a processor like Qwen2-VL's: :func:`tiny_tokenizer` with image tokens, and patches of 4 x 4 pixels.
 
-    One token stands for 8 x 8 pixels; images are made as large as 1 to 16 tokens. For ``tiny_model(...,
+    One token covers 8 x 8 pixels; images are resized to 1 to 16 tokens. For ``tiny_model(...,
     architecture="qwen2_vl")``.
 
     >>> from PIL import Image
@@ -160,14 +160,14 @@ def tiny_model(
     vocab_size: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A random float32 causal language model in evaluation mode: same seed, same weights.
+    """Makes a random float32 causal language model in evaluation mode: same seed, same weights.
 
-    Reads    tokenizer     gives the vocabulary size and the end and padding ids; :func:`tiny_tokenizer` by default
+    Reads    tokenizer     sets the vocabulary size and the end and padding ids; :func:`tiny_tokenizer` by default
              architecture  "qwen2", "qwen3", "llama", "mistral", "gpt2", "gemma", "gemma2", "gemma3_text" (both with a
                            window of 8 tokens), "mixtral", "qwen2_moe" or "qwen3_moe" (four experts), "qwen2_vl" (reads
                            images, with :func:`tiny_processor` for the tokenizer)
              heads         attention heads; half as many key/value heads (one, if odd) if the family shares them
-    Raises   ConfigError for another architecture, or unless ``hidden_size`` is a multiple of ``2 * heads``
+    Raises   ConfigError for another architecture, or if ``hidden_size`` is not a multiple of ``2 * heads``
 
     >>> model = tiny_model(hidden_size=16, heads=2)
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape[:2]
@@ -200,7 +200,7 @@ def tiny_model(
 def _vision_config(tokenizer: PreTrainedTokenizerFast, settings: dict[str, Any]) -> PretrainedConfig:
     from transformers import Qwen2VLConfig
 
-    half = settings.pop("head_dim") // 2  # the rotary frequencies, which time, height and width share
+    half = settings.pop("head_dim") // 2  # rotary frequencies, divided between time, height and width
     time = half // 4
     sections = [time, (half - time) // 2, half - time - (half - time) // 2]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
@@ -238,14 +238,12 @@ def _sizes(architecture: str, hidden_size: int, layers: int, heads: int) -> dict
 class FakeEngine:
     """An ``Engine`` that answers from a script, for tests of wrappers, environments and losses.
 
-    answers  strings or int64[R] id rows, handed out row by row and call by call, from the start again when they run
-             out; or a function from prompt ids int64[P] to a string or ids. A string is tokenised and ended with the
-             end-of-sequence id
-    Keeps    ``prompts``: every prompt it was given, in order; ``seeds``: the seeds of the last call; ``weights``: the
-             last ones sent
+    answers  strings or int64[R] id rows, used in order across rows and calls, cyclically; or a function from prompt ids
+             int64[P] to a string or ids. A string is tokenised and ended with the end-of-sequence id
+    Stores   ``prompts``: every prompt received, in order; ``seeds``: the seeds of the last call; ``weights``: the last
+             weights received
 
-    An answer that does not end in a stop id counts as cut off at the length limit. Log-probs are a fixed function of
-    the ids.
+    An answer that does not end in a stop id has stop reason LENGTH. Log-probs are a fixed function of the ids.
 
     >>> tokenizer = tiny_tokenizer()
     >>> engine = FakeEngine(["It is 4."], tokenizer=tokenizer)
@@ -276,7 +274,7 @@ class FakeEngine:
     def generate(
         self, prompts: Sequence[Tensor], params: SamplingParams, *, seeds: Sequence[int] | None = None
     ) -> Generation:
-        """Hands out the next answers, cut at ``max_new_tokens`` and at the first stop id."""
+        """Returns the next answers, cut at ``max_new_tokens`` and after the first stop id."""
         self.prompts.extend(prompts)
         self.seeds = None if seeds is None else list(seeds)
         stops = frozenset((*self.eos_token_ids, *params.stop_token_ids))
@@ -288,7 +286,7 @@ class FakeEngine:
     def score(
         self, sequences: Sequence[Tensor], *, temperature: float = 1.0, masks: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """A function of the ids alone; 0 for the first token and where a mask is False."""
+        """Returns log-probs that depend on the ids only; 0 for the first token and where a mask is False."""
         scores = _fake_log_probs(sequences)
         for row in scores:
             row[:1] = 0.0
@@ -297,15 +295,15 @@ class FakeEngine:
         return scores
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None:
-        """Keeps the weights and moves the version."""
+        """Stores the weights and sets the version."""
         self.weights = weights
         self.version = version
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""
 
     def _answer(self, prompt: Tensor, stops: frozenset[int], limit: int) -> tuple[Tensor, Tensor, StopReason]:
-        """Ids, log-probs and stop reason of the next answer; an answer of the script is worked out once."""
+        """Ids, log-probs and stop reason of the next answer; scripted answers are cached."""
         if callable(self.answers):
             return _cut_answer(self._ids(self.answers(prompt)), stops, limit)
         key = (self._num_given % len(self.answers), stops, limit)
@@ -318,7 +316,7 @@ class FakeEngine:
         if isinstance(answer, Tensor):
             return answer
         if self.tokenizer is None:
-            raise ConfigError("FakeEngine: answers in words need tokenizer= to become ids.")
+            raise ConfigError("FakeEngine: string answers need tokenizer=.")
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return torch.tensor([*ids, self.tokenizer.eos_token_id], dtype=torch.int64)
 
@@ -331,7 +329,7 @@ def _cut_answer(ids: Tensor, stops: frozenset[int], limit: int) -> tuple[Tensor,
 
 
 def _fake_log_probs(rows: Sequence[Tensor]) -> list[Tensor]:
-    """float32 in (-1, 0): a function of the id alone."""
+    """Returns float32 values in (-1, 0) that depend on the id only."""
     if not len(rows):
         return []
     flat = torch.cat(list(rows))
@@ -341,9 +339,9 @@ def _fake_log_probs(rows: Sequence[Tensor]) -> list[Tensor]:
 class ScriptedPolicy:
     """A policy without a model or tokens, for tests of environments, transforms and collectors in history or text mode.
 
-    replies  strings, handed out row by row and call by call, from the start again when they run out; or a function from
-             what the row's prompt is (a list of messages, or a string) to the reply
-    Reads    ("history", "prompt") or ("text", "prompt"), whichever is there
+    replies  strings, used in order across rows and calls, cyclically; or a function from a row's prompt (a list of
+             messages, or a string) to the reply
+    Reads    ("history", "prompt") or ("text", "prompt"), whichever is present
     Writes   "response" and "full" of the same container, "stop_reason" int64[B] (always EOS), "policy_version" (0)
 
     >>> from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""Explains why a file is not UTF-8 text, by its first bytes or the line that cannot be decoded, and the remedy."""
+"""Explains why a file is not UTF-8 text, from its first bytes or its first undecodable line, and how to fix it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BEGINNINGS = {
 
 
 def why_not_text(path: Path, *, by_line: bool = False) -> str | None:
-    """The fault and the remedy; None if the first bytes of the file, or with ``by_line`` all lines, are UTF-8."""
+    """Returns the problem and the remedy; None if the first bytes of the file (``by_line``: all lines) are UTF-8."""
     with path.open("rb") as file:
         head = file.read(4)
         for beginning, (kind, remedy) in _BEGINNINGS.items():

@@ -1,7 +1,7 @@
 """`EnvBase`: reset, step and rollout over tensordicts.
 
-Data are in TED form: time t is at the root, and t+1, made by the step, under ``"next"``. No step looks at a spec:
-`check_env_specs` compares an env with the specs that it declares.
+Data are in TED form: time t is at the root, and t+1, made by the step, under ``"next"``. Steps do not validate
+against the specs; `check_env_specs` compares an env with the specs that it declares.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class EnvBase(EnvSpecs, abc.ABC):
-    """An environment. A subclass writes ``_reset`` and ``_step`` and, so that it can be checked, its specs.
+    """An environment. A subclass implements ``_reset`` and ``_step``, and declares specs so that it can be checked.
 
     ``_reset(td | None)``  gets the caller's tensordict; in a `batch_locked` env its ``"_reset"`` bool[*B, 1] (absent:
                            all) names the rows to restart
-    ``_step(td)``          makes a new tensordict of observations, reward, done, and leaves ``td`` as it is
-    ``_set_seed(seed)``    seeds whatever the env draws from
+    ``_step(td)``          returns a new tensordict with observations, reward and done; does not change ``td``
+    ``_set_seed(seed)``    seeds the env's random generators
 
-    ``"done"``, ``"terminated"``, ``"truncated"`` are bool[*B, 1]. Those that a subclass leaves out are filled in: done
+    ``"done"``, ``"terminated"``, ``"truncated"`` are bool[*B, 1]. Those that a subclass omits are filled in: done
     is terminated or truncated, a done without a reason is terminated, the rest is False.
 
-    With ``batch_locked=False`` the env keeps nothing between calls: any leading batch size may be stepped or reset.
+    With ``batch_locked=False`` the env has no state between calls: any leading batch size may be stepped or reset.
 
     >>> class CountTo(EnvBase):
     ...     def __init__(self, limit, batch_size=()):
@@ -56,7 +56,7 @@ class EnvBase(EnvSpecs, abc.ABC):
     """
 
     step_reads: tuple[str, ...] = ("action", "state", "observation", "done")
-    """The specs whose entries ``_step`` reads: `SerialEnv` and `ParallelEnv` pass only these on."""
+    """The specs whose entries ``_step`` reads: `SerialEnv` and `ParallelEnv` send only these to their envs."""
 
     def __init__(
         self,
@@ -70,30 +70,31 @@ class EnvBase(EnvSpecs, abc.ABC):
         self._generator: torch.Generator | None = None
         self.is_closed = False
 
-    # -- what a subclass writes ----------------------------------------------------------------------------------------
+    # -- for subclasses to override ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        """The content of t = 0."""
+        """Returns the entries of t = 0."""
 
     @abc.abstractmethod
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        """The content of t+1."""
+        """Returns the entries of t+1."""
 
     def _set_seed(self, seed: int) -> None:
         pass
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
-        """Writes empty values into ``new``, the rows after a reset, for entries that only ``old``, those before, has.
+        """Writes empty values into ``new`` (rows after a reset) for entries that only ``old`` (rows before it) has.
 
-        For entries that a reset does not write and that must not outlive their trajectory.
+        For entries that a reset does not write and that must not be carried into the next trajectory.
         """
 
     def _array_step(
         self, inputs: Mapping[NestedKey, np.ndarray], outputs: Mapping[NestedKey, np.ndarray]
     ) -> Callable[[], bool] | None:
-        """``_step`` without tensordicts, for the processes of a `ParallelEnv`: a function that reads ``inputs``, writes
-        ``outputs``, arrays by declared key, and returns whether the env is done. None: ``_step`` is called."""
+        """Returns a version of ``_step`` without tensordicts, for the workers of a `ParallelEnv`: a function that reads
+        ``inputs``, writes ``outputs`` (arrays by declared key) and returns whether the env is done. None: the workers
+        call ``_step``."""
         return None
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ class EnvBase(EnvSpecs, abc.ABC):
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Starts trajectories.
 
-        Reads   ``"_reset"`` bool[*B, 1] or [*B], if there: only these rows are reset, the others keep their values
-                all other entries are handed to the env and its transforms (a query, say)
+        Reads   ``"_reset"`` bool[*B, 1] or [*B], if present: only these rows are reset, the others keep their values
+                all other entries are passed to the env and its transforms (a query, say)
         Returns a new tensordict: the given one without ``"_reset"`` and ``"next"``, overwritten by the reset
-        Raises  ShapeError for another batch size than a `batch_locked` env's; MissingKeyError if rows that are to
-                keep their values do not have one of the entries that the reset writes
+        Raises  ShapeError if a `batch_locked` env gets another batch size; MissingKeyError if rows that are to keep
+                their values lack one of the entries that the reset writes
         """
         if tensordict is None:
             return self._start(None)
@@ -118,22 +119,22 @@ class EnvBase(EnvSpecs, abc.ABC):
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Takes the action in ``tensordict``.
 
-        Reads   the action entries (`action_keys`) and whatever the env needs of time t
-        Writes  ``"next"``: observations, reward, done. An entry that a policy left under ``"next"`` and the env does
-                not write stays. Nothing else in ``tensordict`` changes
+        Reads   the action entries (`action_keys`) and the entries of time t that the env needs
+        Writes  ``"next"``: observations, reward, done. Entries that a policy wrote under ``"next"`` and the env does
+                not write are kept. Nothing else in ``tensordict`` changes
         Returns ``tensordict``
-        Raises  MissingKeyError without an action, ShapeError for another batch size than a `batch_locked` env's
+        Raises  MissingKeyError without an action, ShapeError if a `batch_locked` env gets another batch size
         """
         self._check_batch_size(tensordict, "step")
         next_td = self._transition(tensordict)
-        preset = entry(tensordict, "next")  # by the policy, such as a new hidden state
+        preset = entry(tensordict, "next")  # written by the policy, such as a new hidden state
         if preset is not None:
             fill_missing(next_td, preset)
         attach(tensordict, "next", next_td)
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One step, and the root of the next one: rows that are done start a new trajectory and keep nothing.
+        """Takes one step and makes the root of the next: rows that are done start a new trajectory and keep nothing.
 
         Returns ``(tensordict with "next", a new tensordict for the next step)``
         """
@@ -145,7 +146,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         return tensordict, next_root
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """`llmrl.envs.step_mdp` with this env's keys: without its rewards and its actions."""
+        """`llmrl.envs.step_mdp` with this env's keys; drops its rewards and actions."""
         return step_mdp(
             tensordict,
             exclude_action=True,
@@ -156,24 +157,24 @@ class EnvBase(EnvSpecs, abc.ABC):
     def _transition(self, td: TensorDictBase) -> TensorDictBase:
         keys = entries_of(td) if type(td) is TensorDict else td.keys()
         for name in self._action_root_names():
-            if name not in keys:  # asked for by name: reading a ragged entry would build its rows
+            if name not in keys:  # a test by name: reading a ragged entry would build its rows
                 required(td, name, f"{type(self).__name__}.step", "let the policy, or env.rand_action(td), write it")
         next_td = self._step(td)
         if next_td is None or next_td is td:
             got = "None" if next_td is None else "the tensordict it was given"
-            raise RolloutError(f"{type(self).__name__}._step: must return a new tensordict, of t+1: got {got}.")
+            raise RolloutError(f"{type(self).__name__}._step: must return a new tensordict (t+1): got {got}.")
         _complete_done(next_td, f"{type(self).__name__}._step")
         return next_td
 
     def _start(self, td: TensorDictBase | None) -> TensorDictBase:
         reset_td = self._reset(td)
         if reset_td is None:
-            raise RolloutError(f"{type(self).__name__}._reset: must return a tensordict, of t = 0: got None.")
+            raise RolloutError(f"{type(self).__name__}._reset: must return a tensordict (t = 0): got None.")
         _complete_done(reset_td, f"{type(self).__name__}._reset")
         return reset_td
 
     def _reset_rows(self, td: TensorDictBase, mask: Tensor, given: TensorDictBase | None) -> TensorDictBase:
-        # ``given`` is what the reset hooks see of the old rows; None: only how many there are.
+        # ``given`` holds the old entries that the reset hooks see; None: they see only the batch size.
         batch_size = td.batch_size
         if mask.numel() != batch_size.numel():
             raise ShapeError(
@@ -187,20 +188,20 @@ class EnvBase(EnvSpecs, abc.ABC):
         start = new_tensordict({}, batch_size) if given is None else shallow_copy(given, without=("_reset",))
         if rows.all():
             return self._carry(td, self._start(start))
-        if self.batch_locked:  # such an env cannot start some rows: all start, and the others are put back
+        if self.batch_locked:  # such an env resets all rows; the unmasked ones get their old values back
             whole = self._start(start.set("_reset", rows.unsqueeze(-1)))
             return update_rows(old, rows, whole, reader=f"{type(self).__name__}.reset")
-        new = self._start(shallow_copy(start, without=("next",))[rows])  # "next" costs more than the rest
+        new = self._start(shallow_copy(start, without=("next",))[rows])  # indexing "next" costs more than the rest
         self._blank(old, new)
         return put_rows(old, rows, new, reader=f"{type(self).__name__}.reset")
 
     def _carry(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
         self._blank(td, reset_td)
-        if td.batch_size != reset_td.batch_size:  # the data ran out and fewer rows than asked for have started
+        if td.batch_size != reset_td.batch_size:  # the data ran out: fewer rows than requested have started
             return reset_td
         out = shallow_copy(td, without=("_reset", "next"))
         if isinstance(out, LazyStackedTensorDict) or isinstance(reset_td, LazyStackedTensorDict):
-            all_rows = torch.ones(out.batch_size, dtype=torch.bool)  # row by row, since they may be ragged
+            all_rows = torch.ones(out.batch_size, dtype=torch.bool)  # row by row, since entries may be ragged
             return update_rows(out, all_rows, reset_td, reader=f"{type(self).__name__}.reset")
         for key, value in reset_td.items():
             out.set(key, value)
@@ -231,8 +232,8 @@ class EnvBase(EnvSpecs, abc.ABC):
         """Runs ``policy`` (None: random actions) for at most ``max_steps`` steps.
 
         Stops   as soon as a row is done (``break_when_any_done``), or when every row has been done once
-                (``break_when_all_done``; rows go on being stepped until then), else at ``max_steps``, rows that are
-                done being reset
+                (``break_when_all_done``; all rows are stepped until then); with neither, at ``max_steps``, and rows
+                that are done are reset
         Calls   ``callback(env, td)`` after each step
         Returns the steps stacked along a last dim named "time": dense, or a lazy stack if the steps are ragged
         Raises  ConfigError for ``max_steps`` below 1, or ``auto_reset=False`` without ``tensordict``
@@ -240,7 +241,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         check_at_least(f"{type(self).__name__}.rollout", 1, max_steps=max_steps)
         if not auto_reset and tensordict is None:
             raise ConfigError(f"{type(self).__name__}.rollout: auto_reset=False needs the tensordict to start from.")
-        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)  # the caller's stays as it is
+        td = self.reset(tensordict) if auto_reset else shallow_copy(tensordict)  # keeps the caller's as is
         policy_device = _device_of(policy) if auto_cast_to_device else None
         resets = not (break_when_any_done or break_when_all_done)
         ever_done: Tensor | None = None
@@ -253,7 +254,7 @@ class EnvBase(EnvSpecs, abc.ABC):
             else:
                 td = policy(td.to(policy_device))
                 td = td if self.device is None else td.to(self.device)
-            last = step == max_steps - 1  # after which nothing starts again: no reset is wasted
+            last = step == max_steps - 1  # no step follows, so a reset would be wasted
             if resets and not last:
                 td, next_root = self.step_and_maybe_reset(td)
             else:
@@ -269,7 +270,7 @@ class EnvBase(EnvSpecs, abc.ABC):
                 if any_row(done):
                     break
             else:
-                # A row that was done is stepped on without a reset, and may say that it is not done any more.
+                # Rows that are done are stepped on without a reset, and may later report done=False.
                 ever_done = done if ever_done is None else ever_done | done
                 if ever_done.all():
                     break
@@ -279,7 +280,7 @@ class EnvBase(EnvSpecs, abc.ABC):
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draws the action entries from `full_action_spec`, in place; after `set_seed`, with the env's own generator.
-        In a chat, a random action continues the conversation in ``tensordict``."""
+        In a chat env, a random action continues the conversation in ``tensordict``."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
         if self._continue_randomly(tensordict, self._generator):
@@ -292,11 +293,11 @@ class EnvBase(EnvSpecs, abc.ABC):
         return draw_entries(spec, tensordict, self._generator)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
-        """Writes a random action that goes on from ``td``; False if actions are drawn from the spec alone."""
+        """Writes a random action that continues ``td``; returns False if only the spec defines actions."""
         return False
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """`rand_action`, then `step`; from a reset if no tensordict is given."""
+        """Calls `rand_action`, then `step`; starts from a reset if no tensordict is given."""
         return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
 
     check_env_specs = check_env_specs
@@ -311,13 +312,13 @@ class EnvBase(EnvSpecs, abc.ABC):
     # -- transforms ----------------------------------------------------------------------------------------------------
 
     def append_transform(self, transform: Transform) -> EnvBase:
-        """This env with ``transform`` around it (and after those it has)."""
+        """Returns this env with ``transform`` applied after the transforms it already has."""
         from llmrl.envs.transforms.transformed_env import TransformedEnv  # it subclasses this class
 
         return TransformedEnv(self, transform)
 
     def insert_transform(self, index: int, transform: Transform) -> EnvBase:
-        """This env with ``transform`` at ``index`` of its transforms; a plain env has none, so only 0 fits."""
+        """Returns this env with ``transform`` inserted at ``index``; only 0 is valid for an env without transforms."""
         if index != 0:
             raise ConfigError(f"{type(self).__name__}.insert_transform: an env without any takes index 0: got {index}.")
         return self.append_transform(transform)
@@ -328,7 +329,7 @@ class EnvBase(EnvSpecs, abc.ABC):
         self.is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the generator of random actions, for an exact resume."""
+        """Returns the state of the random-action generator, for an exact resume."""
         return {} if self._generator is None else {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,7 +342,7 @@ class EnvBase(EnvSpecs, abc.ABC):
 
 
 def _complete_done(td: TensorDictBase, who: str) -> None:
-    read = entries_of(td).get if type(td) is TensorDict else td.get  # the first costs a tenth
+    read = entries_of(td).get if type(td) is TensorDict else td.get  # a dict lookup costs a tenth of TensorDict.get
     done, terminated, truncated = flags = read("done"), read("terminated"), read("truncated")
     for key, flag in zip(DONE_KEYS, flags, strict=True):
         if flag is not None and flag.dtype != torch.bool:

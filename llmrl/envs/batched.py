@@ -1,4 +1,4 @@
-"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is its common base with `ParallelEnv`."""
+"""`SerialEnv`: several environments as one, in this process. `BatchedEnv` is the base of it and of `ParallelEnv`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ MakeEnv = Callable[..., EnvBase]
 class BatchedEnv(EnvBase):
     """``num_workers`` environments with equal specs as one env of batch size [num_workers, *B].
 
-    Calls   each env's step with the declared entries that it reads (`EnvBase.step_reads`), and its reset with all that
-            the caller's tensordict has; a reset of some rows restarts only the environments that have one
+    Calls   each env's step with the declared entries that it reads (`EnvBase.step_reads`), and its reset with all
+            entries of the caller's tensordict; a partial reset calls only the environments that have a row to reset
     Returns the declared entries. If they are tensors of fixed shape, stacked; if an env has states, dims of -1,
             or entries that are not tensors, the rows as the environments made them, in a lazy stack if they are ragged
-    Raises  ConfigError for another number of functions, for a function that makes no env, and if the specs of two
-            environments differ: it names the worker and the entry
+    Raises  ConfigError if the number of functions is not ``num_workers``, if a function does not return an env, and if
+            the specs of two environments differ: it names the worker and the entry
 
-    create_env_fn      makes an env; or a list of as many functions
-    create_env_kwargs  keywords for the function; or a list with those of each
+    create_env_fn      makes an env; or a list of functions, one per worker
+    create_env_kwargs  keywords for the function; or a list, one per worker
     device             of all entries; by default that of the environments
 
-    `set_seed` gives each worker the seed that follows the one of the worker before.
+    `set_seed` gives each worker the `next_seed` of the previous worker's seed.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class BatchedEnv(EnvBase):
 
     @abc.abstractmethod
     def _start_envs(self) -> list[dict[str, Any]]:
-        """Makes the environments and `describe`s each."""
+        """Makes the environments and returns the `describe` of each."""
 
     @abc.abstractmethod
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The results of ``env.method(*arguments)`` of every env."""
+        """Returns the result of ``env.method(*arguments)`` for every env."""
 
     def _adopt(self, descriptions: Sequence[dict[str, Any]]) -> None:
         first = descriptions[0]
@@ -89,16 +89,16 @@ class BatchedEnv(EnvBase):
         self._reset_keys = (*specs["observation"].leaf_keys, *specs["done"].leaf_keys)
         self._step_keys = (*self._reset_keys, *specs["reward"].leaf_keys)
         self._input_keys = tuple(key for part in self.step_reads for key in specs[part].leaf_keys)
-        # Tensors of fixed shape can be stacked and shared. A state may hold anything that its env passes to itself.
+        # Tensors of fixed shape can be stacked and shared. A state may hold any value an env needs at its next step.
         self._declared = None
         if specs["state"].is_empty() and all(_is_dense(spec) for spec in specs.values()):
             leaves = {key: spec[key] for spec in specs.values() for key in spec.leaf_keys}
             self._declared = {key: Declared(leaf.shape, leaf.dtype) for key, leaf in leaves.items()}
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seeds every env (all with ``seed`` if ``static_seed``). Returns the seed after those."""
+        """Seeds every env (all with ``seed`` if ``static_seed``). Returns the seed for the next env."""
         self._generator = torch.Generator(device=self.device or "cpu").manual_seed(seed)
-        seeds = [seed]  # one more than there are workers: the last one is for the env after this one
+        seeds = [seed]  # one more than there are workers: the last one is for the next env
         for _ in range(self.num_workers):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
         self._call("set_seed", [(each,) for each in seeds[:-1]])
@@ -115,7 +115,7 @@ class BatchedEnv(EnvBase):
     def _rows(self, td: TensorDictBase, names: Sequence[str]) -> list[TensorDictBase]:
         if isinstance(td, LazyStackedTensorDict):
             return [row.select(*names) for row in td.unbind(0)]
-        # Entry by entry, without the checks that tensordict makes for each row.
+        # Entry by entry, to skip the checks that tensordict makes for each row.
         parts = {name: td.get(name).unbind(0) for name in names}
         return [
             new_tensordict({name: part[number] for name, part in parts.items()}, self._row_batch_size)
@@ -128,7 +128,7 @@ class BatchedEnv(EnvBase):
         return self._rows(td, [name for name in names if name in keys])
 
     def _reset_rows_given(self, td: TensorDictBase | None) -> list[TensorDictBase | None]:
-        """The entries that each env is reset with; None for one that goes on."""
+        """Returns the entries to reset each env with; None for an env that is not reset."""
         if td is None:
             td = new_tensordict({}, self.batch_size)
         rows = self._rows(td, [name for name in td.keys() if name != "next"])
@@ -138,7 +138,7 @@ class BatchedEnv(EnvBase):
 
     def _joined(self, rows: Sequence[TensorDictBase], keys: Sequence[NestedKey]) -> TensorDictBase:
         if self._declared is None:
-            # The row of an env that goes on is from a step; a reset returns no reward.
+            # The row of an env that was not reset comes from a step and has a reward; rows from a reset have none.
             others = [key for key in self._step_keys if key not in keys]
             joined = LazyStackedTensorDict.maybe_dense_stack([row.exclude(*others) for row in rows], 0)
         else:
@@ -148,7 +148,7 @@ class BatchedEnv(EnvBase):
         return joined if self.device is None else joined.to(self.device)
 
     def _each(self, act: Callable[[int], Any]) -> list[Any]:
-        """The results for every env; an error names the one that it came from."""
+        """Returns the results of all envs; an error names the worker that raised it."""
         results = []
         for number in range(self.num_workers):
             try:
@@ -160,7 +160,7 @@ class BatchedEnv(EnvBase):
 
 
 class SerialEnv(BatchedEnv):
-    """Several environments as one, stepped one after the other in this process. The arguments are `BatchedEnv`'s.
+    """Several environments as one, stepped one after the other in this process. Takes the arguments of `BatchedEnv`.
 
     >>> from llmrl.envs import GymEnv
     >>> env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
@@ -200,7 +200,7 @@ class Declared(NamedTuple):
     dtype: torch.dtype
 
     def of(self, td: TensorDictBase, key: NestedKey) -> Tensor:
-        """The entry. Raises MissingKeyError, ShapeError if an env did not write what its specs declare."""
+        """Returns the entry. Raises MissingKeyError or ShapeError if the env did not write what its specs declare."""
         value = entry(td, key) if type(key) is str else td.get(key, None)
         if value is None:
             raise MissingKeyError(f"an env must write what its specs declare: {key!r} is not in {present_keys(td)}.")
@@ -213,7 +213,7 @@ class Declared(NamedTuple):
 
 
 def describe(env: EnvBase) -> dict[str, Any]:
-    """The facts about an environment that a batched env needs."""
+    """Returns the properties of an environment that a batched env needs."""
     if not isinstance(env, EnvBase):
         raise ConfigError(f"create_env_fn must return an EnvBase: got {type(env).__name__}; GymWrapper makes one.")
     specs = {part: env._get_spec(part).clone() for part in PARTS}
@@ -221,17 +221,17 @@ def describe(env: EnvBase) -> dict[str, Any]:
 
 
 def restart(env: EnvBase, given: TensorDictBase | None, last: TensorDictBase | None) -> TensorDictBase:
-    """Resets all of one env, or the rows that ``"_reset"`` in ``given`` names. Without ``given`` the env goes on, and
-    its latest result, ``last``, is returned."""
+    """Resets one env, or only the rows that ``"_reset"`` in ``given`` marks. Without ``given`` the env is not reset:
+    returns its latest result, ``last``."""
     if given is None:
         return env._start(None) if last is None else last
     if last is not None and "_reset" in given.keys() and not given.get("_reset").all():
-        fill_missing(given, last)  # what the rows that go on keep
+        fill_missing(given, last)  # the values that rows without a reset keep
     return env.reset(None if given.is_empty() else given)
 
 
 def keyed(values: Mapping[NestedKey, Tensor], batch_size: torch.Size) -> TensorDict:
-    """A tensordict of these entries, by their nested keys, which fit the batch size."""
+    """Returns a tensordict of these entries (keys may be nested; shapes must fit the batch size, unchecked)."""
     td = bare_tensordict({key: value for key, value in values.items() if isinstance(key, str)}, batch_size)
     for key, value in values.items():
         if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""`ParallelEnv`: several environments as one, each in a process of its own."""
+"""`ParallelEnv`: several environments as one, each in its own process."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from llmrl.errors import ConfigError, DeadlineError, WorkerError, check_choice
 
 _MISSING = object()
 _UNREADABLE = ("LAZY_LEGACY_OP", "CAPTURE_NONTENSOR_STACK", "LIST_TO_STACK")
-_CLOSE_S = 5.0  # for environments to close; then their processes are killed
+_CLOSE_S = 5.0  # for environments to close before their processes are killed
 
 
 class ParallelEnv(BatchedEnv):
-    """`SerialEnv` with each env in a process of its own: the same specs, and for the same seed the same numbers.
+    """`SerialEnv` with each env in its own process: the same specs, and the same values for the same seed.
 
-    Entries go through shared memory that is made from the specs. Where `BatchedEnv` cannot stack entries, and for an
-    action of another dtype or shape than declared, they go as messages.
+    Entries go through shared memory that is laid out from the specs. Entries that `BatchedEnv` cannot stack, and
+    actions whose dtype or shape differs from the declared one, are sent as messages.
 
     Raises  WorkerError if an env raised, with its traceback, or its process ended; DeadlineError if it did not
-            answer in time. Both name the worker, and all processes have ended by then: make a new ParallelEnv
+            reply in time. Both name the worker, and all processes have ended by then: make a new ParallelEnv
 
     timeout_s        seconds for one step, or one reset, of all environments
     start_timeout_s  seconds for the processes to start and make their environments
-    mp_start_method  "forkserver", whose processes share what is imported; "spawn"; or "fork", which starts at once, but
-                     is unsafe after CUDA or with threads. The first two import the main module again: guard what it
-                     does by ``if __name__ == "__main__"``
+    mp_start_method  "forkserver", whose processes share imported modules; "spawn"; or "fork", which starts fastest, but
+                     is unsafe after CUDA or with threads. The first two import the main module again: guard its code
+                     with ``if __name__ == "__main__"``
 
-    The other arguments are `BatchedEnv`'s. The function is pickled with cloudpickle, so that it may be a lambda. A
-    pickled ParallelEnv is its arguments: the copy has processes of its own. They end with `close`, with this object and
-    with this process, however it ends.
+    The other arguments are `BatchedEnv`'s. The function is pickled with cloudpickle, so it may be a lambda. Pickling a
+    ParallelEnv pickles its arguments: the copy starts its own processes. The processes end on `close`, when this
+    object is collected and when this process ends, however it ends.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ParallelEnv(BatchedEnv):
         self._processes: list[Any] = []
         self._end = Finalize(self, _end, [self._processes, self._requests, self._replies], exitpriority=10)
         with self._closed_on_error():
-            for name in _UNREADABLE:  # tensordict writes "None" there, which it cannot read in a new interpreter
+            for name in _UNREADABLE:  # tensordict sets them to "None", which a new interpreter cannot parse
                 if os.environ.get(name) == "None":
                     del os.environ[name]
             context = multiprocessing.get_context(self._start_method)
@@ -103,13 +103,13 @@ class ParallelEnv(BatchedEnv):
                 replies, answers = context.Pipe(duplex=False)
                 process = context.Process(target=serve, args=[asked, answers, os.getpid(), recipe, seed])
                 process.start()
-                asked.close()  # the worker's ends are in the worker alone: its death ends the connections
+                asked.close()  # only the worker holds its ends, so its exit closes the connections
                 answers.close()
                 self._processes.append(process)
                 self._requests.append(asks)
                 self._replies.append(replies)
             self._sentinels = {process.sentinel: number for number, process in enumerate(self._processes)}
-            self._pollers = [select.poll() for _ in recipes]  # each wakes for one reply, or for the end of any process
+            self._pollers = [select.poll() for _ in recipes]  # each waits for one reply, or the exit of any process
             for replies, poller in zip(self._replies, self._pollers, strict=True):
                 for descriptor in (replies.fileno(), *self._sentinels):
                     poller.register(descriptor, select.POLLIN)
@@ -124,7 +124,7 @@ class ParallelEnv(BatchedEnv):
                 SharedRows({key: self._declared[key] for key in keys}, self.num_workers)
                 for keys in (self._input_keys, self._step_keys, self._reset_keys)
             ]
-            # Two memories for results: a step that restarts what is done writes its own, and the roots of the next one.
+            # Two result buffers: a step that restarts done envs writes its results and the roots of the next step.
             self._inputs, self._outputs, self._roots = (rows.columns for rows in shared)
             for number, requests in enumerate(self._requests):
                 os.write(requests.fileno(), MESSAGE)
@@ -145,7 +145,7 @@ class ParallelEnv(BatchedEnv):
         return self._results(results, requests, self._step_keys)
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        self._restarts = True  # one round trip: a worker restarts what is done as soon as it has taken the step
+        self._restarts = True  # one round trip: a worker whose env is done restarts it right after the step
         try:
             return super().step_and_maybe_reset(tensordict)
         finally:
@@ -153,7 +153,7 @@ class ParallelEnv(BatchedEnv):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         requests: Mapping[int, bytes]
-        if self._is_restarted:  # inside `step_and_maybe_reset`: the workers have done it
+        if self._is_restarted:  # inside `step_and_maybe_reset`: the workers have already reset
             return self._read(self._roots, self._reset_keys)
         if td is None or (not self._row_batch_size and all(key == "_reset" for key in td.keys())):
             rows = range(self.num_workers)
@@ -169,7 +169,7 @@ class ParallelEnv(BatchedEnv):
         return self._results(results, requests, self._reset_keys)
 
     def _shared(self, td: TensorDictBase) -> bool:
-        """Writes what a step reads into the shared memory; False if an entry does not fit it."""
+        """Writes the step's inputs into shared memory; returns False if an entry does not fit."""
         for key, column in self._inputs.items():
             value = entry(td, key) if type(key) is str else td.get(key, None)
             if value is None or value.shape != column.shape or value.dtype != column.dtype:
@@ -178,7 +178,7 @@ class ParallelEnv(BatchedEnv):
         return True
 
     def _messages(self, method: str, rows: Mapping[int, TensorDictBase | None]) -> dict[int, bytes]:
-        """The requests. Rows are copied: a pickled view would carry the whole memory that it is a view of."""
+        """Returns the pickled requests. Rows are cloned: pickling a view would pickle its whole storage."""
         shared = self._declared is not None
         return {n: pickle.dumps((method, (None if row is None else row.clone(), shared))) for n, row in rows.items()}
 
@@ -187,7 +187,7 @@ class ParallelEnv(BatchedEnv):
     ) -> TensorDictBase:
         if self._declared is None:
             for number, result in zip(numbers, results, strict=True):
-                self._last[number] = result  # the others keep their latest row
+                self._last[number] = result  # the other workers keep their latest row
             return self._joined(self._last, keys)
         return self._read(self._outputs, keys)
 
@@ -208,25 +208,25 @@ class ParallelEnv(BatchedEnv):
             return self._answers(requests, what, "timeout_s")
 
     def _send(self, number: int, request: bytes) -> None:
-        """One of the single bytes, or a pickled request."""
+        """Sends a single-byte request, or a pickled one."""
         os.write(self._requests[number].fileno(), request if len(request) == 1 else MESSAGE)
         if len(request) > 1:
             self._requests[number].send_bytes(request)
 
     def _answers(self, numbers: Collection[int], what: str, limit: str) -> list[Any]:
-        """The results of these workers in order, within the seconds of the setting ``limit``."""
+        """Returns the results of these workers in order; ``limit`` names the setting with the time limit."""
         deadline = time.monotonic() + self._times[limit]
         left_ms = poll_timeout(deadline)
         answers: dict[int, Any] = dict.fromkeys(numbers, _MISSING)
-        for number in reversed(answers):  # the last one asked is mostly the last to answer: one wait for all
+        for number in reversed(answers):  # the last worker asked usually replies last: one wait for all
             descriptor, poller = self._replies[number].fileno(), self._pollers[number]
             while answers[number] is _MISSING:
                 events = poller.poll(left_ms)
-                if events and events[0][0] == descriptor:  # the first of those that are polled
+                if events and events[0][0] == descriptor:  # events are in order of registration: its reply comes first
                     answers[number] = self._taken(number, what)
                     continue
                 left_ms = poll_timeout(deadline)
-                if events:  # a process has ended, maybe with an error to tell
+                if events:  # a process has ended, possibly after sending an error
                     ended = self._sentinels[min(descriptor for descriptor, _ in events)]
                     self._taken(ended, what)
                     raise self._ended(ended, what)
@@ -272,7 +272,7 @@ class ParallelEnv(BatchedEnv):
     def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: late replies would be taken for those to the next request
+        except BaseException:  # Ctrl-C too: late replies would be read as replies to the next request
             self.close()
             raise
 

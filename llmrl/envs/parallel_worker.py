@@ -1,7 +1,7 @@
-"""The process of an env of a `ParallelEnv`: `serve` makes the env and answers requests; `SharedRows` is shared memory.
+"""The worker process of a `ParallelEnv`: `serve` makes the env and answers requests; `SharedRows` is shared memory.
 
-Requests and replies are single bytes on a pipe. `MESSAGE` says that a pickled one follows: ``(method, arguments)``;
-``(True, result)`` or ``(False, (error, traceback))``. Entries of declared form are in the shared memory.
+Requests and replies are single bytes on a pipe. After `MESSAGE`, a pickled one follows: a request is ``(method,
+arguments)``, a reply ``(True, result)`` or ``(False, (error, traceback))``. Declared entries are in shared memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from llmrl.envs.base import EnvBase
 from llmrl.envs.batched import Declared, describe, keyed, restart
 from llmrl.envs.td_ops import any_row
 
-_ALIGNMENT = 64  # bytes; a view as complex128 needs 16, which consolidate() of tensordict does not give
+_ALIGNMENT = 64  # bytes; a complex128 view needs 16, which TensorDict.consolidate() does not guarantee
 MESSAGE, STEP, STEP_AND_RESTART, CLOSE, DONE, RESTARTED = b"m", b"s", b"r", b"c", b"d", b"R"
 _METHODS = {STEP: "step", STEP_AND_RESTART: "step_and_restart"}
 
 
 class SharedRows:
-    """A tensor [num_rows, *shape] for each declared entry. Sent through a connection, it is the same memory there."""
+    """A tensor [num_rows, *shape] for each declared entry. A process that receives it gets the same memory."""
 
     def __init__(self, declared: Mapping[NestedKey, Declared], num_rows: int):
         self.declared, self._num_rows = dict(declared), num_rows
@@ -44,12 +44,12 @@ class SharedRows:
             size = num_rows * shape.numel() * dtype.itemsize
             self._places[key] = slice(end, end + size)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        # One block for all: each one costs every process a file descriptor, and time at the start.
+        # One block for all entries: each block costs every process a file descriptor and startup time.
         self._block = torch.zeros(max(end, 1), dtype=torch.uint8).share_memory_()
 
     @property
     def columns(self) -> dict[NestedKey, Tensor]:
-        """The tensors by key, made at each access."""
+        """The tensors by key; new views at each access."""
         return {
             key: self._block[self._places[key]].view(dtype).view(self._num_rows, *shape)
             for key, (shape, dtype) in self.declared.items()
@@ -60,7 +60,7 @@ _Cell = tuple[NestedKey, Declared, Tensor, np.ndarray | None]
 
 
 def _cells(shared: SharedRows, row: int) -> list[_Cell]:
-    """The entries of one env, also as arrays if numpy knows the dtype."""
+    """Returns the entries of one env, also as arrays if numpy has the dtype."""
     cells: list[_Cell] = []
     for key, column in shared.columns.items():
         array = None if column.dtype == torch.bfloat16 else column[row].numpy()
@@ -83,11 +83,11 @@ class _Worker:
         self._step_in_place = self.env._array_step(read, written)
 
     def step(self) -> None:
-        """From shared memory into shared memory."""
+        """Takes a step, reading and writing shared memory."""
         self._take_step()
 
     def step_and_restart(self) -> bytes | None:
-        """A step, and a restart of what is done, without a request of its own."""
+        """Takes a step and restarts the rows that are done, in one request."""
         if not self._take_step():
             return None
         done = None if self._step_in_place is not None else entry(self._last, "done")
@@ -105,7 +105,7 @@ class _Worker:
         return any_row(entry(self._last, "done"))
 
     def step_row(self, td: TensorDictBase, shared: bool) -> TensorDictBase | None:
-        """From a message into shared memory, or into the reply."""
+        """Takes a step on entries from a message; writes shared memory, or returns the result for the reply."""
         self._step(td)
         return self._write(self._outputs) if shared else self._last
 
@@ -130,16 +130,16 @@ class _Worker:
             if array is None or not value.is_cpu:
                 row.copy_(value)
             else:
-                array[...] = value.numpy()  # the same at a third of the time, for small entries
+                array[...] = value.numpy()  # for small entries, a third of the time of copy_
 
 
 def serve(requests: Connection, replies: Connection, owner: int, recipe: bytes, seed: int) -> None:
-    """The main function of the process: makes the env by the pickled function ``recipe`` and answers requests until the
-    owner closes or ends. ``seed`` is for the global generators, which would be equal in forked processes.
+    """The main function of the process: makes the env with the pickled function ``recipe`` and answers requests until
+    the owner closes or exits. ``seed`` seeds the global generators, which would be equal in forked processes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which then closes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C and then closes the workers
     parent_watchdog.follow(owner)
-    torch.set_num_threads(1)  # a core for each env; and a forked process cannot use the threads of its parent
+    torch.set_num_threads(1)  # one core per env; also, a forked process cannot use its parent's threads
     torch.set_grad_enabled(False)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -153,7 +153,7 @@ def serve(requests: Connection, replies: Connection, owner: int, recipe: bytes, 
         worker = _Worker(env)
         return description
 
-    with contextlib.suppress(EOFError, ConnectionError):  # the owner ended
+    with contextlib.suppress(EOFError, ConnectionError):  # the owner has exited
         _reply(replies, make)
         while worker is not None and (request := os.read(requests.fileno(), 1)) not in (CLOSE, b""):
             method, arguments = requests.recv() if request == MESSAGE else (_METHODS[request], ())
@@ -169,8 +169,8 @@ def _reply(replies: Connection, act: Callable[..., Any], *arguments: Any) -> Non
             os.write(replies.fileno(), result or DONE)
             return
         message = pickle.dumps((True, result))
-    except (Exception, SystemExit) as error:  # the owner raises it, and closes this process
+    except (Exception, SystemExit) as error:  # the owner raises it and closes this process
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (text, traceback.format_exc())))
-    os.write(replies.fileno(), MESSAGE)  # only now: a result that cannot be pickled is an error, not half a reply
+    os.write(replies.fileno(), MESSAGE)  # after pickling, so that an unpicklable result is an error, not half a reply
     replies.send_bytes(message)

@@ -15,7 +15,7 @@ DONE_KEYS = ("done", "terminated", "truncated")
 
 
 def _spec_property(part: str, *, leaf: bool = False) -> property:
-    # Looked up at each access, so that a subclass that overrides _get_spec is asked.
+    # Looked up at each access, so that a subclass's override of _get_spec takes effect.
     def get(self: EnvSpecs) -> TensorSpec:
         spec = self._get_spec(part)
         keys = spec.leaf_keys if leaf else ()
@@ -44,7 +44,7 @@ def _key_property(part: str) -> property:
 
 
 class EnvSpecs:
-    """Keeps the observation, state, action, reward and done specs of one batch size and device, locked.
+    """Stores the observation, state, action, reward and done specs, locked, with one batch size and device.
 
     A part that was not set is an empty `Composite`; the done spec always has ``"done"``, ``"terminated"`` and
     ``"truncated"``, bool[*B, 1].
@@ -65,7 +65,7 @@ class EnvSpecs:
         return self._device
 
     def to(self, device: torch.device | str) -> Self:
-        """Moves the specs, in place. A subclass with tensors of its own moves those too."""
+        """Moves the specs, in place. A subclass that has tensors moves those too."""
         self._device = torch.device(device)
         self._specs = {part: spec.to(self._device).lock_() for part, spec in self._specs.items()}
         self._spec_version += 1
@@ -104,7 +104,7 @@ class EnvSpecs:
         elif spec.shape != batch_size:
             spec = Composite(dict(spec.items()), shape=batch_size, device=spec.device)  # raises if it does not fit
         else:
-            spec = spec.clone()  # the caller's is not locked
+            spec = spec.clone()  # the caller's spec must not be locked
         if self.device is not None:
             spec = spec.to(self.device)
         if part == "done":

@@ -1,6 +1,6 @@
-"""From one step to the next: `step_mdp` makes t+1 the root, `next_seed` derives the seed of the next env.
+"""Moves from one step to the next: `step_mdp` makes t+1 the root, `next_seed` derives the next env's seed.
 
-`step_mdp` is on the hot path: it looks at root keys only, and copies nothing but references.
+`step_mdp` is on the hot path: it reads root keys only, and copies only references.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from llmrl.data.ragged.tensordicts import dim_names, new_tensordict, required
 from llmrl.envs.td_ops import fill_missing, shallow_copy
 
-_KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself, a dict: what is named below it
+_KeyTree = dict[str, "_KeyTree | None"]  # None: the entry itself; a dict: keys nested below it
 
 
 def step_mdp(
@@ -27,11 +27,11 @@ def step_mdp(
     done_keys: tuple[NestedKey, ...] = ("done", "terminated", "truncated"),
     action_keys: tuple[NestedKey, ...] = ("action",),
 ) -> TensorDictBase:
-    """The root of the next step: the entries under ``"next"``, and those that only the root has (``keep_other``).
+    """Returns the root of the next step: the entries under ``"next"``, plus those only the root has (``keep_other``).
 
-    Reads   ``"next"`` and the root keys; nothing is copied but references, and ``tensordict`` is not changed
-    Returns a new tensordict. A nested plain tensordict is merged key by key; anything else that ``"next"`` has, such as
-            a tensorclass, replaces the root's whole, so that nothing of time t stays in it
+    Reads   ``"next"`` and the root keys; only references are copied, and ``tensordict`` is not changed
+    Returns a new tensordict. Nested plain tensordicts are merged key by key; any other entry under ``"next"``, such as
+            a tensorclass, replaces the root's entry entirely, so that it keeps nothing of time t
     Raises  MissingKeyError without ``"next"``
 
     >>> import torch
@@ -50,7 +50,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     # The trees name the entries to leave out of "next" and of the root; None leaves the whole root out.
     next_td = None if isinstance(td, LazyStackedTensorDict) else required(td, "next", "step_mdp", "step the env first")
     stack = td if next_td is None else next_td
-    if isinstance(stack, LazyStackedTensorDict):  # row by row: its entries as a whole would have to be stacked
+    if isinstance(stack, LazyStackedTensorDict):  # row by row: reading whole entries would stack them
         rows = [_next_root(row, next_tree, root_tree) for row in td.unbind(stack.stack_dim)]
         return LazyStackedTensorDict.lazy_stack(rows, stack.stack_dim)
     entries: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
     for key, value in next_td.items():
         if key in next_tree and (value := _pruned(value, next_tree[key], keep_opaque=True)) is None:
             continue
-        # The root's nested entries that "next" lacks are carried over, in a copy: "next" stays as it is.
+        # Carries over the root's nested entries that "next" lacks, in a copy so that "next" does not change.
         if type(value) is TensorDict and type(other := entries.get(key)) is TensorDict:
             value = shallow_copy(value)
             fill_missing(value, other)
@@ -72,7 +72,7 @@ def _next_root(td: TensorDictBase, next_tree: _KeyTree, root_tree: _KeyTree | No
 
 
 def next_seed(seed: int) -> int:
-    """The seed that follows ``seed`` when several envs or generators are seeded from one; 32 bits, well mixed.
+    """Returns the seed that follows ``seed`` when several envs or generators are seeded from one; 32 mixed bits.
 
     >>> next_seed(0), next_seed(1)
     (3793791033, 2433363436)
@@ -98,7 +98,7 @@ def _key_tree(keys: tuple[NestedKey, ...]) -> _KeyTree:
 
 
 def _pruned(value: Any, tree: _KeyTree | None, keep_opaque: bool = False) -> Any:
-    # An entry without the parts that the tree names; None if nothing is left.
+    # Returns the entry without the parts that the tree names; None if nothing is left.
     if tree is None:
         return None
     if type(value) is not TensorDict:

@@ -1,6 +1,6 @@
 """Cheap operations on batches with ragged entries: shallow copies, filling gaps, replacing rows, stacking.
 
-They look at containers, never into lazily stacked rows: the content of a tensorclass or a lazy stack is moved as it is.
+They handle containers only and never read lazily stacked rows: tensorclasses and lazy stacks are moved unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmrl.errors import MissingKeyError, ShapeError
 
 
 def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDictBase:
-    """A new root with the same entries (nested containers are shared), less the root keys in ``without``."""
+    """Returns a new root with the same entries (nested containers are shared), minus the root keys in ``without``."""
     if type(td) is not TensorDict:
         return td.exclude(*without)
     entries = {key: value for key, value in td.items() if key not in without}
@@ -35,12 +35,12 @@ def shallow_copy(td: TensorDictBase, without: Collection[str] = ()) -> TensorDic
 
 
 def any_row(flags: Tensor) -> bool:
-    """``flags.any()``; for one flag at a fifth of the time."""
+    """Returns ``flags.any()``; five times faster if there is only one flag."""
     return bool(flags) if flags.numel() == 1 else bool(flags.any())
 
 
 def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
-    """Gives ``td``, in place, the entries of ``other`` that it lacks; plain nested tensordicts are filled in turn."""
+    """Adds to ``td``, in place, the entries of ``other`` that it lacks; recurses into plain nested tensordicts."""
     if isinstance(td, LazyStackedTensorDict):
         for row, more in zip(td.tensordicts, other.unbind(td.stack_dim), strict=True):
             fill_missing(row, more)
@@ -56,7 +56,7 @@ def fill_missing(td: TensorDictBase, other: TensorDictBase) -> None:
 
 
 def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: str) -> TensorDictBase:
-    """``old`` with the rows where ``rows`` (bool[*B]) is True replaced by those of ``new``, in a new tensordict.
+    """Returns a new tensordict: ``old`` with the rows where ``rows`` (bool[*B]) is True replaced by those of ``new``.
 
     Raises  MissingKeyError for an entry of ``new`` that ``old`` lacks; ShapeError if the rows do not fit
     """
@@ -79,8 +79,9 @@ def put_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: 
 
 
 def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reader: str) -> TensorDictBase:
-    """The entries of ``old``, overwritten by those of ``new``, which has as many rows, where ``rows`` (bool[*B]) is
-    True, else only completed by them. Where one of the two is ragged, a row is overwritten as a whole.
+    """Overwrites rows of ``old`` with rows of ``new`` (same number of rows) where ``rows`` (bool[*B]) is True.
+
+    Other rows only get the entries that they lack. If ``old`` or ``new`` is ragged, whole rows are overwritten.
 
     Returns a new tensordict
     Raises  ShapeError if the rows do not fit
@@ -101,7 +102,7 @@ def update_rows(old: TensorDictBase, rows: Tensor, new: TensorDictBase, *, reade
 
 def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, reader: str) -> TensorDictBase:
     entries = dict(old.items())
-    others: dict[str, Any] = {}  # that have to be indexed, which takes several times as long
+    others: dict[str, Any] = {}  # entries that must be indexed, which takes several times as long
     for key, value in new.items():
         before = entries.get(key)
         if before is None:
@@ -113,7 +114,7 @@ def _update_entries(old: TensorDictBase, rows: Tensor, new: TensorDictBase, read
             entries[key] = torch.where(mask, value, before)
         else:
             others[key] = value
-    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # ``others`` are still the old ones
+    out = new_tensordict(entries, old.batch_size, old.device, dim_names(old))  # ``others`` still have old values
     return put_rows(out, rows, new.select(*others)[rows], reader=reader) if others else out
 
 
@@ -122,16 +123,16 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def stack_steps(steps: Sequence[TensorDictBase], without: Collection[tuple[str, ...]] = ()) -> TensorDictBase:
-    """The steps along a new last dim named "time": dense if every step has the same shapes, else a lazy stack.
+    """Stacks the steps along a new last dim named "time": dense if all steps have the same shapes, else lazily.
 
     Entries whose key, as a tuple, is in ``without`` are left out.
     """
     dim = steps[0].batch_dims
-    try:  # dense almost always: tried without comparing the shapes of all entries first
+    try:  # almost always dense: tried without first comparing all shapes
         return _dense_stack(steps, dim, without)
     except (KeyError, RuntimeError, ShapeError):
         pass
-    # named as it is made: naming the finished stack would go down to every row of every entry
+    # named at creation: naming the finished stack would visit every row of every entry
     steps = [step.exclude(*without) for step in steps] if without else list(steps)
     return LazyStackedTensorDict.lazy_stack(steps, dim, stack_dim_name="time")
 
@@ -142,7 +143,7 @@ _dtype, _is_nested = operator.attrgetter("dtype"), operator.attrgetter("is_neste
 def _dense_stack(
     steps: Sequence[TensorDictBase], dim: int, without: Collection[tuple[str, ...]], path: tuple[str, ...] = ()
 ) -> TensorDict:
-    # entry by entry: tensordict's own stack takes ten times as long
+    # entry by entry: TensorDict.stack takes ten times as long
     if any(type(step) is not TensorDict for step in steps):
         raise ShapeError("ragged")
     rows = [entries_of(step) for step in steps]
@@ -173,7 +174,7 @@ def _replaced(old: Any, rows: Tensor, new: Any, reader: str) -> Any:
         out = old.clone()
         out[rows] = new
         return out
-    if type(old) is TensorDict and type(new) is TensorDict:  # entry by entry: entries that ``new`` lacks stay
+    if type(old) is TensorDict and type(new) is TensorDict:  # entry by entry: keeps entries that ``new`` lacks
         return put_rows(old, rows, new, reader=reader)
     if isinstance(old, (NonTensorData, NonTensorStack)):
         return NonTensorStack(*_merged(_members(old), rows, _members(new)))

@@ -44,9 +44,9 @@ __all__ = [
 class RandomPolicy:
     """Draws the actions of an env from its spec.
 
-    Writes  ``action_key``; for a `Composite`, its entries. For rows of another number than the spec is written for, an
-            action for each
-    generator  draws them; by default torch's global one
+    Writes  ``action_key``; for a `Composite`, its entries, for every row of the tensordict even if the spec has another
+            batch size
+    generator  random generator for the draws; by default torch's global one
 
     >>> from llmrl.data import OneHot
     >>> RandomPolicy(OneHot(3))(TensorDict())["action"].sum()
@@ -67,7 +67,7 @@ class RandomPolicy:
 
 
 def draw_entries(spec: Composite, td: TensorDictBase, generator: torch.Generator | None) -> TensorDictBase:
-    """Draws the entries of ``spec`` for as many rows as ``td`` has, in place. Returns ``td``."""
+    """Draws the entries of ``spec`` for every row of ``td``, in place. Returns ``td``."""
     more = () if td.batch_size == spec.shape else td.batch_size
     drawn = _for_batch(spec, td.batch_size).rand(more, generator=generator)
     for key in spec.leaf_keys:
@@ -78,10 +78,10 @@ def draw_entries(spec: Composite, td: TensorDictBase, generator: torch.Generator
 def make_composite_from_td(
     data: TensorDictBase, *, unsqueeze_null_shapes: bool = True, dynamic_shape: bool = False
 ) -> Composite:
-    """The spec that data like ``data`` would have: `Unbounded` per tensor, `NonTensor` for the rest, nested alike.
+    """Returns a spec for data like ``data``: `Unbounded` per tensor, `NonTensor` for the rest, with the same nesting.
 
     A tensor without dims becomes shape (1,) unless ``unsqueeze_null_shapes`` is False; ``dynamic_shape`` makes the last
-    dim of every tensor that has one beyond the batch -1. The dims in which ragged rows differ are -1 in any case.
+    non-batch dim of every tensor -1. Dims in which ragged rows differ are always -1.
 
     >>> make_composite_from_td(TensorDict(obs=torch.zeros(4, 3), batch_size=[4]))["obs"].shape
     torch.Size([4, 3])
@@ -105,7 +105,7 @@ def make_composite_from_td(
                 value, unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape
             )
         else:
-            shape = [size if isinstance(size, int) else -1 for size in value.shape]  # jagged tensors have another kind
+            shape = [size if isinstance(size, int) else -1 for size in value.shape]  # jagged dims have symbolic sizes
             if dynamic_shape and len(shape) > held.batch_dims:
                 shape[-1] = -1
             shape = shape or ([1] if unsqueeze_null_shapes else [])
@@ -127,19 +127,19 @@ def check_env_specs(
     """Runs ``env`` for ``num_steps`` steps and compares every entry with the spec that declares it.
 
     Calls   ``env.reset(tensordict)``, then ``policy`` (None: random actions) and ``env.step``; with
-            ``break_when_any_done`` False rows that are done are reset on the way, with "both" it does one run of each
-            kind (None: True)
+            ``break_when_any_done=False``, rows that are done are reset during the run; "both" does one run of each kind
+            (None: True)
     Raises  AssertionError that lists every disagreement by time and key: missing, undeclared, shape, dtype (unless
             ``check_dtype`` is False), value outside the domain; with ``return_contiguous``, steps that do not stack
             densely
 
-    The global random state and the env's own generator are put back afterwards, unless ``seed`` is given: then both are
-    seeded for the run and the env stays as seeded.
+    The global random state is restored afterwards, and so is the env's generator unless ``seed`` is given: ``seed``
+    seeds both for the run, and the env stays seeded.
     """
     known = {None: (True,), True: (True,), False: (False,), "both": (True, False)}
     if break_when_any_done not in known:
         raise ConfigError(f"check_env_specs: break_when_any_done must be bool or 'both': got {break_when_any_done!r}.")
-    found: dict[str, None] = {}  # an ordered set: several runs and steps find the same
+    found: dict[str, None] = {}  # an ordered set: several runs and steps find the same problem
     with _random_state_kept(env, seed):
         for mode in known[break_when_any_done]:
             problems = _run_and_compare(env, tensordict, policy, num_steps, mode, check_dtype, bool(return_contiguous))
@@ -163,7 +163,7 @@ def _run_and_compare(
             for mismatch in _for_batch(env._get_spec(part), td.batch_size).mismatches(td):
                 if check_dtype or mismatch.kind != "dtype":
                     yield f"{time}, {mismatch.name}: {mismatch.text} ({part}_spec)"
-        if parts == ("action",):  # the root has the entries of other specs beside it
+        if parts == ("action",):  # the root also has entries of other specs
             return
         for key in _undeclared(td, [env._get_spec(part) for part in (*parts, "state")]):
             if tensordict is None or key[0] not in tensordict.keys():
@@ -190,8 +190,8 @@ def _run_and_compare(
 
 
 def _for_batch(spec: Composite, batch_size: torch.Size) -> Composite:
-    # An env without a locked batch may have started another number of rows than its specs are written for: then the
-    # spec of one row, which also checks a batch of rows.
+    # An env without a locked batch may have more or fewer rows than its specs. Then this returns the spec of one row,
+    # which can also check a batch of rows.
     return spec if batch_size == spec.shape or not spec.shape else spec[(0,) * len(spec.shape)]
 
 
@@ -215,7 +215,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         envs.append(base)
     generators = [(e, None if e._generator is None else e._generator.get_state()) for e in envs]
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # fork_rng would start CUDA
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # fork_rng would initialize CUDA
     with torch.random.fork_rng(devices=devices):
         if seed is not None:
             torch.manual_seed(seed)
@@ -223,7 +223,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(python_state)  # fork_rng puts back torch's own
+            random.setstate(python_state)  # fork_rng restores torch's
             np.random.set_state(numpy_state)
             if seed is None:
                 for e, state in generators:
@@ -232,7 +232,7 @@ def _random_state_kept(env: EnvSpecs, seed: int | None) -> Iterator[None]:
 
 
 def _stacked(rows: list[Any], dim: int) -> Any:
-    # The spec of a stack of values with these specs: -1 where they differ in size, the entries that all of them have.
+    # The spec of a stack of values with these specs: -1 where sizes differ; only entries that all of them have.
     first = rows[0]
     if len({len(row.shape) for row in rows}) > 1:
         raise ShapeError(f"make_composite_from_td: stacked rows need as many dims: got {[row.shape for row in rows]}.")

@@ -1,4 +1,4 @@
-"""Environments of other packages."""
+"""Wrappers for environments of other packages."""
 
 from llmrl.envs.libs.gym import GymEnv, GymWrapper
 

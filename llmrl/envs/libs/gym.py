@@ -1,4 +1,4 @@
-"""`GymEnv` and `GymWrapper`: environments of gymnasium, by id or as objects."""
+"""`GymEnv` and `GymWrapper`: gymnasium environments, by id or as objects."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["GymEnv", "GymWrapper"]
 class GymWrapper(EnvBase):
     """A gymnasium environment as an `EnvBase` without batch dimensions.
 
-    Reads   "action": discrete choices are one-hot int64[n] (other scores count by their largest), or int64[] with
-            ``categorical_action_encoding``, which holds for discrete observations too. A space of several actions is
-            nested: ("action", name), for a `Tuple` ("action", "0") and so on
-    Writes  "observation"; the entries of a `Dict` space by their own names, those of a `Tuple` as ("observation", "0")
+    Reads   "action": discrete choices are one-hot int64[n] (for other scores the argmax is taken), or int64[] with
+            ``categorical_action_encoding``, which also applies to discrete observations. `Dict` and `Tuple` action
+            spaces are nested: ("action", name) and ("action", "0") and so on
+    Writes  "observation"; the entries of a `Dict` space by their names, those of a `Tuple` as ("observation", "0")
             "pixels" uint8[H, W, C] with ``from_pixels``, in place of the observation unless ``pixels_only`` is False
-            "reward" float32[1], the sum if an action is repeated; "done", "terminated", "truncated" bool[1]
-    Raises  ConfigError for anything but one gymnasium environment, and for ``from_pixels`` without
+            "reward" float32[1], summed over repeated actions; "done", "terminated", "truncated" bool[1]
+    Raises  ConfigError if ``env`` is not a single gymnasium environment, and for ``from_pixels`` without
             ``render_mode="rgb_array"``; UnsupportedError for spaces without a spec
 
-    frame_skip  every action is taken this many times, until the episode ends
+    frame_skip  every action is repeated this many times, or until the episode ends
     device      of all entries
 
     `set_seed` seeds the next reset, as ``reset(seed=...)`` of gymnasium does.
@@ -64,11 +64,11 @@ class GymWrapper(EnvBase):
         who = type(self).__name__
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(
-                f"{who}: env must be a gymnasium.Env: got {type(env).__name__}; several at a time are "
+                f"{who}: env must be a gymnasium.Env: got {type(env).__name__}; for several at a time, use "
                 "SerialEnv(n, fn) or ParallelEnv(n, fn)."
             )
         if not isinstance(frame_skip, int) or frame_skip < 1:
-            raise ConfigError(f"{who}: frame_skip is the number of times an action is taken: got {frame_skip!r}.")
+            raise ConfigError(f"{who}: frame_skip must be an int, at least 1: got {frame_skip!r}.")
         if from_pixels:
             if env.render_mode != "rgb_array":
                 raise ConfigError(
@@ -78,7 +78,7 @@ class GymWrapper(EnvBase):
         super().__init__(device=device)
         self.gym_env, self.frame_skip = env, frame_skip
         self._one_hot, self._seed = not categorical_action_encoding, None
-        self._specs_read: Any = (-1, None)  # `_leaf_specs` of a version of the specs
+        self._specs_read: Any = (-1, None)  # (spec version, cached `_leaf_specs`)
         self._name = "pixels" if from_pixels and pixels_only else "observation"
         self._observation_space, self._action_space = env.observation_space, env.action_space
         self._is_dict = isinstance(env.observation_space, gymnasium.spaces.Dict)
@@ -99,7 +99,7 @@ class GymWrapper(EnvBase):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         observation, _ = self.gym_env.reset(seed=self._seed)
-        self._seed = None  # for one reset: with it each episode would be the same
+        self._seed = None  # for one reset only, or every episode would be the same
         return bare_tensordict(self._observed(observation), self.batch_size, self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -128,7 +128,7 @@ class GymWrapper(EnvBase):
         is_one_hot = isinstance(self._leaf_specs()[0], OneHot)
         is_discrete = type(space).__name__ == "Discrete"
         if (
-            type(self)._step is not GymWrapper._step  # which a subclass may have changed
+            type(self)._step is not GymWrapper._step  # overridden by a subclass
             or {*outputs} != {name, "reward", *DONE_KEYS}
             or type(self._observation_space).__name__ != "Box"
             or not (is_discrete or type(space).__name__ == "Box")
@@ -148,7 +148,7 @@ class GymWrapper(EnvBase):
                     f"{type(self).__name__}: an observation must have the shape of its space, {observed.shape}: got "
                     f"{np.shape(observation)}."
                 )
-            observed[...] = observation  # which would broadcast another shape without a word: hence the check
+            observed[...] = observation  # would silently broadcast a wrong shape, hence the check
             is_done = terminated or truncated
             for flag, value in zip(flags, (is_done, terminated, truncated), strict=True):
                 flag[0] = value
@@ -163,14 +163,14 @@ class GymWrapper(EnvBase):
         return {self._name: _encode(observation, space, specs[self._name])}
 
     def _leaf_specs(self) -> tuple[TensorSpec, dict[str, TensorSpec]]:
-        """The specs of action and observations, cached: looking them up at every step would double its cost."""
+        """Returns the specs of action and observations, cached: a lookup at every step would double its cost."""
         if self._specs_read[0] != self.spec_version:
             found = self._get_spec("action")["action"], dict(self._get_spec("observation").items())
             self._specs_read = self.spec_version, found
         return self._specs_read[1]
 
     def _spec_of(self, space: Any, what: str) -> TensorSpec:
-        """The spec that stands for a space."""
+        """Returns the spec of a space."""
         kind, device = type(space).__name__, self.device
         if kind == "Box":
             dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
@@ -197,9 +197,9 @@ class GymWrapper(EnvBase):
 
 
 class GymEnv(GymWrapper):
-    """``GymWrapper(gymnasium.make(env_name, **kwargs))``, with the options of `GymWrapper` among the keywords.
+    """``GymWrapper(gymnasium.make(env_name, **kwargs))``, plus the options of `GymWrapper`.
 
-    ``from_pixels`` has the environment made with ``render_mode="rgb_array"``.
+    ``from_pixels`` makes the environment with ``render_mode="rgb_array"``.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.set_seed(0)
@@ -241,14 +241,14 @@ class GymEnv(GymWrapper):
 
 
 def _parts(space: Any) -> list[tuple[str, Any]]:
-    """The spaces of a Dict or a Tuple by name."""
+    """Returns the spaces of a Dict or Tuple by name."""
     if type(space).__name__ == "Dict":
         return list(space.items())
     return [(str(number), part) for number, part in enumerate(space)]
 
 
 def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
-    """An observation as an entry, always a copy: some environments go on writing into the array that they return."""
+    """Converts an observation to an entry, always a copy: some environments reuse the array that they return."""
     kind = type(space).__name__
     if kind == "Box":
         return _tensor(value, space.dtype, spec.device)
@@ -260,13 +260,13 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
-    """An action entry in the form that gymnasium takes."""
+    """Converts an action entry to the form that gymnasium expects."""
     kind = type(space).__name__
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
         return values if kind == "Dict" else tuple(values.values())
     if kind == "Discrete":
-        # Scores in place of a one-hot vector, such as logits: the largest counts.
+        # Instead of a one-hot vector the policy may write scores, such as logits: the argmax is taken.
         number = value.argmax(-1) if isinstance(spec, OneHot) and value.dtype != torch.bool else spec.to_numpy(value)
         return int(number.item() + space.start)
     number = spec.to_numpy(value)
@@ -276,6 +276,6 @@ def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 
 def _tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:
-    """A copy; through numpy it costs a third of ``torch.tensor``."""
+    """Copies ``value`` to a tensor; via numpy this takes a third of the time of ``torch.tensor``."""
     tensor = torch.from_numpy(np.array(value, dtype=dtype))
     return tensor if device is None or device.type == "cpu" else tensor.to(device)

@@ -1,25 +1,25 @@
-"""`Transform`, the one extension point of environments and replay buffers, and `Compose`, a list of them.
+"""`Transform`, the extension point of environments and replay buffers, and `Compose`, a list of transforms.
 
-A transform overrides one hook, seldom two. Transforms run in the order they were appended; ``inv`` runs in the opposite
-order, because an action (or a batch written to a buffer) meets the outermost transform first.
+A transform overrides one hook, rarely two. Transforms run in the order they were appended; ``inv`` runs in reverse
+order, because an action (or a batch written to a buffer) enters through the outermost transform.
 
 | hook | runs in | sees | override it to |
 |---|---|---|---|
 | ``_apply_transform(value)`` | default of ``_call`` and ``forward``, per key pair | one entry | map a value |
 | ``_call(next_td)`` | reset and step | t+1 | derive an entry from the new state |
 | ``_step(td, next_td)`` | step (default: ``_call(next_td)``) | t and t+1 | reward, tools, done |
-| ``_reset(td, reset_td)`` | reset, after the env (default: ``_call``) | what was asked for, t = 0 | counters |
-| ``_reset_env_preprocess(td)`` | reset, before the env | what was asked for, or None | hand the env its prompts |
+| ``_reset(td, reset_td)`` | reset, after the env (default: ``_call``) | the input of reset, t = 0 | counters |
+| ``_reset_env_preprocess(td)`` | reset, before the env | the input of reset, or None | give the env its prompts |
 | ``forward(td)`` | buffer sample | a batch | relabel, pad |
 | ``inv(td)`` | buffer extend; before the env's step | a batch | group (may return None), decode an action |
 | ``_inv_apply_transform(value)`` | default of ``inv``, per inverse key pair | one entry | map an action |
 | ``transform_<part>_spec(spec)`` | once, when specs are read | a copy of the `Composite` | declare new entries |
-| ``set_container(env)`` | once, when attached | the env | look at ``self.parent`` |
-| ``_set_seed``, ``state_dict``, ``load_state_dict``, ``close`` | with the env's | | own a cursor, a process |
+| ``set_container(env)`` | once, when attached | the env | read ``self.parent`` |
+| ``_set_seed``, ``state_dict``, ``load_state_dict``, ``close`` | with the env's | | manage a cursor, a process |
 
-Rules: ``td`` (time t) is the caller's and is not changed; ``next_td`` and ``reset_td`` are changed in place and
-returned. A reset of some rows of a batch runs the same hooks on those rows only (or, in a `batch_locked` env, on all
-rows, and the others are put back), so that no hook has to look for a mask. `TransformedEnv` runs the hooks.
+Rules: ``td`` (time t) is the caller's and must not be changed; ``next_td`` and ``reset_td`` are changed in place and
+returned. A partial reset runs the same hooks on the reset rows only (a `batch_locked` env runs them on all rows and
+then restores the others), so hooks never handle a mask. `TransformedEnv` runs the hooks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Keys = NestedKey | Sequence[NestedKey]
 
 
 class Transform:
-    """Changes the data on the way into and out of an env or a replay buffer; the base class changes nothing.
+    """Changes data on the way into and out of an env or a replay buffer; the base class changes nothing.
 
     Reads   ``in_keys`` (of t+1, or of a batch), ``out_keys_inv`` (what the policy writes)
     Writes  ``out_keys`` (default: ``in_keys``), ``in_keys_inv`` (what the env reads). With ``in_keys=[]`` nothing is
             mapped: ``out_keys`` then names the entries that a hook of the subclass writes
-    Raises  MissingKeyError if an entry of ``in_keys`` is absent at a step; at a reset an absent one is left out
+    Raises  MissingKeyError if an entry of ``in_keys`` is absent at a step; at a reset, absent entries are skipped
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -67,7 +67,7 @@ class Transform:
         self.out_keys = self.in_keys if out_keys is None else _as_keys(out_keys)
         self.in_keys_inv = _as_keys(in_keys_inv)
         self.out_keys_inv = self.in_keys_inv if out_keys_inv is None else _as_keys(out_keys_inv)
-        self.container: EnvSpecs | None = None  # the env that it was appended to; None in a buffer or on its own
+        self.container: EnvSpecs | None = None  # the env that it is in; None in a buffer or standalone
 
     # -- one entry -----------------------------------------------------------------------------------------------------
 
@@ -85,8 +85,8 @@ class Transform:
         return self._call(next_td)
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
-        if type(self)._call is Transform._call:  # a subclass's own knows what it needs
-            return self._map_entries(reset_td, strict=False)  # a reward, say, is not there yet
+        if type(self)._call is Transform._call:  # an overridden _call handles missing entries itself
+            return self._map_entries(reset_td, strict=False)  # at a reset there is no reward, for example
         return self._call(reset_td)
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
@@ -104,8 +104,8 @@ class Transform:
         return self._map_entries(td)
 
     def __call__(self, td: TensorDictBase | None = None, /, **entries: Any) -> Any:
-        """`forward` of a batch; or of ``entries``, the values of ``in_keys`` by name (the parts of a nested key joined
-        by "_"), which gives the values of ``out_keys``."""
+        """Runs `forward` on a batch; or on ``entries``, the values of ``in_keys`` by name (parts of a nested key joined
+        by "_"): then returns the values of ``out_keys``."""
         if td is not None and not entries:
             return self.forward(td)
         keys = {key if isinstance(key, str) else "_".join(key): key for key in self.in_keys}
@@ -122,7 +122,7 @@ class Transform:
     def inv(self, td: TensorDictBase) -> TensorDictBase | None:
         if not self.in_keys_inv:
             return td
-        td = shallow_copy(td)  # the policy's tensordict keeps the action that it wrote
+        td = shallow_copy(td)  # the policy's tensordict must keep its action
         for in_key, out_key in self._pairs(self.in_keys_inv, self.out_keys_inv):
             if (value := td.get(out_key, None)) is not None:
                 td.set(in_key, self._inv_apply_transform(value))
@@ -136,18 +136,18 @@ class Transform:
     transform_observation_spec = transform_state_spec = transform_action_spec = _same_spec
     transform_reward_spec = transform_done_spec = _same_spec
 
-    # -- where it stands -----------------------------------------------------------------------------------------------
+    # -- container and parent ------------------------------------------------------------------------------------------
 
     @property
     def parent(self) -> EnvSpecs | None:
-        """The env as this transform sees it: the base env with the transforms before this one. None if unattached.
+        """The env below this transform: the base env with the transforms before this one. None if unattached.
 
-        Built at each access: read what is needed once, in ``set_container``, not at every step.
+        Built at each access: read it once, in ``set_container``, not at every step.
         """
         return None if self.container is None else self.container.env_below(self)
 
     def set_container(self, container: EnvSpecs) -> None:
-        """Called when the transform is put into an env. Raises ConfigError if it is in another one already."""
+        """Called when the transform is added to an env. Raises ConfigError if it is already in another one."""
         if self.container is not None and self.container is not container:
             raise ConfigError(
                 f"{type(self).__name__}: a transform belongs to one env at a time and this one is in a "
@@ -156,11 +156,11 @@ class Transform:
         self.container = container
 
     def reset_container(self) -> None:
-        """Called when the transform is taken out of its env."""
+        """Called when the transform is removed from its env."""
         self.container = None
 
     def clone(self) -> Self:
-        """A shallow copy that belongs to no env."""
+        """Returns a shallow copy that is not attached to an env."""
         other = copy.copy(self)
         other.container = None
         return other
@@ -197,7 +197,7 @@ class Transform:
 
 
 def innermost(env: EnvSpecs) -> EnvSpecs:
-    """The env itself, without the transforms around it."""
+    """Returns the base env, without the transforms around it."""
     while (inner := getattr(env, "base_env", None)) is not None:
         env = inner
     return env
@@ -207,7 +207,7 @@ _DUE = {"_call": "next_td", "_step": "next_td", "_reset": "reset_td", "forward":
 
 
 def _each_in_turn(hook: str) -> Callable[..., Any]:
-    """A method of `Compose` that passes its last argument through ``hook`` of every member."""
+    """Returns a `Compose` method that passes its last argument through ``hook`` of every member."""
 
     def run(self: Compose, *arguments: Any) -> Any:
         *before, value = arguments
@@ -222,9 +222,9 @@ def _each_in_turn(hook: str) -> Callable[..., Any]:
 
 
 class Compose(Transform):
-    """Several transforms as one: they run in the order given, and their ``inv`` in the opposite one.
+    """Several transforms as one: they run in the order given, their ``inv`` in reverse.
 
-    Raises  ConfigError for a member that is not a `Transform`, or that returned None if a tensordict is due
+    Raises  ConfigError for a member that is not a `Transform`, or that returned None instead of a tensordict
 
     >>> compose = Compose(Transform(), Transform(in_keys=["observation"]))
     >>> len(compose), compose[1].in_keys
@@ -245,11 +245,11 @@ class Compose(Transform):
             raise ConfigError(f"Compose: a member must be a Transform: got {transform!r}.")
         if transform is self or any(transform is leaf for leaf in self.leaves()):
             raise ConfigError(f"Compose: {transform!r} is already in it; insert transform.clone() to run it twice.")
-        self.transforms.insert(index, transform)  # first: `parent`, which set_container may read, is found by the place
+        self.transforms.insert(index, transform)  # before set_container: `parent` depends on the position
         try:
             if self.container is not None:
                 transform.set_container(self.container)
-        except Exception:  # it refused, maybe when it was attached in part
+        except Exception:  # set_container failed, possibly half-way
             self.transforms.remove(transform)
             if transform.container is self.container:
                 transform.reset_container()
@@ -258,11 +258,11 @@ class Compose(Transform):
             self._members_changed()
 
     def pop(self, index: int = -1) -> Transform:
-        """Takes a member out and detaches it. Raises ConfigError if there is none at ``index``."""
+        """Removes and detaches a member. Raises ConfigError if there is none at ``index``."""
         if not -len(self.transforms) <= index < len(self.transforms):
             raise ConfigError(f"Compose.pop: there must be a transform at {index}: got {len(self.transforms)} of them.")
         transform = self.transforms.pop(index)
-        if transform.container is self.container:  # a slice of an env's transforms is attached to nothing
+        if transform.container is self.container:  # False for a slice of an env's transforms: the env keeps the member
             transform.reset_container()
         self._members_changed()
         return transform
@@ -273,12 +273,12 @@ class Compose(Transform):
 
     def reset_container(self) -> None:
         for transform in self.transforms:
-            if transform.container is self.container:  # a member that refused may belong to another env
+            if transform.container is self.container:  # a member that failed to attach may belong to another env
                 transform.reset_container()
         super().reset_container()
 
     def leaves(self) -> Iterator[Transform]:
-        """Every transform in running order, members of nested `Compose` included."""
+        """Yields every transform in running order, including members of nested `Compose`."""
         for transform in self.transforms:
             if isinstance(transform, Compose):
                 yield from transform.leaves()
@@ -286,7 +286,7 @@ class Compose(Transform):
                 yield transform
 
     def __getitem__(self, index: int | slice) -> Transform | Compose:
-        """A member; for a slice, a `Compose` over the same members, attached to nothing."""
+        """Returns a member; for a slice, an unattached `Compose` over the same members."""
         if not isinstance(index, slice):
             return self.transforms[index]
         part = Compose()

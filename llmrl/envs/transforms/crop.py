@@ -1,4 +1,4 @@
-"""A random window of every trajectory of a batch, for buffers whose rows are whole trajectories."""
+"""Random windows of the trajectories in a batch, for buffers whose rows are whole trajectories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["RandomCropTensorDict"]
 class RandomCropTensorDict(Transform):
     """Cuts ``sub_seq_len`` steps out of every row of a batch; all windows of a row are equally likely.
 
-    Reads    a batch [*A, T, *B], ``sample_dim`` saying where T is among the batch dimensions, and ``mask_key`` bool
+    Reads    a batch [*A, T, *B], where ``sample_dim`` is the index of T in the batch size, and ``mask_key`` bool
              [*A, T, *B] if given: only windows in which it is True everywhere are taken
-    Returns  the batch [*A, sub_seq_len, *B], with a window of its own for every row
+    Returns  the batch [*A, sub_seq_len, *B], with a separate window for every row
     Raises   ShapeError if the batch has no such dimension, or a row has no such window; MissingKeyError for the mask
 
     ``generator`` draws the windows (default: torch's global one); its state is part of ``state_dict``.
@@ -53,18 +53,19 @@ class RandomCropTensorDict(Transform):
         dim = self.sample_dim % td.batch_dims
         start = self._starts(td, dim)
         where = (start.unsqueeze(-1) + torch.arange(self.sub_seq_len, device=start.device)).movedim(-1, dim)
+        # Windows as flat row indices, so that one index works for all entries and any sample_dim.
         grid = torch.arange(td.batch_size.numel(), device=where.device).view(td.batch_size)
         return td.reshape(-1)[grid.gather(dim, where).reshape(-1)].reshape(where.shape)
 
     def _starts(self, td: TensorDictBase, dim: int) -> Tensor:
-        """The first step of the window of every row, int64[*A, *B]."""
+        """Returns the first step of every row's window, int64[*A, *B]."""
         length, width = td.batch_size[dim], self.sub_seq_len
         rows = td.batch_size[:dim] + td.batch_size[dim + 1 :]
         allowed = torch.ones(*rows, max(length - width + 1, 0), dtype=torch.bool, device=td.device)
         if self.mask_key is not None:
             mask = required(td, self.mask_key, "RandomCropTensorDict")
             valid = mask.reshape(td.batch_size).movedim(dim, -1).to(torch.int64)
-            # A start is allowed if all of its window is valid.
+            # A start is allowed if its whole window is valid.
             if length >= width:
                 allowed = valid.unfold(-1, width, 1).sum(-1) == width
         count = allowed.sum(-1)
@@ -73,9 +74,9 @@ class RandomCropTensorDict(Transform):
                 f"RandomCropTensorDict: every row must have {width} steps in a row: got a batch of {length} steps"
                 + (f", and {self.mask_key!r} leaves less." if self.mask_key is not None else ".")
             )
-        # One draw per row, of float64 so that very long rows have every start; then the start of that number.
+        # One draw per row, float64 so that every start of a very long row can be drawn; argmax finds that start.
         drawn = torch.rand(rows, dtype=torch.float64, generator=self.generator).to(count.device)
-        number = (drawn * count).long().clamp(max=count - 1)  # which of the allowed starts
+        number = (drawn * count).long().clamp(max=count - 1)  # index among the allowed starts
         return (allowed.cumsum(-1) > expand_right(number, allowed.ndim)).int().argmax(-1)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from llmrl.errors import ConfigError
 
 
 class EntryTransform(Transform):
-    """A transform that maps entries one by one, and the spec of each: a subclass writes ``_apply_transform`` and
-    ``_entry_spec``."""
+    """Maps entries one by one, and the spec of each. Subclasses implement ``_apply_transform`` and ``_entry_spec``."""
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
-        """The spec of the values that ``_apply_transform`` returns for values of ``spec``."""
+        """Returns the spec of the values that ``_apply_transform`` returns for values of ``spec``."""
         return spec
 
     def _map_specs(self, spec: Composite) -> Composite:
@@ -42,7 +41,7 @@ class EntryTransform(Transform):
 
 
 class SelectTransform(Transform):
-    """Keeps these entries alone; in an env of its observations, while reward, done and states stay.
+    """Keeps only these entries; in an env, only these observations (reward, done flags and states stay).
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2), ("next", "b"): torch.zeros(2)}, [2])
@@ -72,8 +71,8 @@ class SelectTransform(Transform):
 
 
 class ExcludeTransform(Transform):
-    """Leaves these entries out: of an env's observations, of a buffer's samples or, with ``inverse``, of the batches
-    written to it.
+    """Drops these entries from an env's observations and a buffer's samples or, with ``inverse``, from the batches
+    written to a buffer.
 
     >>> from tensordict import TensorDict
     >>> list(ExcludeTransform("b")(TensorDict(a=torch.zeros(2), b=torch.zeros(2))).keys())
@@ -106,10 +105,10 @@ class ExcludeTransform(Transform):
 
 
 class RenameTransform(EntryTransform):
-    """Gives entries other names: ``in_keys`` become ``out_keys``. For what a policy writes, ``out_keys_inv`` become
-    ``in_keys_inv``, which the env reads. With ``create_copy`` the old names stay too.
+    """Renames entries: ``in_keys`` become ``out_keys``. In the policy's output, ``out_keys_inv`` become
+    ``in_keys_inv``, which the env reads. With ``create_copy`` the entries keep their old names too.
 
-    Raises  ConfigError in an env for a done flag, which every env must have, unless it is copied
+    Raises  ConfigError in an env for renaming a done flag, which every env must have, unless it is copied
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict({("some", "key"): torch.zeros(2)}, [2])
@@ -153,7 +152,7 @@ class RenameTransform(EntryTransform):
 
 
 class CatTensors(Transform):
-    """Joins entries along ``dim``, in the order given, as ``out_key``; they themselves go unless ``del_keys`` is False.
+    """Concatenates entries, in the given order, along ``dim`` into ``out_key``; drops the inputs if ``del_keys``.
 
     >>> from tensordict import TensorDict
     >>> CatTensors(["a", "b"], "ab")(TensorDict(a=torch.zeros(1), b=torch.ones(2)))["ab"]
@@ -193,8 +192,8 @@ class CatTensors(Transform):
 
 
 class DoubleToFloat(EntryTransform):
-    """float64 entries as float32, and float32 actions as the float64 that the env reads. Without ``in_keys`` all that
-    are float64; without ``in_keys_inv`` all such actions.
+    """Casts float64 entries to float32, and float32 actions to the float64 that the env reads. ``in_keys=None`` means
+    all float64 entries; ``in_keys_inv=None`` means all float64 actions.
 
     >>> from tensordict import TensorDict
     >>> DoubleToFloat()(TensorDict(a=torch.zeros(1).double()))["a"].dtype
@@ -242,10 +241,10 @@ class DoubleToFloat(EntryTransform):
 
 
 class ObservationNorm(EntryTransform):
-    """``value * scale + loc``; with ``standard_normal`` ``(value - loc) / scale``. What a policy writes under
-    ``out_keys_inv`` is mapped back.
+    """Maps a value to ``value * scale + loc``; with ``standard_normal``, to ``(value - loc) / scale``. Values that a
+    policy writes under ``out_keys_inv`` are mapped back.
 
-    Raises  ConfigError if a value comes before ``loc`` and ``scale`` are given or `init_stats` has measured them
+    Raises  ConfigError if a value is mapped before ``loc`` and ``scale`` are given or measured by `init_stats`
 
     >>> from tensordict import TensorDict
     >>> ObservationNorm(1.0, 2.0, in_keys=["a"], standard_normal=True)(TensorDict(a=torch.tensor([5.0])))["a"]
@@ -270,8 +269,8 @@ class ObservationNorm(EntryTransform):
         self.scale = None if scale is None else torch.as_tensor(scale)
 
     def init_stats(self, num_iter: int, *, key: NestedKey | None = None, eps: float = 1e-6) -> None:
-        """Sets ``loc`` and ``scale`` so that ``key`` (default: the only ``in_key``) has mean 0 and deviation 1 in
-        ``num_iter`` random steps of the env below. Deviations under ``eps`` count as ``eps``."""
+        """Sets ``loc`` and ``scale`` so that ``key`` (default: the only ``in_key``) has mean 0 and standard deviation 1
+        over ``num_iter`` random steps of the env below. Deviations are clamped to at least ``eps``."""
         env = self.parent
         if env is None or (key is None and len(self.in_keys) != 1):
             raise ConfigError(f"ObservationNorm.init_stats: needs an env, and key=... with keys {self.in_keys}.")
@@ -279,7 +278,7 @@ class ObservationNorm(EntryTransform):
         values = required(td, self.in_keys[0] if key is None else key, "ObservationNorm.init_stats")
         values = values.flatten(0, td.batch_dims - 1)
         mean, deviation = values.mean(0), values.std(0).clamp(min=eps)
-        # (value - mean) / deviation in the form that is applied: for value * scale + loc it has to be multiplied out.
+        # Both forms apply (value - mean) / deviation; value * scale + loc needs it multiplied out.
         self.loc = mean if self.standard_normal else -mean / deviation
         self.scale = deviation if self.standard_normal else 1 / deviation
         self.container.transforms_changed()
@@ -299,7 +298,7 @@ class ObservationNorm(EntryTransform):
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         if not isinstance(spec, Bounded) or self.loc is None:
             return Unbounded(spec.shape, spec.device, spec.dtype)
-        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)  # swapped by a negative scale
+        ends = self._apply_transform(spec.low), self._apply_transform(spec.high)  # a negative scale swaps them
         return Bounded(torch.minimum(*ends), torch.maximum(*ends), spec.shape, spec.device, spec.dtype)
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def _is_part(key: NestedKey, of: Iterable[NestedKey]) -> bool:
 
 
 def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
-    """A shallow copy without these entries and the containers that they leave empty."""
+    """Returns a shallow copy without these entries and without containers that become empty."""
     td = td.exclude(*keys)
     for key in keys:
         path = as_key(key)[:-1]
@@ -327,7 +326,7 @@ def _left(td: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
 
 
 def _without(spec: Composite, keys: Iterable[NestedKey]) -> Composite:
-    """The spec without these keys and the composites that they leave empty, changed in place."""
+    """Removes these keys, and composites that become empty, from the spec in place; returns it."""
     for key in keys:
         path = as_key(key)
         while path and path in spec:

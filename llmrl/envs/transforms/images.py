@@ -15,8 +15,8 @@ _SMOOTH = ("bilinear", "bicubic")
 
 
 class ToTensorImage(EntryTransform):
-    """Images [*, H, W, C] as [*, C, H, W], of ``dtype`` (default: the default float dtype). Whole numbers are divided
-    by 255; ``from_int`` says whether to, whatever they are.
+    """Converts images [*, H, W, C] to [*, C, H, W] in ``dtype`` (default: the default float dtype). Integers are
+    divided by 255; ``from_int`` True or False forces the division on or off for any dtype.
 
     >>> from tensordict import TensorDict
     >>> image = torch.full((4, 5, 3), 255, dtype=torch.uint8)
@@ -53,10 +53,10 @@ class ToTensorImage(EntryTransform):
 
 
 class Resize(EntryTransform):
-    """Images [*, C, H, W] as [*, C, w, h], by `torch.nn.functional.interpolate`; without ``h`` a square.
+    """Resizes images [*, C, H, W] to [*, C, w, h] with `torch.nn.functional.interpolate`; without ``h``, a square.
 
-    interpolation  "bilinear" and "bicubic", with antialiasing; "nearest", "nearest-exact" and "area", without. Whole
-                   numbers are rounded and kept within the range of their dtype
+    interpolation  "bilinear" and "bicubic", with antialiasing; "nearest", "nearest-exact" and "area", without.
+                   Integers are rounded and clamped to the range of their dtype
 
     >>> from tensordict import TensorDict
     >>> Resize(2, in_keys=["pixels"])(TensorDict(pixels=torch.ones(3, 8, 6)))["pixels"].shape
@@ -93,6 +93,6 @@ class Resize(EntryTransform):
 
     def _entry_spec(self, spec: TensorSpec) -> TensorSpec:
         shape = (*spec.shape[:-2], *self.size)
-        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # which overshoots
+        if isinstance(spec, Bounded) and self.interpolation != "bicubic":  # bicubic overshoots
             return Bounded(spec.low.min().item(), spec.high.max().item(), shape, spec.device, spec.dtype)
         return Unbounded(shape, spec.device, spec.dtype)

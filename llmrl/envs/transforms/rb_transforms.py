@@ -1,4 +1,4 @@
-"""Transforms for replay buffers: n-step rows on the way in, next observations rebuilt on the way out."""
+"""Transforms for replay buffers: n-step returns on write, next observations rebuilt on sampling."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["MultiStepTransform", "NextStateReconstructor"]
 
 
 class MultiStepTransform(Transform):
-    """`MultiStep` on the stream of rows that is written to a buffer: the same numbers, whatever the batches' sizes.
+    """`MultiStep` on the stream of rows written to a buffer; the result does not depend on the batch sizes.
 
-    Reads    the batches given to ``buffer.extend``: [*B, T], time last, each continuing the one before; ``add``: a step
-    Writes   what `MultiStep` writes; see there for the keys and arguments
-    Returns  the rows whose window is complete: all but the last ``n_steps - 1``, or None as long as there are none
+    Reads    the batches given to ``buffer.extend``: [*B, T], time last, each continuing the previous; ``add``: one step
+    Writes   the entries that `MultiStep` writes; see there for the keys and arguments
+    Returns  the rows whose window is complete: all but the last ``n_steps - 1``, or None if there are none yet
 
-    The rows that are held back go on with the next call, are part of ``state_dict``, and come out of ``flush`` when the
-    stream ends: ``buffer.extend(transform.flush())`` writes them, because rows that have ``"steps_to_next_obs"`` are
-    done with and pass unchanged. Reads from the buffer pass unchanged too.
+    Held-back rows are completed by the next call, are part of ``state_dict``, and are returned by ``flush`` when the
+    stream ends. ``buffer.extend(transform.flush())`` writes them: rows that have ``"steps_to_next_obs"`` are already
+    processed and pass unchanged. Samples from the buffer pass unchanged too.
 
-    Raises   ShapeError or MissingKeyError, with nothing changed, for rows that cannot go on the stream
+    Raises   ShapeError or MissingKeyError, with nothing changed, for rows that cannot continue the stream
 
     >>> from tensordict import TensorDict
     >>> from llmrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
@@ -85,14 +85,14 @@ class MultiStepTransform(Transform):
                 got = f"{leaf_keys(rows)} after {leaf_keys(self._held)}"
                 raise MissingKeyError(f"MultiStepTransform: batches of a stream must have the same entries: got {got}.")
             rows = torch.cat([self._held, rows], time)
-        # The last n - 1 rows wait for those after them, as a copy: the caller may reuse the memory of its rows.
+        # The last n - 1 rows are held until later rows arrive, as a copy: the caller may reuse its memory.
         complete = max(rows.batch_size[time] - (self.n_steps - 1), 0)
         out = self._look_ahead(rows)[(slice(None),) * time + (slice(0, complete),)] if complete else None
         self._held = rows[(slice(None),) * time + (slice(complete, None),)].clone()
         return out
 
     def flush(self) -> TensorDictBase | None:
-        """The rows that are held back, with the windows that they have; the next row begins a new stream.
+        """Returns the held-back rows with their incomplete windows; the next row starts a new stream.
 
         Returns  None if there are none
         """
@@ -107,17 +107,17 @@ class MultiStepTransform(Transform):
 
 
 class NextStateReconstructor(Transform):
-    """Rebuilds ``("next", key)`` in a sample from the rows that follow, for rows that were stored without it.
+    """Rebuilds ``("next", key)`` in a sample from the following rows, for rows that were stored without it.
 
-    Reads    a flat batch [N]: ``keys``, and the signs that row i + 1 is the next step of row i: the same ``traj_key``,
-             ``done_key`` False, ``step_count_key`` larger by 1, ``end_key`` False (where a sampler's slice ends)
+    Reads    a flat batch [N]: ``keys``, and the entries that show that row i + 1 is the next step of row i: the same
+             ``traj_key``, ``done_key`` False, ``step_count_key`` larger by 1, ``end_key`` False (True ends a slice)
     Writes   ``("next", key)``: the entry of row i + 1, or ``fill_value`` if that is not the next step
-    Returns  a shallow copy: the batch that is given stays as it is
-    Raises   ShapeError for a batch of more than one dimension; MissingKeyError for a key that is not there (``strict``;
-             else that check is left out); TypeError for NaN in an entry of integers: give a fill_value
+    Returns  a shallow copy; the given batch is not changed
+    Raises   ShapeError for a batch of more than one dimension; MissingKeyError for an absent key (with ``strict``;
+             else its test is skipped); TypeError for NaN in an entry of integers: give a fill_value
 
     ``traj_key``, ``done_key``, ``step_count_key`` and ``end_key`` may be None: then they are not read. Slice samplers
-    write ``end_key``, which alone separates two adjacent slices of one unfinished trajectory.
+    write ``end_key``; only it separates adjacent slices of one unfinished trajectory.
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(observation=torch.tensor([1.0, 2.0, 5.0]), batch_size=[3])
@@ -161,10 +161,10 @@ class NextStateReconstructor(Transform):
         return out
 
     def _goes_on(self, td: TensorDictBase) -> Tensor:
-        """bool[N]: row i + 1 is the next step of row i."""
+        """Returns bool[N]: True where row i + 1 is the next step of row i."""
         device = required(td, self.in_keys[0], "NextStateReconstructor").device
         goes_on = torch.ones(td.batch_size, dtype=torch.bool, device=device)
-        goes_on[-1:] = False  # the sample holds no row after it; ``roll`` below would take the first one
+        goes_on[-1:] = False  # no row follows the last; ``roll`` in forward() would take the first
         if (ids := self._read(td, self.traj_key)) is not None:
             goes_on[:-1] &= _per_row(ids[:-1] == ids[1:]).all(-1)
         if (done := self._read(td, self.done_key)) is not None:
@@ -182,5 +182,5 @@ class NextStateReconstructor(Transform):
 
 
 def _per_row(value: Tensor) -> Tensor:
-    """[N, anything] as [N, M]."""
+    """Reshapes [N, ...] to [N, M]."""
     return expand_right(value, 2).flatten(1)

@@ -1,4 +1,4 @@
-"""Transforms that follow a trajectory: mark its start, count its steps, add its rewards, carry states of a policy."""
+"""Transforms that track a trajectory: mark its start, count steps, sum rewards, carry the policy's state."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class InitTracker(Transform):
 
 
 class RewardSum(Transform):
-    """Adds the rewards of a trajectory up.
+    """Sums the rewards of a trajectory.
 
-    Writes  ``out_keys``, by default "episode_reward": 0 at a reset, at t+1 that of time t plus the reward. In a batch
-            [*B, T], time last, the same under "next", where a sum starts after each ("next", "done") and at the start
+    Writes  ``out_keys``, by default "episode_reward": 0 at a reset, at t+1 its value of time t plus the reward. In a
+            batch [*B, T], time last, the same under "next"; the sum restarts at 0 after each ("next", "done")
 
     >>> from tensordict import TensorDict
     >>> next_td = TensorDict(reward=torch.ones(3, 1), done=torch.tensor([[False], [True], [False]]), batch_size=[3])
@@ -82,7 +82,7 @@ class RewardSum(Transform):
         done = required(td, ("next", "done"), "RewardSum")
         time = td.batch_dims - 1
         for in_key, out_key in self._pairs(self.in_keys, self.out_keys):
-            # Step by step, since a sum starts again at each done: as the env would have added.
+            # Step by step, because sums restart at each done; the order of additions is that of an env.
             sums: list[Tensor] = []
             rewards = required(td, unravel_key(("next", in_key)), "RewardSum").unbind(time)
             for reward, ended in zip(rewards, [None, *done.unbind(time)[:-1]], strict=True):
@@ -99,13 +99,13 @@ class RewardSum(Transform):
 
 
 class TensorDictPrimer(Transform):
-    """Adds entries at a reset that later steps carry along, such as the state of a recurrent policy.
+    """Adds entries at a reset that later steps carry along, such as a recurrent policy's hidden state.
 
     primers        the spec of each entry for one row; also by keyword. A `Composite` may have the shape of the env
     random         draws the values from the specs; by default they are ``default_value``
     default_value  a number, a function that gets the batch size, or a mapping of those by key; default: the spec's zero
 
-    At t+1 an entry is what the policy wrote under "next", else what it was. A batch of a buffer gets those it lacks.
+    At t+1 an entry is what the policy wrote under "next", else its value at t. Buffer samples get missing entries.
 
     >>> from llmrl.envs import GymEnv
     >>> env = GymEnv("CartPole-v1").append_transform(TensorDictPrimer(hidden=Unbounded((3,))))
@@ -124,7 +124,7 @@ class TensorDictPrimer(Transform):
         specs = primers if isinstance(primers, Composite) else Composite({**(primers or {}), **named})
         if isinstance(primers, Composite) and named:
             raise ConfigError(f"TensorDictPrimer: give a Composite or keywords: got both, {', '.join(named)}.")
-        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # of one row: a reset may start any number
+        specs = specs[(0,) * len(specs.shape)] if specs.shape else specs  # for one row: a reset may start any number
         self.primers = {key: specs[key] for key in specs.leaf_keys}
         if random and default_value is not None:
             raise ConfigError("TensorDictPrimer: random values and a default_value exclude each other: got both.")
@@ -178,11 +178,11 @@ class StepCounter(Transform):
     """Counts the steps since the last reset and truncates a row at ``max_steps``.
 
     Reads   ``step_count_key``  int64[*B, 1]  of time t
-    Writes  ``step_count_key``  int64[*B, 1]  0 at a reset, one more at each step
-            ``truncated_key``   bool[*B, 1]   True from ``max_steps`` on, beside what the env said; only with
+    Writes  ``step_count_key``  int64[*B, 1]  0 at a reset, plus 1 at each step
+            ``truncated_key``   bool[*B, 1]   True from ``max_steps`` on, or if the env truncates; only with
             ``max_steps``
             "done"              bool[*B, 1]   likewise, unless ``update_done`` is False
-    Raises  ConfigError for ``max_steps`` below 1; MissingKeyError at a step whose tensordict was not made by a reset
+    Raises  ConfigError for ``max_steps`` below 1; MissingKeyError at a step whose tensordict does not come from a reset
 
     >>> StepCounter(max_steps=3)
     StepCounter(max_steps=3)

@@ -21,7 +21,7 @@ class TransformedEnv(EnvBase):
 
     Calls   at step:  ``transform.inv(td)``, the base env, ``transform._step(td, next_td)``
             at reset: ``transform._reset_env_preprocess(td)``, the base env, ``transform._reset(td, reset_td)``
-    Raises  ConfigError for a transform that sits in another env; AttributeError for a name that neither env has
+    Raises  ConfigError for a transform that is in another env; AttributeError for a name that neither env has
 
     Batch size, device and locking are the base env's. Public attributes that it lacks are looked up in the base env.
     """
@@ -46,18 +46,18 @@ class TransformedEnv(EnvBase):
         return self
 
     def transforms_changed(self) -> None:
-        """Has the specs rebuilt at their next use."""
+        """Invalidates the cached specs; they are rebuilt on next use."""
         self._spec_cache.clear()
         self._spec_version += 1
 
     def env_below(self, transform: Transform) -> EnvBase:
-        """The env that ``transform`` wraps: the base env with the transforms before it, which stay attached here."""
+        """Returns the env that ``transform`` wraps: the base env with the transforms before it, still attached here."""
         units = [] if transform is self.transform else _units(self.transform, transform)
         before = list(itertools.takewhile(lambda unit: unit is not transform, units))
         if not before:
             return self.base_env
         env = TransformedEnv(self.base_env)
-        env.transform.transforms = before  # not appended, which would take them from this env
+        env.transform.transforms = before  # set directly: append() rejects transforms of another env
         return env
 
     @property
@@ -102,7 +102,7 @@ class TransformedEnv(EnvBase):
         self.base_env._blank(old, new)
 
     def _continue_randomly(self, td: TensorDictBase, generator: torch.Generator | None) -> bool:
-        same = self.action_keys == self.base_env.action_keys  # else a transform makes the base env's action of another
+        same = self.action_keys == self.base_env.action_keys  # else a transform computes the base env's action
         return same and self.base_env._continue_randomly(td, generator)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
