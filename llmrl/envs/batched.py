@@ -109,8 +109,14 @@ class BatchedEnv(EnvBase):
         return super().state_dict() | {f"worker{number}": state for number, state in enumerate(states)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names = [f"worker{number}" for number in range(self.num_workers)]
+        if (found := {name for name in state if name.startswith("worker")}) != set(names):
+            raise ConfigError(
+                f"{type(self).__name__}: the state must have an entry per worker: got {len(found)}, expected "
+                f"{self.num_workers}."
+            )
         super().load_state_dict(state)
-        self._call("load_state_dict", [(state[f"worker{number}"],) for number in range(self.num_workers)])
+        self._call("load_state_dict", [(state[name],) for name in names])
 
     def _rows(self, td: TensorDictBase, names: Sequence[str]) -> list[TensorDictBase]:
         if isinstance(td, LazyStackedTensorDict):

@@ -259,6 +259,9 @@ def test_seeds_follow_each_other_or_are_the_same_and_states_come_back(batch):
     actions = env.rand_action()["action"]
     env.load_state_dict(state)
     assert env.rand_action()["action"].equal(actions)
+    del state["worker2"]
+    with pytest.raises(ConfigError, match=r"an entry per worker: got 2, expected 3"):
+        env.load_state_dict(state)
 
 
 def test_specs_that_differ_are_refused_by_worker_and_entry(batch):

@@ -14,7 +14,12 @@ from llmrl.envs import GymEnv, GymWrapper, ParallelEnv, StepCounter, Transformed
 from llmrl.errors import ConfigError, ShapeError, UnsupportedError
 from tests.support.refusals import refusals
 
-INSIDE = spaces.Dict({"speed": spaces.Box(-1, 1, (2,)), "gear": spaces.Discrete(3, start=5)})
+
+class Speed(spaces.Box):
+    """A user's own space has the spec of the one that it inherits from."""
+
+
+INSIDE = spaces.Dict({"speed": Speed(-1, 1, (2,)), "gear": spaces.Discrete(3, start=5)})
 NESTED = spaces.Dict(
     {
         "image": spaces.Box(0, 255, (2, 3), np.uint8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from llmrl.errors import ConfigError, ShapeError, UnsupportedError
 from llmrl.optional import require
 
 __all__ = ["GymEnv", "GymWrapper"]
+
+_KINDS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Text", "Dict", "Tuple")  # the spaces that have a spec
 
 
 class GymWrapper(EnvBase):
@@ -171,7 +174,7 @@ class GymWrapper(EnvBase):
 
     def _spec_of(self, space: Any, what: str) -> TensorSpec:
         """Returns the spec of a space."""
-        kind, device = type(space).__name__, self.device
+        kind, device = _kind(type(space)), self.device
         if kind == "Box":
             dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
             if np.isinf(space.low).all() and np.isinf(space.high).all():
@@ -242,14 +245,20 @@ class GymEnv(GymWrapper):
 
 def _parts(space: Any) -> list[tuple[str, Any]]:
     """Returns the spaces of a Dict or Tuple by name."""
-    if type(space).__name__ == "Dict":
+    if _kind(type(space)) == "Dict":
         return list(space.items())
     return [(str(number), part) for number, part in enumerate(space)]
 
 
+@cache
+def _kind(space_type: type) -> str:
+    """The name of the gymnasium space that a class is or inherits from; its own name if there is none."""
+    return next((base.__name__ for base in space_type.__mro__ if base.__name__ in _KINDS), space_type.__name__)
+
+
 def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
     """Converts an observation to an entry, always a copy: some environments reuse the array that they return."""
-    kind = type(space).__name__
+    kind = _kind(type(space))
     if kind == "Box":
         return _tensor(value, space.dtype, spec.device)
     if kind in ("Dict", "Tuple"):
@@ -261,7 +270,7 @@ def _encode(value: Any, space: Any, spec: TensorSpec) -> Any:
 
 def _decode(value: Any, space: Any, spec: TensorSpec) -> Any:
     """Converts an action entry to the form that gymnasium expects."""
-    kind = type(space).__name__
+    kind = _kind(type(space))
     if kind in ("Dict", "Tuple"):
         values = {name: _decode(value.get(name), part, spec[name]) for name, part in _parts(space)}
         return values if kind == "Dict" else tuple(values.values())
