@@ -51,9 +51,8 @@ class AddThinkingPrompt(Transform):
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
     Raises  ConfigError for contradictory settings; MissingKeyError without a conversation in ``next``
 
-    ``prompt`` None: the first of a built-in list, in the first person if ``egocentric`` (None: if the role is
-    "assistant"), or with ``random_prompt`` a random one, seeded by `set_seed`. ``zero_reward`` None: as
-    ``edit_last_turn``.
+    ``prompt`` None: the first of a built-in list, or with ``random_prompt`` a random one (seed: `set_seed`), in the
+    first person if ``egocentric`` (None: if the role is "assistant"). ``zero_reward`` None: as ``edit_last_turn``.
 
     Truncated conversations stay ended. An edited turn starts a new record (docs/keys.md), in which it is part of the
     prompt; messages of the env after it are dropped. An appended message continues the token stream.
