@@ -115,7 +115,7 @@ class ChatEnv(EnvBase):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         remedy = f"pass TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer"
-        queries = required_column(td, self.data_key, "ChatEnv.reset", "what the user says", remedy)
+        queries = required_column(td, self.data_key, "ChatEnv.reset", "the user's message", remedy)
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,

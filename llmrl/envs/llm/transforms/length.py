@@ -40,7 +40,7 @@ class LengthPenalty(_LengthReward):
 
     Reads   ("tokens", "response")  int64[B, ragged], or padded with ("masks", "all_attention_mask"): of this turn
     Writes  "reward"                float32[B, 1, 1], in the ``next`` tensordict
-    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError if no reward is there yet
+    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError without a reward
 
     >>> LengthPenalty(budget=4, coef=0.25)._extra(torch.tensor([3.0, 6.0])).tolist()
     [-0.0, -0.5]

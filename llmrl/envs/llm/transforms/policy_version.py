@@ -23,7 +23,7 @@ class PolicyVersion(Transform):
             is the one that was used
     Raises  ConfigError for an unknown ``version_type``
 
-    Integers start at 0 and grow by one per weight update; a uuid is drawn per update.
+    Integers start at 0 and increase by one per weight update; each update draws a new uuid.
 
     >>> tracker = PolicyVersion()
     >>> tracker.increment_version()

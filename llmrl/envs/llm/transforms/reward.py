@@ -210,7 +210,7 @@ class RewardFunction(ScoringTransform):
         """The value of `plain_number`: None or NaN for an unusable number. Raises ShapeError if it is not a number."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
-            problem = f"a reward must be one number, or None if there is none: got {kind} for {where}: {shown}"
+            problem = f"a reward must be one number, or None for no reward: got {kind} for {where}: {shown}"
             raise ShapeError(f"RewardFunction {self.name!r}: {problem}.")
         if value is None or math.isnan(value):
             return None
