@@ -148,6 +148,7 @@ class ChatEnv(EnvBase):
         text = old.get("text", None)
         if "text" in missing and not (text is None or is_non_tensor(text)) and text.rows("prompt") is not None:
             new.set("text", Text.from_rows({"prompt": [""] * len(new)}, new.batch_size))
+        # Empty streams: a new conversation must not continue the tokens of the row's previous one.
         if (stream := TokenStream.read(old)) is not None:
             empty = stream.cut(range(len(old))).select([0] * len(new))
             empty.write(new, only=missing)
