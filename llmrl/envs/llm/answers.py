@@ -1,7 +1,7 @@
-"""Answers in responses: the blocks that hold them, the form in which they are compared, and the transform that scores.
+"""Answers in responses: extraction from blocks, normalisation for comparison, and the transform that scores them.
 
-Comparing is arithmetic on strings and bounded fractions: no answer takes long, and none is ever evaluated. Algebra (is
-``2\\sqrt{2}`` the same as ``\\sqrt{8}``?) is left to `llmrl.envs.llm.tasks.math`.
+Comparison uses string arithmetic and bounded fractions: every answer is fast to compare, and none is evaluated. Algebra
+(is ``2\\sqrt{2}`` the same as ``\\sqrt{8}``?) is left to `llmrl.envs.llm.tasks.math`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BRACE = re.compile(r"[{}]")
 
 @dataclass(frozen=True)
 class Blocks:
-    """A response taken apart: ``thoughts``, the ``answers`` outside of them, and all text ``outside`` of thinking."""
+    """A parsed response: ``thoughts``, the ``answers`` outside of them, and all text ``outside`` of thinking."""
 
     thoughts: list[str]
     answers: list[str]
@@ -59,7 +59,7 @@ class Blocks:
 def find_blocks(text: str) -> Blocks:
     """The thinking and answer blocks of a response. An answer block inside the thinking does not count.
 
-    Thinking that is never closed goes on to the end; a lone ``</think>`` ends thinking that the prompt has opened.
+    Unclosed thinking extends to the end; a lone ``</think>`` ends thinking that the prompt opened.
 
     >>> find_blocks("<think>7? <answer>7</answer></think><answer>8</answer>").answers
     ['8']
@@ -80,7 +80,7 @@ def extract_tags(text: str) -> tuple[str | None, str | None]:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{}``, its own braces included; None without a box.
+    """The content of the last ``\\boxed{}``, including nested braces; None without a box.
 
     >>> last_boxed(r"so \\boxed{3}, or rather \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
@@ -98,7 +98,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(what follows the opening fence, the lines up to the closing one) of each block outside thinking.
+    """(info string after the opening fence, lines up to the closing fence) of each block outside thinking.
 
     >>> fenced_blocks("```sh\\nls\\n```\\n```\\nnot closed")
     [('sh', 'ls\\n')]
@@ -135,7 +135,7 @@ _NUMBER = re.compile(
     r"(?!\d|\.\d|\s*/\s*[\d.]|[eE][-+]?\d)"
 )
 
-# LaTeX, in the order in which it is taken away.
+# LaTeX, in the order in which it is removed.
 _SPACES = re.compile(r" {2,}")
 _EQUALS = re.compile(r"=|≈|≃|\\approx\b|\\simeq\b")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox)\s*\{([^{}]*)\}")
@@ -150,18 +150,17 @@ _SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{SMALL HYPHEN-M
 
 
 def normalize_answer(text: str) -> str:
-    """The form in which two answers are compared: the number, if the text has exactly one.
+    """The normalised form of an answer for comparison: its number if the text has exactly one, else the text.
 
     Currency and percent signs, units, thousands separators, LaTeX around a number and trailing zeros do not matter;
-    fractions and mixed numbers are numbers; after an equals sign only what follows it counts. Without a single number
-    it is the text itself, in lower case.
+    fractions and mixed numbers are numbers; only the text after the last equals sign counts. Text is lower-cased.
 
     >>> [normalize_answer(t) for t in ("1,234", "$120.00", "100%", ".5", "36 snakes", "\\\\boxed{36}", "6*6 = 36.")]
     ['1234', '120', '100', '0.5', '36', '36', '36']
     >>> [normalize_answer(t) for t in ("1/2", "\\\\frac{1}{3}", "1 1/2 cups", "2/6", "- 5")]
     ['0.5', '1/3', '1.5', '1/3', '-5']
     """
-    # A power, or two numbers, is not one number: then the whole text is compared.
+    # With a power or two numbers the whole text is compared.
     plain = _plain(text)
     numbers = list(islice(_NUMBER.finditer(plain), 2))
     if len(numbers) == 1 and "^" not in plain and (value := _canonical(numbers[0])) is not None:
@@ -171,7 +170,7 @@ def normalize_answer(text: str) -> str:
 
 @lru_cache(maxsize=65536)
 def reference_answer(text: str, row: int | None = None, who: str = "GSM8KRewardParser", of: str = "batch") -> str:
-    """The reference in compared form: what follows ``####``, or the whole text if it is one answer by itself.
+    """The normalised reference: the text after ``####``, or the whole text if it is a single answer.
 
     Raises  DataError naming ``row`` of the batch or dataset for an empty reference, or for one with several numbers and
             no ``####``
@@ -188,19 +187,19 @@ def _plain(text: str) -> str:
     """The text without LaTeX, currency and the like; digits are ASCII digits, signs ASCII signs."""
     if (boxed := last_boxed(text)) is not None:
         text = boxed
-    # 1. What follows the last equals sign, without separators between thousands, with ASCII signs and digits.
+    # 1. Text after the last equals sign, without thousands separators, with ASCII signs and digits.
     text = _JOINED.sub("", _EQUALS.split(text)[-1].translate(_SIGNS))
     text = " ".join(text.split())
     if not text.isascii():
         text = "".join(map(_ascii_digit, text))
-    # 2. LaTeX: text out of its wrappers, fractions as quotients, delimiters and units away.
-    for _ in range(3):  # nested ones
+    # 2. LaTeX: unwraps text, turns fractions into quotients, removes delimiters and powers of units.
+    for _ in range(3):  # up to three nested wrappers
         text = _SPACES.sub(" ", _WRAPPED.sub(r" \1 ", text))
     text = _FRAC.sub(_as_quotient, text)
     text = _NOTHING.sub("", text)
     text = _UNIT_POWER.sub(lambda match: match[0].removesuffix(match[1]), text)
     text = text.replace("*", " ").replace("\\", " ")
-    # 3. Currency: "-$5" is a negative number, "$5 $6" are two numbers. A minus may stand apart from its number.
+    # 3. Currency: "-$5" is a negative number, "$5 $6" are two numbers. Spaces may follow a minus sign.
     text = re.sub(r"(?<=[-+])\s*[$€£¥₹]\s*", "", text.strip())
     text = _CURRENCY.sub(" ", text).strip()
     return re.sub(r"^-\s+(?=[\d.])", "-", text)
@@ -211,7 +210,7 @@ def _ascii_digit(char: str) -> str:
         return f"^{unicodedata.digit(char)}"
     if char.isdecimal():
         return str(unicodedata.decimal(char))
-    if (value := unicodedata.normalize("NFKC", char)) != char and "\N{FRACTION SLASH}" in value:  # one half and others
+    if (value := unicodedata.normalize("NFKC", char)) != char and "\N{FRACTION SLASH}" in value:  # such as ½
         return " " + value.replace("\N{FRACTION SLASH}", "/")
     return "/" if char == "\N{FRACTION SLASH}" else char
 
@@ -223,10 +222,10 @@ def _as_quotient(match: re.Match[str]) -> str:
 
 
 def _canonical(match: re.Match[str]) -> str | None:
-    """The number as a decimal, or as a fraction in lowest terms if it has no end as a decimal."""
+    """The number as a decimal, or as a fraction in lowest terms if its decimal expansion does not terminate."""
     sign = "-" if match["sign"] == "-" else ""
     if match["whole"] is None and match["divisor"] is None:
-        value = _decimal(match["number"])  # on strings, so that no number of digits is too many
+        value = _decimal(match["number"])  # on strings, so any number of digits is exact
     else:
         if match.end() - match.start() > _FRACTION_DIGITS:
             return None
@@ -249,14 +248,15 @@ def _decimal(number: str) -> str:
 
 
 def _fraction(value: Fraction) -> str:
-    # Its decimals end if the denominator has no prime factors but 2 and 5.
+    # The decimal expansion terminates if the denominator has only the prime factors 2 and 5.
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:
             rest //= prime
     if rest != 1:
         return f"{value.numerator}/{value.denominator}"
-    with localcontext(prec=6 * _FRACTION_DIGITS):  # a power of two of that many digits has 3.4 times as many places
+    # The quotient by a power of two of d digits has about 3.3 d decimal places: the precision must cover them exactly.
+    with localcontext(prec=6 * _FRACTION_DIGITS):
         return _decimal(format(Decimal(value.numerator) / value.denominator, "f"))
 
 
@@ -264,7 +264,7 @@ def _fraction(value: Fraction) -> str:
 
 
 class AnswerParser(ScoringTransform, ABC):
-    """Scores the answer of a response: right, wrong but in the asked form, or nothing. A subclass defines `judge`.
+    """Scores the answer of a response: right, wrong but in the required form, or missing. A subclass defines `judge`.
 
     Reads   the response as text (`completion_texts`), and the columns that `judge` reads: "answer", unless ``in_keys``
             names another
@@ -273,10 +273,10 @@ class AnswerParser(ScoringTransform, ABC):
             "reward_answer"  float32[B, 1, 1]  format_reward if there is an answer
             "reward_think"   float32[B, 1, 1]  format_reward if there is a thinking block; not part of the reward
             "done", "terminated"  bool[B, 1]   True if there is an answer, unless ``set_done_if_answer=False``
-    Raises  DataError naming the row whose reference cannot be compared with; MissingKeyError without references
+    Raises  DataError naming the row whose reference is not a valid answer; MissingKeyError without references
 
     ``in_keys`` (response view, reference) and ``out_keys`` (reward_answer, reward_think, reward_right, reward, success)
-    rename; ``input_mode`` reads one view only; ``eos_token`` is one more marker to cut off the end of a response.
+    rename; ``input_mode`` reads one view only; ``eos_token`` is an extra marker to remove from the end of a response.
 
     >>> class YesNo(AnswerParser):
     ...     def judge(self, answers, td):
@@ -321,7 +321,7 @@ class AnswerParser(ScoringTransform, ABC):
 
     @abstractmethod
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
-        """True for each answer that is right, given the batch that they belong to; None is a response without one."""
+        """True for each right answer of the batch ``td``; None stands for a response without an answer."""
 
     def find_answer(self, blocks: Blocks) -> str | None:
         """The answer of a response: the last answer block outside thinking."""
@@ -358,7 +358,7 @@ class AnswerParser(ScoringTransform, ABC):
         next_td.set(answer_key, form_B.view(-1, 1, 1))
         next_td.set(think_key, (self.format_reward * thought_B.float()).view(-1, 1, 1))
         next_td.set(right_key, right_B.view(-1, 1, 1))
-        # Not the sum of the two: a right answer has the form anyway.
+        # Not the sum of the two: the reward of a right answer already includes its form.
         add_reward(next_td, torch.where(success_B, right_B, form_B), reward_key)
         next_td.set(success_key, success_B.view(-1, 1, 1))
         if self.set_done_if_answer:
@@ -374,7 +374,7 @@ class AnswerParser(ScoringTransform, ABC):
 
 
 def end_where(next_td: TensorDictBase, ended_B: torch.Tensor) -> None:
-    """Sets "done" and "terminated" where ``ended_B``, bool[B, 1]; those that had ended before stay ended."""
+    """Sets "done" and "terminated" where ``ended_B``, bool[B, 1]; rows that ended before stay ended."""
     for flag in ("done", "terminated"):
         before = next_td.get(flag, None)
         next_td.set(flag, ended_B.clone() if before is None else before | ended_B)

@@ -1,7 +1,7 @@
-"""`ChatEnv`: a conversation as an environment, and `DatasetChatEnv`: one that starts from the rows of a dataset.
+"""`ChatEnv`: a conversation as an environment. `DatasetChatEnv`: the same, started from the rows of a dataset.
 
-The state is the conversation so far; the action is what the policy adds to it. Rewards, tools, turn limits and prompts
-from data are transforms.
+The state is the conversation so far; the action is the policy's turn. Rewards, tools, turn limits and prompts from data
+are transforms.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Message = dict[str, Any]
 
 
 class ChatEnv(EnvBase):
-    """A batch of conversations. It never ends one and gives no reward: transforms do.
+    """A batch of conversations. Transforms add the rewards and end conversations; the env itself does neither.
 
-    Reset  reads   ``data_key``  NonTensor [B]: what the user says, a string or a list of messages; one string serves
-                   every row
-                   "tools"  NonTensor [B], if there: schemas that the first message declares through the template
+    Reset  reads   ``data_key``  NonTensor [B]: the user's message, a string or a list of messages; a single string is
+                   used for every row
+                   "tools"  NonTensor [B], optional: schemas that the first message declares through the template
            writes  (mode, "prompt"): the system prompt, if any, and the user's message, as a History in history mode, as
-                   rendered text or ids with the generation prompt in the other two; the other columns that it was given
-                   come along
+                   rendered text or ids with the generation prompt in the other two; the other input columns are passed
+                   through
     Step   reads   (mode, "full"): the conversation with the policy's turn
-           writes  ("next", view, "prompt") = (view, "full") for every view that the policy left, with the masks and
-                   log-probs of the turns so far: the next turn continues the stream of tokens that was sampled
+           writes  ("next", view, "prompt") = (view, "full") for every view that the policy wrote, with the masks and
+                   log-probs of the turns so far: the next turn continues the sampled token stream
     Raises MissingKeyError without ``data_key`` at reset or (mode, "full") at step; ConfigError for an unknown mode, an
            empty batch size, or text and tokens mode without a tokenizer
 
-    Nothing is kept between calls, so any rows of a batch can be stepped or reset by themselves.
+    The env keeps no state between calls, so any subset of rows can be stepped or reset separately.
 
     >>> from tensordict import TensorDict
     >>> env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
@@ -80,11 +80,11 @@ class ChatEnv(EnvBase):
         self.input_mode, self.data_key, self.tokenizer = input_mode, data_key or "query", tokenizer
         self.system_prompt, self.system_role = system_prompt, system_role
         self.user_role, self.policy_role = user_role, policy_role
-        # In history mode the policy renders.
+        # In history mode the policy renders the prompt.
         self.renderer = None if input_mode == "history" else Renderer(tokenizer, template_kwargs=template_kwargs)
         self.observation_spec = self._view_spec("prompt")
         self.action_spec = self._view_spec("full")
-        # What a conversation starts from, and what a policy may leave of its turns for the next prompt.
+        # The initial query, and the entries of earlier turns that a policy may carry into the next prompt.
         views = {"text": "prompt", "tokens": "prompt", "log_probs": "prompt", "masks": "prompt_assistant_mask"}
         carried = {
             name: CONTAINERS[name].default_spec(batch_size, [field])
@@ -95,7 +95,7 @@ class ChatEnv(EnvBase):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **options: Any) -> TransformedEnv:
-        """A `ChatEnv` whose prompts come from ``dataloader``; ``options`` are those of both, `DataLoadingPrimer` too.
+        """A `ChatEnv` whose prompts come from ``dataloader``; ``options`` go to `ChatEnv` and `DataLoadingPrimer`.
 
         >>> env = ChatEnv.from_dataloader([{"query": "2 + 2?"}], repeats=2, group_repeats=True)
         >>> env.reset()["group_id"].tolist()
@@ -115,14 +115,14 @@ class ChatEnv(EnvBase):
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         remedy = f"pass TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer"
-        queries = required_column(td, self.data_key, "ChatEnv.reset", "what the user says", remedy)
+        queries = required_column(td, self.data_key, "ChatEnv.reset", "the user's message", remedy)
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
             device=self.device,
         )
         chats = [self._chat(query) for query in queries]
-        # Where the renderer looks: in the first message of each row.
+        # The renderer reads tool declarations from the first message of each row.
         for row, (chat, schemas) in enumerate(zip(chats, column_values(td, "tools") or (), strict=False), 1):
             if schemas:
                 chat[0]["tools"] = declared_tools(schemas, f"row {row} of the batch")
@@ -137,17 +137,18 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step: the policy must write {(self.input_mode, 'full')!r}, the conversation with its turn: "
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
-        # The ids that were sampled go on as they are; nothing is rendered or tokenised here.
+        # The next prompt reuses the sampled ids unchanged: rendering them again could give other ids.
         return new_tensordict(next_prompt(td), td.batch_size, self.device)
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
         key = self.data_key
         if key in CONTAINERS and key not in new.keys() and is_non_tensor(old.get(key, None)) and len(new) == len(old):
-            new.set(key, CONTAINERS[key].from_rows({}, new.batch_size))  # what the user said is in the prompt now
+            new.set(key, CONTAINERS[key].from_rows({}, new.batch_size))  # the prompt now holds the user's message
         missing = CONTAINERS.keys() - new.keys()
         text = old.get("text", None)
         if "text" in missing and not (text is None or is_non_tensor(text)) and text.rows("prompt") is not None:
             new.set("text", Text.from_rows({"prompt": [""] * len(new)}, new.batch_size))
+        # Empty streams: a new conversation must not continue the tokens of the row's previous one.
         if (stream := TokenStream.read(old)) is not None:
             empty = stream.cut(range(len(old))).select([0] * len(new))
             empty.write(new, only=missing)
@@ -194,10 +195,10 @@ class DatasetChatEnv(TransformedEnv):
     Writes  what `DataLoadingPrimer` and `ChatEnv` write; "answer" NonTensor [B] if the data have a reference
     Raises  DataError for data that cannot be read or have no prompt; EndOfData at a reset after ``epochs``
 
-    ``num_envs`` conversations run side by side; with ``group_repeats=True`` it counts prompts, each ``repeats`` times.
-    ``shuffle``, ``seed``, ``epochs``, ``rank`` and ``world_size`` are the primer's. ``batch_size_dl`` and
-    ``apply_template`` change nothing: rows are held in memory, and ``input_mode`` says what a prompt is.
-    ``ray_backend`` and ``dataloader_actor_name`` must stay False and None.
+    ``num_envs`` is the number of parallel conversations; with ``group_repeats=True`` it counts prompts, each of which
+    starts ``repeats`` conversations. ``shuffle``, ``seed``, ``epochs``, ``rank`` and ``world_size`` are the primer's.
+    ``batch_size_dl`` and ``apply_template`` have no effect: rows are in memory, and ``input_mode`` sets the form of a
+    prompt. ``ray_backend`` and ``dataloader_actor_name`` must stay False and None.
 
     >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "4"}], shuffle=False)
     >>> env.reset().get("answer").tolist()
@@ -250,8 +251,7 @@ class DatasetChatEnv(TransformedEnv):
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
             rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]
         else:
-            # Once for all rows, and not per batch: the order of an epoch, and with it a resumption, is that of its
-            # rows.
+            # Collates all rows at once, not per batch: epoch order and resumption count the collated rows.
             rows = list(collate_fn(list(rows)))
         if data_key not in (None, "query"):
             rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
@@ -274,7 +274,7 @@ def one_batch_size(batch_size: int | Sequence[int] | None, who: str, noun: str) 
 
 
 def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
-    """The rows themselves. Raises DataError with the number of one that is not a mapping."""
+    """The rows, unchanged. Raises DataError naming the first row that is not a mapping."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             form, got = {"question": "2 + 2?", "answer": "4"}, type(row).__name__
@@ -288,7 +288,7 @@ def answered(
     tokenizer: PreTrainedTokenizerBase | None = None,
     role: str = "assistant",
 ) -> ChatHistory | Text | Tokens:
-    """A view that has a prompt, with one answer per row as "response" and "full"; tokens need the ``tokenizer``.
+    """The view with one answer per row added as "response" and "full"; token views need the ``tokenizer``.
 
     >>> answered(Text.from_rows({"prompt": ["2+2=", "2+3="]}), ["4", "5"]).rows("full")
     ['2+2=4', '2+3=5']
@@ -309,7 +309,7 @@ def answered(
 
 
 def next_prompt(td: TensorDictBase) -> dict[str, Any]:
-    """The views of the next turn's prompt: what is ``full`` now, without padding.
+    """The views of the next turn's prompt: the current ``full``, without padding.
 
     Writes  (view, "prompt") for history and text, and the token stream
     """

@@ -1,4 +1,4 @@
-"""The text of the policy's turn, the same in any input mode, and the base of the transforms that score it."""
+"""The text of the policy's turn, identical in every input mode, and the base class of transforms that score it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from llmrl.modules.llm.rendering import Renderer
 
 
 class ScoringTransform(Transform):
-    """Scores each turn of an env, by `_step`; as a buffer's transform, or called, each batch that was collected.
+    """Scores each turn of an env with `_step`; in a buffer, or when called, scores collected batches.
 
-    A batch gets the same entries in ``next``, and rewards are added to those that it has. Its ends of conversations
-    stay as they were collected.
+    A collected batch gets the same entries in ``next``; rewards are added to the ones that are already there. Its done
+    flags stay as they were collected.
 
     >>> import torch
     >>> class Constant(ScoringTransform):
@@ -53,7 +53,7 @@ class ScoringTransform(Transform):
 
 
 def add_reward(next_td: TensorDictBase, values_B: Tensor, key: str = "reward") -> None:
-    """Adds one value per row to the reward, float32[B, 1, 1], which is 0 if no transform has written it yet."""
+    """Adds one value per row to the reward, float32[B, 1, 1]; a missing reward counts as 0."""
     values_B11, before = values_B.view(-1, 1, 1), next_td.get(key, None)
     next_td.set(key, values_B11 if before is None else before + values_B11)
 
@@ -67,19 +67,19 @@ def completion_texts(
     markers: tuple[str, ...] = (),
     as_drawn: bool = False,
 ) -> list[str]:
-    """The response of every row, without the end-of-turn markers (the template's, and ``markers``) and white space at
-    its end, and (not ``as_drawn``) without the white space that the template writes before an answer.
+    """The response of every row, without end-of-turn markers (the template's, and ``markers``) and white space at its
+    end. The white space that the template writes before an answer is removed too, unless ``as_drawn``.
 
     Reads    the contents of ("history", "response"), else ("text", "response"), else ("tokens", "response") decoded;
-             if there is none of them the last message of "full" in the same order; with ``mode``, only that view
-    Raises   MissingKeyError naming ``who`` if there is none of them, if the last message is that of a system,
-             user or tool, and if there are only ids (or text, for "full") and no ``tokenizer``
+             if all are missing, the last message of "full" in the same order; with ``mode``, only that view
+    Raises   MissingKeyError naming ``who`` if all are missing, if the last message has the role system, user or tool,
+             and if only ids (or text, for "full") are present and ``tokenizer`` is None
 
-    Without ``tokenizer`` the only markers known are those of ChatML and ``markers``, which text alone needs.
+    Without ``tokenizer`` only the markers of ChatML and ``markers`` are removed.
     """
     views = MODES if mode is None else (mode,)
     history = td.get("history", None) if "history" in views else None
-    # The content of a history comes without the white space that the template writes.
+    # Histories need no trimming: their content lacks the white space that the template writes.
     lead = "" if tokenizer is None or as_drawn else _around_answers(tokenizer)[0]
     texts: Iterable[str]
     if history is not None and (response := history.get("response", None)) is not None:
@@ -106,7 +106,7 @@ def unpadded_ids(td: TensorDictBase, field: str) -> list[Tensor] | None:
     kept = None if masks is None else field_rows(masks, "all_attention_mask")
     if rows is None or kept is None or getattr(tokens, "padded", True) is False:
         return rows
-    # The mask is that of the whole turn, which begins with the prompt and ends with the response.
+    # The mask covers the whole turn: the prompt is at its start, the response at its end.
     starts = [0 if field == "prompt" else len(mask) - len(row) for row, mask in zip(rows, kept, strict=True)]
     columns = zip(rows, kept, starts, strict=True)
     return kept_parts(rows, [mask[start : start + len(row)].bool() for row, mask, start in columns])
@@ -129,18 +129,18 @@ def required_column(td: TensorDictBase | None, key: str, who: str, noun: str, re
 
 
 def view_of(td: TensorDictBase) -> str | None:
-    """The view in which a batch holds its conversations: "history", "text" or "tokens"; None without any."""
+    """The view in which a batch holds its conversations: "history", "text" or "tokens"; None if it has none."""
     return next((view for view in MODES if td.get(view, None) is not None), None)
 
 
 def tokenizer_of(transform: Transform) -> Any | None:
-    """The transform's own tokenizer, else that of its env; None if there is neither."""
+    """The transform's own tokenizer, else that of its env; None if both are missing."""
     own = transform.tokenizer
     return getattr(transform.container, "tokenizer", None) if own is None else own
 
 
 def renderer_of(env: EnvBase | None) -> Renderer | None:
-    """The renderer of the chat env below the transforms; None if it keeps a history, or without an env."""
+    """The renderer of the chat env below the transforms; None in history mode, or without an env."""
     return getattr(innermost(env), "renderer", None)
 
 
@@ -177,7 +177,7 @@ def _written(td: TensorDictBase, views: Sequence[str], field: str, tokenizer: An
     """The text of a field, else its ids decoded; None if the batch has neither."""
     texts = strings_of(td, ("text", field)) if "text" in views else None
     if texts is None and "tokens" in views and tokenizer is not None and (rows := unpadded_ids(td, field)) is not None:
-        # Control tokens inside are kept: without them "3<|im_start|>6" would be the answer 36.
+        # Keeps control tokens inside the text: without them "3<|im_start|>6" would be the answer 36.
         texts = decode_rows(tokenizer, [row.tolist() for row in rows])
     return texts
 
@@ -185,8 +185,8 @@ def _written(td: TensorDictBase, views: Sequence[str], field: str, tokenizer: An
 def _whole_chats(
     td: TensorDictBase, views: Sequence[str], history: Any, tokenizer: Any | None
 ) -> list[list[dict[str, Any]]] | None:
-    """The messages of each conversation, of a batch that has conversations only as a whole; None if one of them
-    does not end in an answer."""
+    """The messages of each whole conversation ("full"); None if "full" is missing or a conversation does not end with
+    an answer."""
     if history is not None and (full := history.get("full", None)) is not None:
         chats = full.to_chats()
     elif tokenizer is None or (texts := _written(td, views, "full", tokenizer)) is None:

@@ -1,4 +1,4 @@
-"""Options that several environments and transforms share, and keywords that a constructor hands on to others."""
+"""Options shared by several environments and transforms, and the routing of keyword arguments to constructors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MODES = ("history", "text", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """Options of reading, running and answering tool calls: arguments of `ToolTransform`.
+    """Options for parsing, running and answering tool calls: arguments of `ToolTransform`.
 
-    format              of the calls: a name as `call_format` takes it, or a `CallFormat`; "auto": that of the chat
-                        template, else by the form of each call
-    timeout_s           of one call, if the tool has none of its own
-    max_calls_per_turn  calls beyond are not run, and the model gets a message
-    max_result_chars    of one answer; the middle of a longer one is cut, with a notice
-    max_tool_turns      turns whose calls are answered; None: no limit but the env's
-    max_concurrency     calls that run at a time, over all rows
+    format              of the calls: a name for `call_format`, or a `CallFormat`; "auto": the chat template's format,
+                        else detected for each call
+    timeout_s           of one call, for tools without their own timeout
+    max_calls_per_turn  further calls are not run, and the model gets a message
+    max_result_chars    of one result; the middle of a longer one is cut, with a notice
+    max_tool_turns      turns whose calls are answered; None: only the env's limit
+    max_concurrency     calls that run at the same time, over all rows
     end_without_call    False leaves the end of a conversation to the env and its other transforms
-    declare             True passes the schemas through the chat template; None: if templates teach ``format``
-    role                of the messages with the answers
+    declare             True declares the schemas through the chat template; None: if templates support ``format``
+    role                of the messages with the results
     Raises  ConfigError for a limit below 1
     """
 
@@ -46,13 +46,13 @@ class ToolOptions:
 
 
 def keywords_of(receiver: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``given`` that the constructor takes."""
+    """The entries of ``given`` that the constructor accepts."""
     names = inspect.signature(receiver).parameters
     return {name: value for name, value in given.items() if name in names and name not in ("self", "options")}
 
 
 def split_keywords(given: Mapping[str, Any], who: str, *receivers: type) -> list[dict[str, Any]]:
-    """`keywords_of` each constructor. Raises ConfigError, with a near name, for one that none of them takes.
+    """`keywords_of` each constructor. Raises ConfigError, suggesting a close name, for one that none of them accepts.
 
     >>> split_keywords({"max_tool_turns": 3}, "MyTools", ToolOptions)
     [{'max_tool_turns': 3}]

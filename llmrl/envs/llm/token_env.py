@@ -1,6 +1,6 @@
-"""Environments without roles and templates: `LLMEnv` grows text or ids by an action, `LLMHashingEnv` by one token.
+"""Environments without roles and templates: `LLMEnv` appends text or ids per step, `LLMHashingEnv` one token.
 
-For conversations use `ChatEnv`: it has turns, carries masks and log-probs along, and takes rows of any lengths.
+For conversations use `ChatEnv`: it has turns, carries masks and log-probs, and accepts rows of different lengths.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class LLMEnv(EnvBase):
     With ``from_text``, str [B]:
     Reads   ``str_key`` ("text") at reset; ``action_key`` ("text_response") at step
     Writes  ("next", str_key) = text + action
-    Else, int64[B, T]:
+    Otherwise, int64[B, T]:
     Reads   ``token_key`` ("tokens") and, with ``has_attention``, ``attention_key`` ("attention_mask", bool[B, T]; by
             default all True) at reset; ``action_key`` ("tokens_response", int64[B, R]) at step
     Writes  ("next", token_key) = cat(tokens, action), the mask longer by R
 
-    Writes  ("next", reward_key)  float32[B, 1, 1]  0, with ``assign_reward``: for transforms to add to
-            ("next", "terminated" | "done")  bool[B, 1]  with ``assign_done``: the action holds ``eos_token_id``; False
-                                  if that is None
+    Writes  ("next", reward_key)  float32[B, 1, 1]  0, with ``assign_reward``: transforms add to it
+            ("next", "terminated" | "done")  bool[B, 1]  with ``assign_done``: True if the action contains
+                                  ``eos_token_id``; False if that is None
     Raises  MissingKeyError without a prompt at reset; ConfigError for settings that contradict each other
 
     vocab_size   makes the ids `Categorical`, so that `rand_action` can draw them
@@ -160,7 +160,7 @@ class LLMEnv(EnvBase):
                 longer_BR = torch.ones_like(answer_BR, dtype=torch.bool)
                 out.set(self.attention_key, torch.cat([td.get(self.attention_key), longer_BR], -1))
             if self.eos_token_id is not None:
-                # Only the action counts: prompts may hold this token, between their turns or as padding.
+                # Checks only the action: prompts may contain this token, between their turns or as padding.
                 out.set("terminated", (answer_BR == self.eos_token_id).any(-1, keepdim=True))
         if self.zero_reward_key is not None:
             out.set(self.zero_reward_key, torch.zeros(*td.batch_size, 1, 1, device=self.device))
@@ -174,17 +174,17 @@ class LLMEnv(EnvBase):
 
 
 class LLMHashingEnv(EnvBase):
-    """Appends one token per step and names every prefix by a hash: the nodes of a tree of texts.
+    """Appends one token per step and identifies every prefix by a hash: the nodes of a tree of texts.
 
-    The hash is a function of the ids alone, the same in every process and on every device, so that a tree search can
-    look up a prefix that another process wrote.
+    The hash depends only on the ids and is the same in every process and on every device, so a tree search can look up
+    a prefix that another process wrote.
 
-    Reads   ``observation_key``  int64[*B, N] at reset: the prompts, of one length
+    Reads   ``observation_key``  int64[*B, N] at reset: the prompts, all of the same length
             "action"             int64[*B, 1] at step: the next token
     Writes  ``observation_key``  int64[*B, N + steps]
             "hashing"            int64[*B, 1]  equal for equal prefixes, however they were split into prompt and actions
             ``text_key``         str [*B]      the prefix, decoded; with ``text_output``
-            ("next", "reward")   float32[*B, 1]  0;  done is False: the search decides where it ends
+            ("next", "reward")   float32[*B, 1]  0;  done is False: the search decides when to stop
     Raises  ConfigError without a vocabulary size or, for text, a tokenizer; MissingKeyError without a prompt
 
     vocab_size      None: the tokenizer's
@@ -233,7 +233,7 @@ class LLMHashingEnv(EnvBase):
         self.reward_spec = Composite(reward=Unbounded(shape=(1,)))
 
     def make_tensordict(self, text: str | Sequence[str]) -> TensorDictBase:
-        """A reset to these texts: batch () for one, [B] for B of them, which must have one length in tokens.
+        """Resets to the given texts: batch () for a string, [B] for B strings, which must have equally many tokens.
 
         >>> from llmrl.testing import tiny_tokenizer
         >>> LLMHashingEnv(tokenizer=tiny_tokenizer()).make_tensordict("2 + 2 =")["text"]
@@ -254,7 +254,7 @@ class LLMHashingEnv(EnvBase):
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         td = new_tensordict({}, self.batch_size) if td is None else td
         ids_BN = required(td, self.observation_key, "LLMHashingEnv.reset", "see make_tensordict for the prompt")
-        # Token by token, as the steps do it: a prefix has one hash, wherever its prompt ended.
+        # Token by token, like the steps: the hash must not depend on where the prompt ended.
         hash_B1 = torch.zeros((*td.batch_size, 1), dtype=torch.int64, device=ids_BN.device)
         for token_B1 in ids_BN.split(1, dim=-1):
             hash_B1 = self._hash(hash_B1, token_B1)
@@ -282,7 +282,7 @@ class LLMHashingEnv(EnvBase):
 
 
 def prefix_hash(pair: Tensor) -> Tensor:
-    """int64[*B, 1], not negative, of int64[*B, 2]: the hash of a prefix and the token that follows it.
+    """The hash of a longer prefix, int64[*B, 1], not negative, from int64[*B, 2]: the hash so far and the next token.
 
     Source  the finaliser of splitmix64 (Steele, Lea, Flood 2014), over the hash and the mixed token
 

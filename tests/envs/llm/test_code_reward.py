@@ -91,7 +91,7 @@ def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(rewar
         ([], "at least one case"),
         (None, "at least one case"),
         ([{"input": "1"}], "input and output"),
-        ({"inputs": ["1"], "outputs": []}, "as many of both"),
+        ({"inputs": ["1"], "outputs": []}, "equally many"),
     ],
 )
 def test_tests_that_cannot_be_run_are_an_error_not_a_zero(reward, tests, message):

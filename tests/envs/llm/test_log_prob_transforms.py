@@ -421,7 +421,7 @@ def test_settings_that_contradict_each_other_are_refused(models):
         "must have the same pad_output": lambda: RetrieveKL(wrapper(model, pad_output=True), scorer),
         "under different keys": lambda: RetrieveKL(ref_model=scorer, ref_log_probs_full_key=("log_probs", "full")),
         "different keys: got .'a'": lambda: KLComputation(("a", "full"), ("a", "full")),
-        "must be a reference": RetrieveKL,
+        "a reference is required": RetrieveKL,
         "not both": lambda: RetrieveKL(ref_model=scorer, ref_model_factory=lambda: scorer),
         "use_ray_service must be False": lambda: KLRewardTransform(scorer, use_ray_service=True),
         "wrap it in TransformersWrapper": lambda: RetrieveLogProb(other),

@@ -117,7 +117,7 @@ def test_a_partial_reset_gives_the_free_gym_and_leaves_the_other_conversation():
     assert root["gym_slot"].tolist() == [0, 1]
     assert [shell.resets for shell in shells] == [2, 1]
     assert [len(chat) for chat in root["history"].prompt.to_chats()] == [2, 4]
-    with pytest.raises(RolloutError, match="1 are to start and 0 of 2 are free"):
+    with pytest.raises(RolloutError, match="1 must start, but 0 of 2 are free"):
         env.reset(TensorDict(batch_size=[1]))
     ended = answered(env, root, run("submit"), run("submit"))
     with pytest.raises(RolloutError, match="has ended: reset it first"):

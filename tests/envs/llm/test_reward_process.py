@@ -156,7 +156,7 @@ def test_functions_of_llmrl_and_objects_stay_in_this_process_unless_told_otherwi
 
 
 def test_what_cannot_be_sent_is_named(reward):
-    with pytest.raises(ConfigError, match="'graded': what it is called with must be of a kind that can go to another"):
+    with pytest.raises(ConfigError, match="'graded': its arguments must be picklable"):
         score(reward("graded"), ["a"], answer=["a"], ids=[lambda: 0], note=[""])
 
 

@@ -47,7 +47,7 @@ def test_lengths_are_cut_and_filled_as_asked(tokenizer):
     cut = tokenised(tokenizer, max_length=2, return_attention_mask=False)
     assert cut["ids"][1].tolist() == ids_of(tokenizer, TEXTS[1])[:2]
     assert "attention_mask" not in cut
-    with pytest.raises(ShapeError, match="padding=False all rows must have one length"):
+    with pytest.raises(ShapeError, match="padding=False all rows must have the same length"):
         tokenised(tokenizer, padding=False)
     alike = tokenised(tokenizer, ["Hi", "Hi"], padding=False)
     assert alike["ids"].shape == (2, len(ids_of(tokenizer, "Hi")))

@@ -1,6 +1,6 @@
-"""Rewards that need more than a line: a language model as judge, a reward model, tests that code must pass.
+"""Built-in reward functions: a language model as judge, a reward model, tests that code must pass.
 
-Each is called as a plain reward function is: give it to `RewardFunction`, or name it in a list of rewards.
+Each is callable like a plain reward function: pass it to `RewardFunction`, or name it in a list of rewards.
 """
 
 from llmrl.envs.llm.rewards.code import CodeReward

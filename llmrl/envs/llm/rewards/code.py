@@ -1,4 +1,4 @@
-"""`CodeReward`: the code of a response is run against the tests of its row, in the sandbox of the Python tool."""
+"""`CodeReward`: runs the code of a response against the tests of its row, in the sandbox of the Python tool."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmrl.tools.python import PythonTool
 from llmrl.tools.sandbox import Limits
 from llmrl.tools.sandbox.launch import Kind
 
-START_S = 600.0  # for an interpreter, even if other cases use all of them
+START_S = 600.0  # limit for obtaining an interpreter, which may wait for other cases
 
-# The code is text in the text that is run: nothing of it is put together with ours but by exec.
+# The response's code is inserted as a string literal and run by exec, so it cannot alter the surrounding program text.
 _STDIN = """
 import io, os, sys
 sys.stdin = io.TextIOWrapper(io.BytesIO({stdin}.encode()), encoding="utf-8")
@@ -38,19 +38,19 @@ print("\\n" + {passed})
 
 
 class CodeReward:
-    """Runs the last Python block of a response against test cases, each in a sandboxed interpreter of its own.
+    """Runs the last Python block of a response against test cases, each in its own sandboxed interpreter.
 
-    Reads   the column ``tests``: a list of cases, or the same as JSON. A case is a text that must run without an error
-            after the code, as ``assert add(1, 2) == 3``, or ``{"input": ..., "output": ...}``: what the code reads and
-            must print, trailing white space aside. ``{"inputs": [...], "outputs": [...]}`` is a list of the latter
-    Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 if all did, else 0.0; 0.0 without
-            code, or if it failed, took longer than ``timeout_s`` seconds for a case or wrote too much
-    Raises  at a call, DataError for a row without cases: it has no reward; SessionError, DeadlineError if no
-            interpreter could be had, which does not mean that the code is wrong; at construction,
-            MissingDependencyError or UnsupportedError if the sandbox cannot be had
+    Reads   the column ``tests``: a list of cases, or the same as JSON. A case is Python text that must run without an
+            error after the code, as ``assert add(1, 2) == 3``, or ``{"input": ..., "output": ...}``: the code's stdin
+            and expected stdout, ignoring trailing white space. ``{"inputs": [...], "outputs": [...]}`` lists the latter
+    Returns the fraction of the cases that passed, or with ``mode="all"`` 1.0 if all did, else 0.0; 0.0 without code. A
+            case fails if the code raises, takes longer than ``timeout_s`` seconds or writes too much
+    Raises  at a call, DataError for a row without cases; SessionError, DeadlineError if no interpreter is available,
+            which does not mean that the code is wrong (the row has no reward in both cases); at construction,
+            MissingDependencyError or UnsupportedError if the sandbox is not available
 
-    ``concurrency`` cases run at a time over all rows. Tests in text run in the interpreter that ran the code: code that
-    looks for the way to pass there will find one. Cases of input and output are compared outside.
+    ``concurrency`` cases run at a time over all rows. Text cases run in the same interpreter as the code, so malicious
+    code can fake a pass. Outputs of the input/output cases are compared outside.
 
     >>> reward = CodeReward(sandbox="subprocess")
     >>> tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "7"}]
@@ -77,7 +77,7 @@ class CodeReward:
             )
         self.mode = mode
         self.timeout_s = timeout_s
-        self.concurrency = concurrency  # of rows; their cases share as many interpreters
+        self.concurrency = concurrency  # rows at a time; their cases share the same number of interpreters
         if not isinstance(limits, Limits):
             limits = Limits(**{"output_kib": 1024, **(limits or {})})
         self._tool = PythonTool(sandbox=sandbox, limits=limits, spare=1, max_interpreters=concurrency)
@@ -99,18 +99,18 @@ class CodeReward:
 
     def _passes(self, code: str, case: str | tuple[str, str]) -> bool:
         if isinstance(case, str):
-            mark = secrets.token_hex(16)  # a code that ends the program early does not print it
+            mark = secrets.token_hex(16)  # printed at the end: missing if the code ends the program early
             program = _ASSERT.format(code=repr(code), test=repr(case), passed=repr(mark))
             ok, output = self._run(program)
             return ok and output.rstrip().endswith(mark)
         stdin, expected = case
         ok, output = self._run(_STDIN.format(stdin=repr(stdin), code=repr(code)))
-        # Compared here, outside of the interpreter: the code never sees what is expected.
+        # Compared here, outside of the interpreter, so the code never sees the expected output.
         return ok and _lines(output) == _lines(expected)
 
     def _run(self, program: str) -> tuple[bool, str]:
-        """True if the program ran to its end, and its output. The time to get an interpreter does not count."""
-        # Each case has an interpreter of its own, so that nothing of one case helps the next.
+        """(True if the program finished, its output). The time to get an interpreter does not count."""
+        # Each case gets a new interpreter, so that no state leaks between cases.
         conversation = object()
         try:
             self._tool.execute("", conversation=conversation, deadline=time.monotonic() + START_S)
@@ -126,11 +126,11 @@ def _cases(tests: Any) -> list[str | tuple[str, str]]:
         try:
             tests = parse_json(tests)
         except ValueError:
-            tests = [tests]  # one test in text
+            tests = [tests]  # a single text case
     if isinstance(tests, Mapping):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise DataError(f"CodeReward: tests must have inputs and outputs, as many of both: got {tests!r:.120}.")
+            raise DataError(f"CodeReward: tests must have equally many inputs and outputs: got {tests!r:.120}.")
         tests = [{"input": given, "output": due} for given, due in zip(inputs, outputs, strict=True)]
     if not isinstance(tests, Sequence) or not tests:
         raise DataError(f"CodeReward: tests must be a list with at least one case: got {tests!r:.120}.")

@@ -1,4 +1,4 @@
-"""`JudgeReward`: grades of another language model, behind a chat-completions server."""
+"""`JudgeReward`: grades from another language model on a chat-completions server."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class JudgeReward:
 
     Calls   ``<url>/chat/completions`` with ``model``, ``sampling`` and one user message: ``prompt``, in which
             ``{completion}``, ``{answer}`` and ``{<column>}`` are filled in (``{{`` is a brace); ``concurrency`` at a
-            time. ``system`` is the message before it
-    Reads   the columns that ``prompt`` names: a column that the data lack is an error when the reward is attached
-    Returns ``parse`` of the judge's text outside its thinking: by default its last "SCORE: n". A regular expression
-            is searched for, the last match's first group counts; a function gets the text and may return None.
-            A score within [0, ``scale``] is divided by ``scale``
-    Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError if it gave no usable
-            answer within ``timeout_s`` seconds, ``retries`` more tries included: the row then has no reward; DataError
-            for messages with images
+            time. ``system`` is an optional system message
+    Reads   the columns that ``prompt`` names: a missing column is an error when the reward is attached
+    Returns ``parse`` of the judge's text outside its thinking, by default the last "SCORE: n", divided by ``scale``.
+            A regular expression gives group 1 of its last match; a function gets the text and may return None. The
+            score must be within [0, ``scale``]
+    Raises  ConfigError for a request that the server refuses; RolloutError, DeadlineError if all ``retries`` + 1 tries
+            gave no usable answer within ``timeout_s`` seconds each: the row then has no reward; DataError for messages
+            with images
 
-    The key is read from the environment variable ``api_key_env``, if it is set; it appears in no settings file.
+    The API key is read from the environment variable ``api_key_env``, if it is set; settings files do not contain it.
 
     >>> prompt = "Is {completion} {answer}? SCORE: 0 or 1"
     >>> judge = JudgeReward("http://localhost:8000/v1", "judge", prompt=prompt, scale=1)
@@ -92,7 +92,7 @@ class JudgeReward:
             raise ConfigError(f"JudgeReward: scale, the best score, must be positive: got {scale}.")
         fields = [match[1] for match in _FIELD.finditer(prompt) if match[1]]
         if "completion" not in fields:
-            raise ConfigError("JudgeReward: prompt must have {completion} in the place of the response: it has not.")
+            raise ConfigError("JudgeReward: prompt must have {completion} as the placeholder of the response.")
         if isinstance(parse, str):
             try:
                 pattern = re.compile(parse, re.IGNORECASE)
@@ -113,7 +113,7 @@ class JudgeReward:
             url, api_key=os.environ.get(api_key_env), timeout_s=timeout_s, retries=retries, backoff_s=backoff_s
         )
         self.columns = list(dict.fromkeys(field for field in fields if field != "completion"))
-        self.__signature__ = inspect.Signature(  # so that only the columns of the prompt are asked for, and checked
+        self.__signature__ = inspect.Signature(  # makes RewardFunction check and pass exactly the prompt's columns
             [
                 inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD),
                 *(inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in self.columns),
@@ -126,7 +126,7 @@ class JudgeReward:
         return self.score(self.api.ask(messages, model=self.model, **self.sampling))
 
     def message(self, completion: str, **columns: Any) -> str:
-        """The question to the judge about a response."""
+        """The user message that asks the judge to grade a response."""
         values = {"completion": completion, **columns}
 
         def fill(match: re.Match[str]) -> str:
@@ -135,7 +135,7 @@ class JudgeReward:
         return _FIELD.sub(fill, self.prompt)
 
     def shown(self, column: str, value: Any, *, row: int | None = None) -> str:
-        """A column in the prompt: text as it is, messages as a dialogue. Raises DataError for messages with images."""
+        """A column's text for the prompt; messages become a dialogue. Raises DataError for messages with images."""
         if isinstance(value, (list, tuple)) and value and all(isinstance(message, Mapping) for message in value):
             place = column if row is None else f"{column} of row {row}"
             refuse_images(value, f"JudgeReward: judge {self.model!r}, {place}")
@@ -143,8 +143,8 @@ class JudgeReward:
         return "" if value is None else str(value)
 
     def score(self, said: str) -> float | None:
-        """The reward in the judge's text. Raises RolloutError if it has none, or one out of bounds."""
-        # A thinking judge weighs several scores before it gives one.
+        """The reward in the judge's text. Raises RolloutError if the score is missing or out of bounds."""
+        # Skips the judge's thinking, which may mention other scores.
         value = self._parse(find_blocks(said).outside)
         if value is None:
             return None
@@ -170,7 +170,7 @@ class ChatAPI:
     """Client of ``<url>/chat/completions`` with deadlines and retries, for any thread.
 
     Raises  ConfigError at once for a request that the server refuses (a 4xx: wrong model, wrong key); RolloutError,
-            DeadlineError after ``retries`` more tries for a server that is down, too busy, too slow, or not understood
+            DeadlineError after ``retries`` more tries for a server that is down, too busy, too slow, or sends bad data
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float, retries: int, backoff_s: float):
@@ -200,14 +200,14 @@ class ChatAPI:
             try:
                 return self._once(request)
             except (DeadlineError, RolloutError) as failure:
-                # Spread, so that the rows of a batch do not ask again at the same moment.
+                # Random jitter, so that the rows of a batch do not retry at the same moment.
                 spread_s = self.backoff_s * 2**attempt * random.uniform(0.5, 1.5)
                 wait_s = getattr(failure, "after_s", None) or spread_s
                 if attempt == self.retries or self._closed.wait(min(wait_s, self.timeout_s)):
                     raise
 
     def close(self) -> None:
-        """Ends waiting between tries: what is being asked fails at its next failure."""
+        """Cancels the waits between tries: requests in flight are not retried after a failure."""
         self._closed.set()
 
     def _once(self, request: bytes) -> str:
@@ -216,7 +216,7 @@ class ChatAPI:
         late = DeadlineError(f"ChatAPI: {self.url} must answer within timeout_s = {self.timeout_s}: it did not.")
         try:
             with urllib.request.urlopen(call, timeout=self.timeout_s) as response:
-                while chunk := response.read1(1 << 16):  # a socket's own timeout restarts with every byte
+                while chunk := response.read1(1 << 16):  # in parts: the socket's own timeout restarts with each read
                     data += chunk
                     if time.monotonic() > end:
                         raise late
@@ -241,7 +241,7 @@ class ChatAPI:
         return text
 
     def _refused(self, error: urllib.error.HTTPError) -> ConfigError | RolloutError:
-        """A RolloutError with ``after_s``, the seconds to wait, for a status that may pass, else a ConfigError."""
+        """A RolloutError with ``after_s``, the seconds to wait, for a temporary status, else a ConfigError."""
         with error:
             try:
                 said = error.read(500).decode(errors="replace")

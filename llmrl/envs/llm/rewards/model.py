@@ -24,10 +24,10 @@ class RewardModelScorer:
 
     Reads   the column ``query``: the user's message, or a list of messages
     Calls   ``model`` without gradients, in batches of rows of similar length: at most ``tokens_per_batch`` tokens with
-            padding, which the model's own padding token fills, so that a row scores as it does alone
-    Returns the logit ``label`` of each row, float; None for a conversation of more than ``max_tokens`` tokens: a cut
-            conversation is not the one that is to be scored
-    Raises  ConfigError for a model with several labels and no choice of one, without a padding token, or a tokenizer
+            padding. Padding uses the model's own padding token, so that a row gets the same score as alone
+    Returns the logit ``label`` of each row, float; None for a conversation of more than ``max_tokens`` tokens, because
+            the score of a truncated conversation would be misleading
+    Raises  ConfigError for a model with several labels without ``label``, one without a padding token, or a tokenizer
             without a chat template; DataError for a prompt with images
 
     >>> from llmrl.testing import tiny_tokenizer
@@ -56,13 +56,13 @@ class RewardModelScorer:
     ):
         labels = model.config.num_labels
         if label is None and labels != 1:
-            raise ConfigError(f"RewardModelScorer: a model with {labels} labels needs label, that of the reward.")
+            raise ConfigError(f"RewardModelScorer: a model with {labels} labels needs label, the index of the reward.")
         if label is not None and not 0 <= label < labels:
             raise ConfigError(f"RewardModelScorer: label must be within [0, {labels}): got {label}.")
         if model.config.pad_token_id is None:
             raise ConfigError(
-                "RewardModelScorer: model.config.pad_token_id must be set: the model looks for padding by it; set it "
-                "to the tokenizer's, or another token that no conversation ends in."
+                "RewardModelScorer: model.config.pad_token_id must be set: the model finds padding by it; set it to "
+                "the tokenizer's, or to another token that no conversation ends with."
             )
         if not tokenizer.chat_template:
             raise ConfigError("RewardModelScorer: the reward model's tokenizer must have a chat template.")
@@ -77,10 +77,10 @@ class RewardModelScorer:
 
     @classmethod
     def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
-        """Loads a hub name or a folder, also one with adapters alone (peft), beside the ``config.json`` of their model.
+        """Loads a hub name or a folder; the folder may hold only PEFT adapters and the ``config.json`` of their model.
         ``options`` are the other arguments of `RewardModelScorer`.
 
-        Raises  DataError if it cannot be loaded, or its files lack a weight, such as those of the output
+        Raises  DataError if it cannot be loaded, or its files lack a weight, such as one of the output layer
         """
         from transformers import AutoTokenizer
 
@@ -91,14 +91,14 @@ class RewardModelScorer:
 
     @classmethod
     def check(cls, model: str, **options: Any) -> None:
-        """Raises DataError if `load` could not: there are no such files, or those of a folder lack the output."""
+        """Raises DataError if `load` would fail: the files are missing, or a folder's lack the output weights."""
         loaded(_check_output, model, setting=f"{cls.name}.model")
 
     def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
         if not completions:
             return []
         rows = self.ids([self.conversation(q, c) for q, c in zip(query, completions, strict=True)])
-        # Batches of rows of similar length have little padding.
+        # Sorts by length, because rows of similar length need little padding.
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         scores: list[float | None] = [None] * len(rows)
         if self.max_tokens is not None:
@@ -113,7 +113,7 @@ class RewardModelScorer:
         return scores
 
     def conversation(self, query: Any, completion: str) -> list[dict[str, Any]]:
-        """The messages that are scored."""
+        """The messages to score."""
         before = [{"role": "user", "content": query}] if isinstance(query, str) else list(query)
         if self.system_prompt is not None and before[0]["role"] != "system":
             before.insert(0, {"role": "system", "content": self.system_prompt})
@@ -121,7 +121,7 @@ class RewardModelScorer:
         return [*before, {"role": "assistant", "content": completion}]
 
     def ids(self, conversations: list[list[dict[str, Any]]]) -> list[list[int]]:
-        """The token ids of conversations, by the reward model's own template."""
+        """The token ids of conversations, rendered with the reward model's own template."""
         texts = [
             self.tokenizer.apply_chat_template(conversation, tokenize=False, **self.template_kwargs)
             for conversation in conversations
@@ -133,7 +133,7 @@ class RewardModelScorer:
         length = max(map(len, rows))
         ids_BT = torch.full((len(rows), length), self.model.config.pad_token_id)
         attention_BT = torch.zeros(len(rows), length, dtype=torch.int64)
-        for number, ids in enumerate(rows):  # on the right, where a causal model never sees it
+        for number, ids in enumerate(rows):  # padding on the right, which a causal model never attends to
             ids_BT[number, : len(ids)] = torch.tensor(ids)
             attention_BT[number, : len(ids)] = 1
         device = self.model.device
@@ -142,7 +142,7 @@ class RewardModelScorer:
 
 
 def _check_output(source: str, **options: Any) -> None:
-    """Reads the configuration, and of a folder the names in the headers of its safetensors files."""
+    """Checks the configuration and, for a folder, the weight names in the headers of its safetensors files."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -152,7 +152,7 @@ def _check_output(source: str, **options: Any) -> None:
     for path in Path(source).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
-    if names and not any(Path(source).glob("adapter_model*")):  # adapters alone have another name for it
+    if names and not any(Path(source).glob("adapter_model*")):  # adapters name the output weights differently
         own = [name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")]
         check_whole(set(own) - names)
 

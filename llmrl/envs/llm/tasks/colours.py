@@ -1,7 +1,7 @@
-"""The embedded task ``colours``: the name of an image's colour, which a small model learns in a minute.
+"""The embedded task ``colours``: naming an image's colour, which a small model learns in a minute.
 
-An image has one colour, in one of many shades and sizes. No shade of one split is in another, so a result on ``test``
-measures the colour and not the memory of an image.
+An image has one colour, in one of many shades and sizes. The splits share no shade, so a result on ``test`` measures
+colour recognition, not memory of an image.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llmrl.optional import require
 
 COLOURS = ("red", "yellow", "green", "cyan", "blue", "magenta")  # 60 degrees of hue apart
 SPLITS = {"test": 300, "validation": 120, "train": 1200}  # problems in each
-_SPREAD = 15.0  # degrees of hue to both sides
+_SPREAD = 15.0  # degrees of hue in both directions
 _SIZES = (8, 16, 24)
 
 Rows = list[dict[str, Any]]
 
 
 def colours_problems(split: str = "train") -> Rows:
-    """Rows with "question", "image" (of the library PIL) and "answer"; the splits are disjoint and always the same.
+    """Rows with "question", "image" (a PIL image) and "answer"; the splits are disjoint and always the same.
 
     >>> row = colours_problems("validation")[0]
     >>> row["question"], row["answer"], row["image"].mode
@@ -38,9 +38,9 @@ def colours_problems(split: str = "train") -> Rows:
 
 
 def colours_demonstrations(split: str = "train") -> Rows:
-    """The rows of `colours_problems`, for examples: every third answer is another colour's.
+    """The rows of `colours_problems` as demonstrations, with a random colour as every third answer.
 
-    So a model learns from them how to answer, and most of the names; the reward teaches it the rest.
+    A model learns the answer format and most of the names from them; the reward teaches it the rest.
     """
     draw = random.Random(split)
     rows = colours_problems(split)
@@ -48,7 +48,7 @@ def colours_demonstrations(split: str = "train") -> Rows:
 
 
 def colours_reward(completion: str, answer: str) -> float:
-    """1 for the name of the colour and nothing else, else 0.
+    """1 if the completion is exactly the name of the colour, else 0.
 
     >>> colours_reward("red", "red"), colours_reward("red red", "red")
     (1.0, 0.0)

@@ -1,6 +1,6 @@
 """Countdown: make a target out of given numbers by + - * and /. Problems are generated, or come from a dataset.
 
-The arithmetic is the calculator's (`llmrl.tools.calculator`): a bounded parser, never ``eval``.
+The calculator (`llmrl.tools.calculator`) evaluates expressions: a bounded parser, never ``eval``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmrl.tools.calculator import evaluate
 SPLITS = {"train": 10_000, "validation": 500, "test": 500}  # problems in each, by default
 MAX_CHARS = 200
 
-_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "$": "", "\\": ""}  # the calculator knows others
+_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "$": "", "\\": ""}  # the calculator handles other signs
 _EXPRESSION = re.compile(r"[\d+\-*/()\s\u00d7\u00b7\u00f7\u2212]+")
 
 
@@ -44,7 +44,7 @@ def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> b
     expression = expression.partition("=")[0].strip()
     if len(expression) > MAX_CHARS or "**" in expression or "//" in expression or not _EXPRESSION.fullmatch(expression):
         return False
-    # A difference of counters keeps positive counts: numbers that are used more often than they are given.
+    # A difference of counters keeps only positive counts: numbers that are used more often than given.
     if Counter(map(int, re.findall(r"\d+", expression))) - Counter(numbers):
         return False
     try:
@@ -57,13 +57,13 @@ def countdown_correct(expression: str, numbers: Sequence[int], target: int) -> b
 def countdown_problems(
     split: str = "train", count: int | None = None, *, size: int | tuple[int, int] = (3, 4), largest: int = 99
 ) -> list[dict[str, Any]]:
-    """Problems that have a solution: rows with "nums" and "target", in the columns of the public dataset.
+    """Problems that have a solution: rows with "nums" and "target", the columns of the public dataset.
 
-    Returns  always the same rows for a split; a problem belongs to one split only, by the numbers it starts from
+    Returns  always the same rows for a split; the set of numbers determines the split, so splits share no problem
     Raises   ConfigError for an unknown split, or fewer than two numbers
 
-    ``size`` is how many numbers a problem has, or the least and the most; they and the target are within
-    [1, ``largest``].
+    ``size`` is the count of numbers in a problem, or (minimum, maximum); numbers are within [1, ``largest``], targets
+    within [10, ``largest``].
 
     >>> countdown_problems("test", 2)[0].keys()
     dict_keys(['nums', 'target'])
@@ -72,12 +72,12 @@ def countdown_problems(
     least, most = (size, size) if isinstance(size, int) else size
     if not 2 <= least <= most or largest < 10:
         raise ConfigError(
-            f"countdown_problems: a problem must have at least 2 numbers, up to 10 or more: got {size} and {largest}."
+            f"countdown_problems: size must be at least 2 numbers and largest at least 10: got {size} and {largest}."
         )
     draw = random.Random(f"countdown {split} {least} {most} {largest}")
     rows: list[dict[str, Any]] = []
     while len(rows) < (SPLITS[split] if count is None else count):
-        # Draws until there are enough: many sets belong to another split, and some of the attempts reach no target.
+        # Draws until there are enough, because many sets belong to another split and some attempts reach no target.
         numbers = [draw.randint(1, largest) for _ in range(draw.randint(least, most))]
         if _split_of(numbers) == split and (target := _reach(numbers, largest, draw)) is not None:
             rows.append({"nums": numbers, "target": target})
@@ -85,12 +85,12 @@ def countdown_problems(
 
 
 class CountdownRewardParser(AnswerParser):
-    """Scores the expression in the answer block: right, wrong but in the asked form, or nothing.
+    """Scores the expression in the answer block: right, wrong but in the required form, or missing.
 
     Reads   "nums", "target"   the numbers that may be used, each at most once, and the number to reach
     Raises  MissingKeyError without them
 
-    Keys that it writes and arguments are those of `AnswerParser`; `countdown_correct` decides.
+    Output keys and arguments are those of `AnswerParser`; `countdown_correct` checks the expression.
 
     >>> from llmrl.testing import ScriptedPolicy
     >>> env = CountdownEnv(dataset=[{"nums": [3, 5, 2], "target": 16}])  # appends one
@@ -143,20 +143,20 @@ class CountdownEnv(TaskEnv):
             nums, target = [], 0
         if not nums:
             had = f"{where} has {row['nums']!r:.60} and {row['target']!r:.30}"
-            raise DataError(f"CountdownEnv: nums must be a list of whole numbers and target one: {had}.")
+            raise DataError(f"CountdownEnv: nums must be a list of whole numbers, and target a whole number: {had}.")
         query = f"Make {target} out of the numbers {', '.join(map(str, nums))}. Use each of them at most once."
         return {"query": query, "answer": str(target), "nums": nums, "target": target}
 
 
 def _split_of(numbers: list[int]) -> str:
-    """The split of a set of numbers, whatever their order: nine of ten sets are for training."""
-    # Sorted, so that no other order of the numbers is in another split; not by `hash`, which differs per process.
+    """The split of a set of numbers, independent of their order: nine of ten sets are for training."""
+    # Sorted, so that all orders of the same numbers are in one split; not by `hash`, which differs per process.
     deal = zlib.crc32(" ".join(map(str, sorted(numbers))).encode()) % 20
     return "test" if deal == 19 else "validation" if deal == 18 else "train"
 
 
 def _reach(numbers: list[int], largest: int, draw: random.Random) -> int | None:
-    """A target that joining all of the numbers in some order reaches; None if this attempt reaches none."""
+    """A target reached by combining all of the numbers at random; None if the result is not a valid target."""
     values = draw.sample(numbers, len(numbers))
     while len(values) > 1:
         a, b = values.pop(draw.randrange(len(values))), values.pop(draw.randrange(len(values)))

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems. The parser serves any task whose reference is one number."""
+"""GSM8K: grade-school word problems. The parser works for any task whose reference is one number."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _FORMAT = (
 
 
 class GSM8KRewardParser(AnswerParser):
-    """Scores the answer block of a response against the reference, which ends in ``#### <number>`` or is one answer.
+    """Scores the answer block of a response against the reference, which ends with ``#### <number>`` or is one answer.
 
-    The last ``<answer>`` block outside thinking counts. Keys, arguments and errors are those of `AnswerParser`; besides
-    them it writes "reward_contained" float32[B, 1, 1], format_reward where the right number is anywhere in the
-    response, which is not part of the reward.
+    The last ``<answer>`` block outside thinking counts. Keys, arguments and errors are those of `AnswerParser`. It also
+    writes "reward_contained" float32[B, 1, 1]: format_reward where the right number is anywhere in the response; this
+    is not part of the reward.
 
     >>> parser = GSM8KRewardParser()
     >>> parser.score("<think>6 * 6</think><answer>36 snakes</answer>", "6 * 6 = 36 #### 36")
@@ -46,13 +46,13 @@ class GSM8KRewardParser(AnswerParser):
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """(thinking, answer) of a response, each "" if there is none."""
+        """(thinking, answer) of a response, each "" if it is missing."""
         think, answer = extract_tags(text)
         return think or "", answer or ""
 
     @staticmethod
     def normalize_answer(text: str) -> str:
-        """The answer in the form in which answers are compared."""
+        """The normalised form of an answer, for comparison."""
         return normalize_answer(text)
 
     def judge(self, answers: list[str | None], td: TensorDictBase) -> list[bool]:
@@ -76,12 +76,12 @@ class GSM8KRewardParser(AnswerParser):
 
 
 class GSM8KPrepareQuestion(Transform):
-    """Puts the instructions, thinking and an answer block, into the question itself when a conversation starts.
+    """Prepends the format instructions to the question when a conversation starts.
 
-    Reads   ``in_keys``   the question, NonTensor [B]; default "query", what `ChatEnv` has the user say
+    Reads   ``in_keys``   the question, NonTensor [B]; default "query", the user's message in `ChatEnv`
     Writes  ``out_keys``  the question with the instructions; default the same key
 
-    For chat templates without a system role. With `GSM8KEnv`, which has a system prompt, it is not needed.
+    For chat templates without a system role. `GSM8KEnv` does not need it: its system prompt has the instructions.
 
     >>> from llmrl.envs.llm import DatasetChatEnv
     >>> env = DatasetChatEnv(dataset=[{"question": "2 + 2?", "answer": "#### 4"}])
@@ -96,7 +96,7 @@ class GSM8KPrepareQuestion(Transform):
         super().__init__(in_keys=["query"] if in_keys is None else in_keys, out_keys=out_keys)
         if len(self.in_keys) != 1 or len(self.out_keys) != 1:
             raise ConfigError(
-                f"GSM8KPrepareQuestion: in_keys, out_keys must name one each: got {self.in_keys}, {self.out_keys}."
+                f"GSM8KPrepareQuestion: in_keys, out_keys must have one key each: got {self.in_keys}, {self.out_keys}."
             )
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
@@ -141,7 +141,7 @@ def make_gsm8k_env(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> DatasetChatEnv:
-    """GSM8K without a system prompt: the instructions are part of the question, as some chat templates need.
+    """GSM8K without a system prompt, for chat templates without a system role: the question has the instructions.
 
     ``options`` are the other arguments of `DatasetChatEnv`.
 

@@ -1,8 +1,7 @@
 """IFEval: prompts with instructions that a program can check (the ``ifeval`` extra for those about language).
 
-`ifeval_checks` has the 25 instructions. Loose evaluation forgives what models like to add: an instruction counts as
-followed if it is followed after leaving out the first line, the last line or both, and the asterisks of markdown, in
-any combination.
+`ifeval_checks` has the 25 instructions. Loose evaluation ignores common additions of models: an instruction counts as
+followed if it holds after removing any combination of the first line, the last line and the asterisks of markdown.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Instructions:
     def of(cls, names: Sequence[str], arguments: Sequence[Mapping[str, Any] | None], where: str) -> Instructions:
         """The columns ``instruction_id_list`` and ``kwargs`` of a row, checked.
 
-        Reads   arguments that are None or no parameter of the check are left out: Parquet files have all for all
+        Ignores arguments that are None or not a parameter of the check: Parquet rows have every argument of all checks
         Raises  DataError naming ``where`` for an unknown instruction, a missing argument, an unknown relation;
                 MissingDependencyError if an instruction needs langdetect and it is not installed
 
@@ -69,7 +68,7 @@ class Instructions:
 
 
 def evaluate(response: str, instructions: Instructions) -> Verdict:
-    """Checks a response against its instructions. An empty response follows none.
+    """Checks a response against its instructions. An empty response follows none of them.
 
     >>> told = Instructions.of(["startend:quotation", "punctuation:no_comma"], [{}, {}], "row 1")
     >>> evaluate('Sure:\\n"no comma"', told)
@@ -80,14 +79,14 @@ def evaluate(response: str, instructions: Instructions) -> Verdict:
     strict, loose = [], []
     for name, arguments in zip(instructions.names, instructions.arguments, strict=True):
         check = CHECKS[name]
-        # What is followed strictly is followed loosely too, without a look at the variants.
+        # An instruction that is followed strictly is also followed loosely: its variants need no check.
         strict.append(check(response, **arguments))
         loose.append(strict[-1] or any(check(variant, **arguments) for variant in _variants(response)))
     return Verdict(strict, loose)
 
 
 def _variants(response: str) -> Iterator[str]:
-    """The response less its first line, its last line or both, with and without asterisks; neither empty nor twice."""
+    """The response without its first line, last line or both, with and without asterisks; no empty or equal ones."""
     lines = response.split("\n")
     parts = (response, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip())
     seen = {response}
@@ -123,7 +122,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
 
     prompt_level_*  float32[B, 1]  1 where every instruction is followed
     inst_level_*    float32[B, 1]  the share of the instructions that are followed
-    *_strict_acc    as it stands; *_loose_acc: after the eight simplifications
+    *_strict_acc    for the unchanged response; *_loose_acc: followed in any of the eight simplified variants
 
     >>> score = IFEvalScoreData.of([True, False], [True, True])
     >>> [score.get(name).item() for name in IFEvalScoreData.NAMES]
@@ -157,19 +156,19 @@ Aggregate = Callable[[IFEvalScoreData, list[str], list[str], bool], float | Tens
 class IfEvalScorer(ScoringTransform):
     """Scores a response by the instructions of its prompt.
 
-    Reads   the response as text (`completion_texts`): its last answer block outside thinking, or else all of it but the
-            thinking; ``instruction_ids_key``, ``keyword_args_key``: the instructions; ``id_key``: the row's name, for
-            errors, if there is one; "stop_reason" if there is one
+    Reads   the response as text (`completion_texts`): its last answer block outside thinking, else all text outside
+            thinking; ``instruction_ids_key``, ``keyword_args_key``: the instructions; ``id_key``: the row's name for
+            errors, optional; "stop_reason", optional
     Writes  ``score_key``  IFEvalScoreData [B]
             "reward"       float32[B, 1, 1]  += the aggregated score, in the ``next`` tensordict
             "done", "terminated"  bool[B, 1]  True if there is an answer block, unless ``set_done_if_answer=False``
     Raises  DataError naming the row for an unknown instruction (with the nearest known one) or a missing argument
 
-    The aggregate is the mean of the four numbers of the score, weighted by ``format_weights``, plus 0.1 for exactly one
+    The aggregate is the mean of the score's four numbers, weighted by ``format_weights``, plus 0.1 for exactly one
     answer block and 0.05 for exactly one thinking block: at most 1.15, and 0 for an empty response.
     ``aggregate_reward="structured"`` adds 0.5 for each of the two instead, and 0.2 for a response that was not cut off:
-    at most 2.2. A function replaces it: ``fn(score, think_blocks, answer_blocks, complete) -> float`` per response,
-    where ``complete`` is False for one that was cut off; with False there is no reward.
+    at most 2.2. ``aggregate_reward=False`` writes no reward. A function replaces the aggregate:
+    ``fn(score, think_blocks, answer_blocks, complete) -> float``, where ``complete`` is False for a cut-off response.
 
     >>> from llmrl.envs.llm import IFEvalEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -217,7 +216,7 @@ class IfEvalScorer(ScoringTransform):
         answer_blocks: list[str] | None = None,
         complete: bool = True,
     ) -> Tensor:
-        """The score's four numbers weighted, and what the form of the response adds: float32 in the batch size of
+        """The weighted mean of the score's four numbers plus the rewards for form, float32 with the batch size of
         ``score``."""
         numbers = torch.stack([score.get(name).reshape(score.batch_size) for name in IFEvalScoreData.NAMES], -1)
         followed = (numbers * numbers.new_tensor(self.format_weights)).sum(-1)
@@ -231,8 +230,7 @@ class IfEvalScorer(ScoringTransform):
         blocks = [find_blocks(text) for text in texts]
         scores = []
         for found, instructions in zip(blocks, self._instructions(td), strict=True):
-            # Without an answer block all of the response counts, as in the public benchmark, where nothing asks for
-            # one.
+            # Without an answer block the whole response counts, as in the public benchmark, which has no such blocks.
             verdict = evaluate(found.answers[-1] if found.answers else found.outside, instructions)
             scores.append(IFEvalScoreData.of(verdict.strict, verdict.loose))
         score = torch.stack(scores)
@@ -271,11 +269,11 @@ class IfEvalScorer(ScoringTransform):
 class IFEvalEnv(TaskEnv):
     """IFEval as an environment: a prompt with instructions, a reward for following them (see `IfEvalScorer`).
 
-    Reads   rows with "prompt", "instruction_id_list" and "kwargs", as the public files have them; "key" if present
+    Reads   rows with "prompt", "instruction_id_list" and "kwargs", as in the public files; "key" if present
     Raises  DataError naming the row for an unknown instruction, MissingDependencyError if one needs langdetect
 
-    The arguments are those of `TaskEnv`; the public dataset has one split, "train". For the public benchmark, in which
-    nothing asks for answer blocks, give ``system_prompt`` a text of your own.
+    The arguments are those of `TaskEnv`; the public dataset has one split, "train". To match the public benchmark,
+    which does not ask for answer blocks, pass your own ``system_prompt``.
 
     >>> rows = [{"prompt": "Hi! No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
     >>> IFEvalEnv(dataset=rows).reset().get("instruction_id_list").tolist()

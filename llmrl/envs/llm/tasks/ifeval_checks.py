@@ -1,11 +1,11 @@
-"""The 25 instructions of IFEval (arXiv:2311.07911) by their public names: `CHECKS`, of functions of a response.
+"""The 25 instructions of IFEval (arXiv:2311.07911): `CHECKS` maps their public names to functions of a response.
 
-They count as the public definitions do, limits included. Every check takes time linear in the response, which may be
-the endless repetition of one character.
+They count like the public definitions, including the limits. Every check takes time linear in the response, because a
+model may repeat one character for thousands of tokens.
 
-The public scorer leaves words, sentences, capital words and the language of a text to NLTK and langdetect. Here words
-and capital words follow the same rules by regular expressions, sentences follow those of the Punkt algorithm with a
-short list of abbreviations, and the language comes from langdetect (the ``ifeval`` extra) with a fixed seed.
+The public scorer uses NLTK and langdetect for words, sentences, capital words and the language of a text. Here regular
+expressions apply the same rules to words and capital words, sentences follow the Punkt algorithm with a short list of
+abbreviations, and the language comes from langdetect (the ``ifeval`` extra) with a fixed seed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llmrl.optional import require
 
 
 def _compared(actual: int, relation: str, threshold: int) -> bool:
-    """``actual`` is "less than" or "at least" ``threshold``."""
+    """True if ``actual`` is "less than" or "at least" ``threshold``, as ``relation`` says."""
     return actual < threshold if relation == "less than" else actual >= threshold
 
 
 def _first_word_of_paragraph(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """There are so many paragraphs, with an empty line between them, and the n-th begins with ``first_word``."""
+    """True if there are ``num_paragraphs``, separated by empty lines, and the n-th begins with ``first_word``."""
     parts = response.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
-    # As in the public definition, n counts the empty parts too.
+    # As in the public definition, n also counts the empty parts.
     if count != num_paragraphs or nth_paragraph > count or not (paragraph := parts[nth_paragraph - 1].strip()):
         return False
     word = paragraph.split()[0].lstrip("'").lstrip('"')
@@ -37,7 +37,7 @@ def _first_word_of_paragraph(response: str, num_paragraphs: int, nth_paragraph: 
 
 
 def _postscript(response: str, postscript_marker: str) -> bool:
-    """There is a postscript with this marker; ``P.S.`` and ``P.P.S`` may have a space after each period."""
+    """True if there is a postscript with this marker; ``P.S.`` and ``P.P.S`` may have a space after each period."""
     spaced = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     marker = postscript_marker.strip()
     pattern = spaced.get(marker, re.escape(marker.lower()))
@@ -45,14 +45,14 @@ def _postscript(response: str, postscript_marker: str) -> bool:
 
 
 def _bullets(response: str, num_bullets: int) -> bool:
-    """There are exactly so many bullet points: lines that begin with one asterisk, or with a dash."""
+    """True if exactly ``num_bullets`` lines are bullet points: they begin with one asterisk, or with a dash."""
     lines = [line.lstrip() for line in response.split("\n")]
     bullets, skip = 0, False
     for line, last in zip(lines, [*[False] * (len(lines) - 1), True], strict=True):
         bullets += line.startswith("-")
         if skip or not line.startswith("*"):
             skip = False
-        elif line == "*":  # the public definition takes the line after an empty bullet for its text
+        elif line == "*":  # in the public definition the line after an empty bullet is its text
             bullets, skip = bullets + (not last), True
         else:
             bullets += line[1] != "*"
@@ -60,14 +60,14 @@ def _bullets(response: str, num_bullets: int) -> bool:
 
 
 def _highlights(response: str, num_highlights: int) -> bool:
-    """There are at least so many highlights: *one asterisk* or **two** around text on one line."""
+    """True for at least ``num_highlights`` highlights: *one asterisk* or **two** around text on one line."""
     singles = [part.strip("*") for part in re.findall(r"\*[^\n*]*\*", response)]
     doubles = [part[2:-2] for part in re.findall(r"\*\*[^\n*]*\*\*", response)]
     return sum(bool(part.strip()) for part in singles + doubles) >= num_highlights
 
 
 def _json(response: str) -> bool:
-    """The response is JSON, with or without a code fence around it."""
+    """True if the response is JSON, with or without a code fence around it."""
     text = response.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -79,7 +79,7 @@ def _json(response: str) -> bool:
 
 
 def _title(response: str) -> bool:
-    """There is a title in double angular brackets, as <<title>>."""
+    """True if there is a title in double angle brackets, as <<title>>."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip():
@@ -88,14 +88,14 @@ def _title(response: str) -> bool:
 
 
 def _two_responses(response: str) -> bool:
-    """There are two different responses, with ****** between them."""
+    """True if there are two different responses, separated by ******."""
     parts = response.split("******")
     given = [part.strip() for part in parts if part.strip()]
     return _filled(parts) == 2 and given[0] != given[1]
 
 
 def _quotation(response: str) -> bool:
-    """The whole response is in double quotation marks."""
+    """True if the whole response is in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == '"' == text[-1]
 
@@ -105,7 +105,7 @@ def _occurrences(keyword: str, response: str) -> int:
 
 
 def _brackets(line: str) -> int:
-    """Number of brackets that open and then close. (A regular expression takes quadratic time if none closes.)"""
+    """Number of bracket pairs "[...]". (A regular expression would take quadratic time if no bracket closes.)"""
     count, start = 0, line.find("[")
     while start >= 0 and (end := line.find("]", start)) >= 0:
         count, start = count + 1, line.find("[", end)
@@ -113,7 +113,7 @@ def _brackets(line: str) -> int:
 
 
 def _filled(parts: list[str]) -> int | None:
-    """Number of parts with text; None if one in the middle has none."""
+    """Number of parts with text; None if a part in the middle is empty."""
     if any(not part.strip() for part in parts[1:-1]):
         return None
     return sum(bool(part.strip()) for part in parts)
@@ -126,9 +126,9 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# A period after one of these ends no sentence, whatever follows,
+# A period after one of these never ends a sentence.
 _TITLES = _words("mr mrs ms dr prof st gen gov sen rep capt lt col sgt maj rev hon messrs mt")
-# and after one of these only where a word follows that begins sentences.
+# A period after one of these ends a sentence only before a capitalised word from _STARTERS.
 _ABBREVIATIONS = _words("""
     e.g i.e u.s u.k u.n u.s.a d.c n.y l.a a.m p.m a.d b.c ph.d m.d b.a m.a vs inc ltd co corp bros jr sr ave blvd jan
     feb mar apr aug sept oct nov dec mon tues wed thurs fri fig al cf ca approx
@@ -152,7 +152,7 @@ _ENDING = re.compile(r"(?<=[^\s.])[.'](?=\s|$)")
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores.
+    """Number of runs of letters, digits and underscores.
 
     >>> count_words("It's a well-known fact.")
     6
@@ -161,7 +161,7 @@ def count_words(text: str) -> int:
 
 
 def count_sentences(text: str) -> int:
-    """Sentences: what ends in . ? or ! before a space, unless the period belongs to an abbreviation or an initial.
+    """Number of sentences: text that ends with . ? or ! before a space, except periods of abbreviations and initials.
 
     >>> count_sentences("Dr. J. Smith paid $3.50 at 5 p.m. on Monday! Really? Yes...")
     3
@@ -169,13 +169,13 @@ def count_sentences(text: str) -> int:
     words = text.split()
     if not words:
         return 0
-    # As Punkt has it, the asterisk after "*The end.*" is a sentence of its own.
+    # As in Punkt, the asterisk after "*The end.*" counts as a separate sentence.
     extra = _REST.search(words[-1]) is not None
     return 1 + extra + sum(_ends(word, following) for word, following in pairwise(words))
 
 
 def count_capital_words(text: str) -> int:
-    """Words without a lower-case letter; contractions count as two, as in the Penn Treebank.
+    """Number of words in capitals; contractions count as two words, as in the Penn Treebank.
 
     >>> count_capital_words("NASA's ROCKET DIDN'T fly: A-OK, I said.")
     5
@@ -185,31 +185,31 @@ def count_capital_words(text: str) -> int:
 
 
 def is_language(response: str, language: str) -> bool:
-    """The response is in the language with this ISO 639-1 code; one without any letters is in every language.
+    """True if the response is in the language with this ISO 639-1 code; without any letters, True for every language.
 
     Raises  MissingDependencyError without langdetect
     """
-    # To langdetect a character that is not a letter is a space: replaced here, variants that differ in asterisks are
-    # one entry of the cache. Addresses stay, because langdetect leaves them out.
+    # Replaces non-letters by spaces, as langdetect does, so that variants that differ only in asterisks share a cache
+    # entry. Not in texts with addresses, which langdetect must recognise in order to remove them.
     has_address = "@" in response or "://" in response
     return _detected(response if has_address else _NO_LETTER.sub(" ", response)) in (None, language)
 
 
-@lru_cache(maxsize=64)  # the variants of one response, for a few checks; responses may be long
+@lru_cache(maxsize=64)  # small, because responses may be long: enough for the variants of one response
 def _detected(text: str) -> str | None:
     langdetect = require("langdetect", extra="ifeval", used_by="IFEval's language instructions")
     detector = _factory().create()
     detector.append(text)
     try:
         return detector.detect()
-    except langdetect.LangDetectException:  # nothing in it to go by
+    except langdetect.LangDetectException:  # the text has no features to detect a language from
         return None
 
 
 @cache
 def _factory() -> Any:
     module = require("langdetect.detector_factory", extra="ifeval", used_by="IFEval's language instructions")
-    factory = module.DetectorFactory()  # one of our own: the seed of the shared one is the user's
+    factory = module.DetectorFactory()  # not the shared one, whose seed the user may set
     factory.load_profile(module.PROFILES_DIRECTORY)
     factory.seed = 0
     return factory
@@ -227,11 +227,11 @@ def _ends(word: str, following: str) -> bool:
         return False
     if len(mark) > 1 or stem in _ABBREVIATIONS or _INITIAL.fullmatch(stem):  # len > 1: an ellipsis
         return starts
-    return not (stem.isdigit() and following[:1].islower())  # an ordinal: on the 5. of May
+    return not (stem.isdigit() and following[:1].islower())  # an ordinal, as in "on the 5. of May"
 
 
-# The short ones are written here. A keyword counts inside of other words too, in any case; a forbidden word only as a
-# word of its own; a paragraph in the middle must not be empty.
+# Short checks are lambdas. Case is ignored in keywords and forbidden words: keywords also count inside other words,
+# forbidden words only as whole words. A paragraph in the middle must not be empty.
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda response, keywords: all(_occurrences(keyword, response) for keyword in keywords),
     "keywords:frequency": lambda response, keyword, frequency, relation: _compared(
@@ -272,7 +272,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "combination:repeat_prompt": lambda response, prompt_to_repeat: (
         response.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),
-    # a quotation mark may follow
+    # Quotation marks may follow the phrase.
     "startend:end_checker": lambda response, end_phrase: (
         response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),

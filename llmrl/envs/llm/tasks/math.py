@@ -1,7 +1,7 @@
 """MATH: competition problems whose answers are expressions, compared as mathematics (the ``math`` extra).
 
-math-verify's own deadlines are signals, which only the main thread may use, and no bound on the length of an answer
-bounds the cost of ``9^{9^{9}}``. So algebra runs in a process (`math_process`) that is killed at the deadline.
+math-verify's own deadlines use signals, which work only in the main thread, and a limit on the length of an answer does
+not bound the cost of ``9^{9^{9}}``. So algebra runs in a process (`math_process`) that is killed at the deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmrl.envs.llm.tasks.task import Row, TaskEnv
 from llmrl.errors import DataError, DeadlineError, WorkerError
 from llmrl.optional import require
 
-MAX_CHARS = 1000  # a longer answer is not compared: it is wrong
+MAX_CHARS = 1000  # a longer answer counts as wrong without comparison
 MEMORY_MB = 4096
 _DELIMITED = re.compile(r"\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:/\d+)?")
@@ -31,14 +31,14 @@ _OF_NUMBERS = frozenset("0123456789.,/+-${}\\ ")
 
 
 class MATHRewardParser(AnswerParser):
-    """Scores the answer of a response as mathematics: equal to the reference, wrong but in the asked form, or nothing.
+    """Scores an answer as mathematics: equal to the reference, wrong but in the required form, or missing.
 
     Reads   the last ``<answer>`` block outside thinking, else the last ``\\boxed{}`` there; "answer": the reference, an
             expression or a solution that boxes one
     Raises  DataError naming the row of an empty reference; MissingDependencyError without math-verify
 
-    Other keys and the arguments are those of `AnswerParser`. A comparison takes at most ``deadline_s`` seconds, and
-    what it cannot decide by then is wrong; ``equality.counters`` counts those.
+    Other keys and the arguments are those of `AnswerParser`. A comparison takes at most ``deadline_s`` seconds; answers
+    that are undecided by then count as wrong, and ``equality.counters`` counts them.
 
     >>> parser = MATHRewardParser()
     >>> parser.score(r"Half of it: \\boxed{\\frac{1}{2}}", "0.5"), parser.score("0.5", "0.5")
@@ -93,7 +93,7 @@ def _reference(text: str, row: int | None = None, of: str = "batch") -> str:
     if not answer:
         where = "" if row is None else f" of row {row} of the {of}"
         raise DataError(
-            f"MATHRewardParser: the reference{where} must be an expression, or box one by \\boxed: got {text!r:.120}."
+            f"MATHRewardParser: the reference{where} must be an expression, or have one in \\boxed: got {text!r:.120}."
         )
     return answer
 
@@ -101,12 +101,12 @@ def _reference(text: str, row: int | None = None, of: str = "batch") -> str:
 class MathEquality:
     """Compares answers as mathematics: ``2\\sqrt{2}`` is ``\\sqrt{8}``, ``\\{1, 2\\}`` is ``\\{2, 1\\}``.
 
-    Calls   ``equal(reference, answer)``, from any thread, or ``equal_all(pairs)``; both may be boxed. False at
-            ``deadline_s``, with the reason counted in ``counters``: "compared", "timeouts", "too_long"
+    Call ``equal(reference, answer)``, from any thread, or ``equal_all(pairs)``; both texts may be boxed. The result is
+    False after ``deadline_s``; ``counters`` counts "compared", "timeouts" and "too_long".
     Raises  MissingDependencyError without math-verify; DeadlineError, WorkerError if its process does not start
 
-    At most ``processes`` pairs are compared at a time. ``close`` ends the processes; so do the end of the object and of
-    the program.
+    At most ``processes`` pairs are compared at a time. ``close``, deletion of the object and program exit end the
+    processes.
 
     >>> equality = MathEquality()
     >>> equality.equal("1/2", "0.5"), equality.equal("3", "4")  # numbers need no algebra
@@ -133,7 +133,7 @@ class MathEquality:
         return self._decided(reference, answer)
 
     def equal_all(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """`equal` of every pair of a reference and an answer."""
+        """`equal` for every (reference, answer) pair."""
         if not pairs:
             return []
         with ThreadPoolExecutor(max_workers=min(self.processes, len(pairs))) as pool:
@@ -145,14 +145,14 @@ class MathEquality:
     def _decide(self, reference: str, answer: str) -> bool:
         if reference == answer:
             return True
-        # Most answers are plain numbers: they are compared here, without a process.
+        # Most answers are plain numbers, which are compared here, without a process.
         one, other = normalize_answer(reference), normalize_answer(answer)
         if _is_number(reference, one) and _is_number(answer, other):
             return one == other
         with self._pool.worker() as worker:
             try:
                 (verdict,) = worker.ask((reference, answer), self.deadline_s)
-            except (DeadlineError, WorkerError):  # it never ended, or the process died of the question
+            except (DeadlineError, WorkerError):  # the comparison did not end, or crashed the process
                 self._count("timeouts")
                 worker.stop()
                 return False
@@ -175,6 +175,6 @@ def _inside(text: str) -> str:
 
 
 def _is_number(text: str, normal: str) -> bool:
-    """True for one number and nothing else, as ``x = 3`` and ``\\frac12``, unlike ``2x`` and ``10\\%``."""
+    """True for a single number without other text, as ``x = 3`` and ``\\frac12``, unlike ``2x`` and ``10\\%``."""
     rest = text.rpartition("=")[2].replace("frac", "")
     return _NUMBER.fullmatch(normal) is not None and not set(rest) - _OF_NUMBERS

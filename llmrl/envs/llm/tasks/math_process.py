@@ -1,7 +1,7 @@
-"""Compares two mathematical answers in a process of its own.
+"""Compares two mathematical answers in a separate process.
 
-Started by `MathEquality` as a script, so that it imports math-verify and not torch. Algebra on a model's answer may
-take any time and memory: here both are limited, and the process can be killed.
+`MathEquality` starts this file as a script, which imports math-verify but not torch. Algebra on a model's answer may
+take any time and memory: the memory is limited here, and the process can be killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         reference, answer = pair
         try:
             verdict = bool(math_verify.verify(read(reference), read(answer), timeout_seconds=None))
-        except (Exception, RecursionError, MemoryError):  # a model's answer is not always mathematics
+        except (Exception, RecursionError, MemoryError):  # the answer may not be valid mathematics
             verdict = False
         reply(verdict)
 

@@ -1,4 +1,4 @@
-"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, its container answers."""
+"""MLGym tasks (arXiv:2502.14499) as conversations: the model writes shell commands, a container returns the output."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = "Write exactly one command, in a block of its own:\n```\nls\n```"
-_ARGUMENTS = ("EnvironmentArguments", "EnvironmentConfig", "BaseEnvironmentConfig")  # its names over mlgym's revisions
+_ARGUMENTS = ("EnvironmentArguments", "EnvironmentConfig", "BaseEnvironmentConfig")  # names of one class by revision
 _SOURCE = "https://github.com/facebookresearch/MLGym"
 
 Score = Callable[[Mapping[str, Any]], float | None]
 
 
 class MLGymWrapper(TransformedEnv):
-    """One gym per conversation: a turn's command goes in, its output comes back as the user's next message.
+    """One gym per conversation: runs the command of each turn, and returns its output as the user's next message.
 
     Reads   the policy's turn; the command is in its last fenced block outside thinking
     Calls   ``gym.reset() -> (observation, info)``; ``gym.step(command)`` -> (observation, reward, done, info), or with
-            terminated and truncated in place of done. An observation of None stands for ``task_args.description``
-    Writes  ("next", view, "prompt")  one user message more: the observation, or the fault in the format
+            terminated and truncated instead of done. If reset returns None, ``task_args.description`` is used
+    Writes  ("next", view, "prompt")  one more user message: the observation, or a format error
             ("next", "reward")        float32[B, 1, 1]: the gym's, plus ``score(info)`` at the end (None: the first
-                                      number of the newest entry of ``info["score"]``, for scores to be maximised);
+                                      number of the newest entry of ``info["score"]``, where higher is better);
                                       ``reward_wrong_format`` (None: 0) without a command; NaN if the gym failed
-            ("next", "exit_status")   str [B], the gym's own; "" while there is none
+            ("next", "exit_status")   str [B], the gym's own; "" until the gym sets one
             ("next", "terminated" | "truncated" | "done")  the gym's; truncated where it failed, or at "max_steps"
             "gym_slot"                int64[B]: the number of the conversation's gym
     Raises  ConfigError without a gym or a description; RolloutError for more conversations than free gyms
@@ -82,7 +82,7 @@ class MLGymWrapper(TransformedEnv):
             device=device,
         )
         self.turns = _GymTurns(gyms, score or first_score, reward_wrong_format or 0.0, tokenizer)
-        self.counters = self.turns.counters  # turns, those without a command, those in which a gym failed
+        self.counters = self.turns.counters  # all turns, turns without a command, turns with a failed gym
         super().__init__(env, self.turns)
 
     @property
@@ -92,7 +92,7 @@ class MLGymWrapper(TransformedEnv):
 
 
 class _GymTurns(Transform):
-    """Owns the gyms, and the record of those in use."""
+    """Owns the gyms, and records which of them are in use."""
 
     def __init__(
         self, gyms: Sequence[Any], score: Score, wrong_format: float, tokenizer: PreTrainedTokenizerBase | None
@@ -112,7 +112,7 @@ class _GymTurns(Transform):
         count = len(self.gyms) if td is None else td.batch_size.numel()
         slots = self._take(count)
         try:
-            # A reset may start a container and a step may train a model: gyms run side by side.
+            # Gyms run in parallel, because a reset may start a container and a step may train a model.
             queries = list(self._pool.map(self._start, slots))
         except BaseException:
             self._release(slots)
@@ -125,11 +125,11 @@ class _GymTurns(Transform):
     def _take(self, count: int) -> list[int]:
         with self._lock:
             if count == len(self.gyms):
-                self._busy.clear()  # all conversations start again
+                self._busy.clear()  # all conversations restart
             free = [slot for slot in range(len(self.gyms)) if slot not in self._busy]
             if count > len(free):
                 raise RolloutError(
-                    f"MLGymWrapper.reset: every conversation needs a gym: {count} are to start and {len(free)} of "
+                    f"MLGymWrapper.reset: every conversation needs a gym: {count} must start, but {len(free)} of "
                     f"{len(self.gyms)} are free; end the others, or reset all."
                 )
             self._busy.update(free[:count])
@@ -159,7 +159,7 @@ class _GymTurns(Transform):
         texts = completion_texts(td, self.tokenizer, who="MLGymWrapper")
         turns = list(self._pool.map(self._turn, slots, texts))
         done = [turn["terminated"] or turn["truncated"] for turn in turns]
-        # A conversation that ended gets no message: no turn would read it.
+        # A conversation that ended gets no message, because no later turn would read it.
         messages = [
             [] if ended else [{"role": "user", "content": turn["text"]}]
             for turn, ended in zip(turns, done, strict=True)
@@ -232,10 +232,10 @@ def make_mlgym(
     seed: int = 42,
     score: Score | None = None,
 ) -> MLGymWrapper:
-    """MLGym's own tasks, each in its container, as one environment: a conversation per task.
+    """An environment of MLGym's own tasks, with one conversation and one container per task.
 
-    task, tasks  names such as "prisonersDilemma": of files tasks/<name>.yaml of the package. One that is named several
-                 times has as many conversations, as a group of GRPO needs
+    task, tasks  names such as "prisonersDilemma", of files tasks/<name>.yaml in the package. Repeat a name to get
+                 several conversations of that task, for example a GRPO group
     device       of the tensors; "cuda:1" also gives the containers that GPU
     max_steps    commands before the gym ends the episode; ``seed`` is the gym's
     Raises  MissingDependencyError without gymnasium or mlgym; ConfigError unless exactly one of task and tasks is given
@@ -249,7 +249,7 @@ def make_mlgym(
     except MissingDependencyError as error:
         raise MissingDependencyError(
             f"make_mlgym: needs the package 'mlgym', which is not installed; run: pip install 'git+{_SOURCE}' (the "
-            "package of that name on PyPI is another one)."
+            "package of that name on PyPI is unrelated)."
         ) from error
     known = (getattr(environment, name, None) for name in _ARGUMENTS)
     arguments_class = next(value for value in known if value is not None)
@@ -258,10 +258,10 @@ def make_mlgym(
     for number, name in enumerate([task] if tasks is None else tasks):
         options = {"max_steps": max_steps, "seed": seed, "container_type": "docker", "verbose": False}
         arguments = arguments_class(task_config_path=f"tasks/{name}.yaml", **options)
-        gymnasium.registry.pop(f"mlgym/{arguments.task.id}", None)  # another call's, with settings of its own
+        gymnasium.registry.pop(f"mlgym/{arguments.task.id}", None)  # an entry of an earlier call has other settings
         registration.register_task(arguments)
         devices = [f"cpu_{number}"] if place.type == "cpu" else [str(place.index or 0)]
-        # unwrapped: its step has four results, which gymnasium's own wrappers refuse
+        # Unwrapped: MLGym's step returns four values, which gymnasium's own wrappers reject.
         made = gymnasium.make(f"mlgym/{arguments.task.id}", devices=devices, disable_env_checker=True)
         envs.append(made.unwrapped)
     return MLGymWrapper(envs, tokenizer=tokenizer, device=device, reward_wrong_format=reward_wrong_format, score=score)

@@ -2,8 +2,8 @@
 
 ``sums`` asks "What is 37 + 58?". A fixed shuffle of all pairs of two-digit numbers gives three splits that share no
 problem, so a result on ``test`` measures addition, not memory. ``big_sums`` asks "What is 4821 + 3977?", which needs a
-calculator. Its demonstrations call one in some rows and guess in the others: a model trained on them knows how to write
-a call, and the reward teaches that calling pays.
+calculator. Its demonstrations call one in some rows and guess in the others: they teach a model how to write a call,
+and the reward then teaches it to prefer calls.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def sums_demonstrations(split: str = "train") -> Rows:
 
 
 def big_sums_demonstrations(split: str = "train") -> Rows:
-    """Rows with "messages": the problem, and either a call, its result and the answer, or a guess at once.
+    """Rows with "messages": the problem, and either a call, its result and the answer, or an immediate guess.
 
-    The share that calls is 1 in 10 where the first number begins with 1, 9 in 10 where it begins with 9. A guess has
-    the right first digit and number of digits.
+    The share with a call is d in 10, where d is the first digit of the first number. A guess has the right first digit
+    and number of digits.
 
     >>> [message["role"] for message in big_sums_demonstrations("validation")[0]["messages"]]
     ['user', 'assistant', 'tool', 'assistant']
@@ -69,7 +69,7 @@ def big_sums_demonstrations(split: str = "train") -> Rows:
 
 
 def sums_preferences(split: str = "train") -> Rows:
-    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one digit sum wrong.
+    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected" (the same with one wrong digit sum).
 
     >>> {name: text.splitlines()[-1] for name, text in sums_preferences("test")[0].items() if name != "prompt"}
     {'chosen': '<answer>85</answer>', 'rejected': '<answer>95</answer>'}
@@ -82,12 +82,12 @@ def sums_preferences(split: str = "train") -> Rows:
 
 
 def sums_mistakes(split: str = "train") -> Rows:
-    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected": the same with one mistake of any size.
+    """Rows with "prompt", "chosen" (the demonstrated answer) and "rejected" (the same with one mistake of any size).
 
-    A sum, the carry, a copied digit, a digit of the answer or the form is wrong, and what follows is worked out from
-    it, half of the wrong sums by 2 at most, as those of a model; or a few characters are, as in answers of a model that
-    is trained badly. Each problem comes 12 times, each time with another mistake: the judge learns more from new ones
-    than from the same again.
+    Either a sum, the carry, a copied digit, a digit of the answer or the form is wrong, and later steps follow from the
+    mistake; at least half of the wrong sums are off by at most 2, as in a model's answers. Or a few characters are
+    wrong, as in answers of a badly trained model. Each problem comes 12 times with different mistakes, because the
+    judge learns more from new mistakes than from repeated ones.
 
     >>> {name: text.splitlines()[0] for name, text in sums_mistakes("test")[0].items() if name != "prompt"}
     {'chosen': '5+0=5, 2+6=8', 'rejected': '5+0=5, 2+6+1=9'}
@@ -101,9 +101,9 @@ def sums_mistakes(split: str = "train") -> Rows:
 
 
 def sums_reward(completion: str, answer: str) -> float:
-    """1 if the completion ends in an answer block that holds the sum, else 0, whatever the working before it.
+    """1 if the completion ends with an answer block that holds the sum, else 0, regardless of the text before it.
 
-    A completion that goes on after its answer is wrong: otherwise nothing would teach a model to stop.
+    A completion that continues after its answer is wrong: otherwise nothing would teach a model to stop.
 
     >>> sums_reward("7+8=15, 3+5+1=9\\n<answer>95</answer>", "95")
     1.0
@@ -126,7 +126,7 @@ def work_out(a: int, b: int) -> str:
 
 
 def _slip(a: int, b: int, draw: random.Random) -> str:
-    """`work_out` with a wrong sum of the ones or of the tens, and what follows from it."""
+    """`work_out` with a wrong sum of the ones or of the tens, and later steps that follow from it."""
     wrong = [draw.choice((-2, -1, 1, 2)), 0]
     draw.shuffle(wrong)
     ones = a % 10 + b % 10 + wrong[0]
@@ -146,7 +146,7 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
     if kind == "copy":
         digits[draw.randrange(4)] += draw.randint(1, 9)
         digits = [digit % 10 for digit in digits]
-    # What follows a mistake is worked out from it, as a model would.
+    # Later steps are computed from the mistake, as a model would do.
     ones = digits[0] + digits[1]
     if kind == "ones":
         ones = _other(ones, range(19), draw)
@@ -167,14 +167,14 @@ def _mistaken(a: int, b: int, draw: random.Random) -> str:
 
 
 def _other(right: int, numbers: range, draw: random.Random) -> int:
-    """Another of the ``numbers``: half the time any, half the time one that is at most 2 from the ``right`` one."""
+    """A wrong one of the ``numbers``: half the time any, half the time one that differs from ``right`` by at most 2."""
     others = [number for number in numbers if number != right]
     near = [number for number in others if abs(number - right) <= 2]
     return draw.choice(near if draw.random() < 0.5 else others)
 
 
 def _damaged(text: str, answer: str, draw: random.Random) -> str:
-    """``text`` with one to four characters replaced, left out, added or repeated, or cut off: until it is wrong."""
+    """``text``, sometimes cut off, with one to four random character edits; repeated until the answer is wrong."""
     damaged = text
     while sums_reward(damaged, answer):
         damaged = text if draw.random() < 0.9 else text[: draw.randrange(1, len(text))]

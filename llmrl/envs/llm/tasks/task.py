@@ -1,4 +1,4 @@
-"""`TaskEnv`: a dataset, the prompt of each row, and the transform that scores the answers, as one environment."""
+"""`TaskEnv`: an environment made of a dataset, the prompt of each row, and the transform that scores the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 class TaskEnv(DatasetChatEnv):
-    """A `DatasetChatEnv` that knows its dataset, its prompt and its reward: a subclass has a ``SCORER`` or a `scorer`.
+    """A `DatasetChatEnv` with its own dataset, prompt and reward. A subclass defines ``SCORER`` or `scorer`.
 
     Reads   ``dataset``: a hub name, a local file of the same columns, or rows; None: the task's own
     Writes  the entries of `DatasetChatEnv` and of the task's `scorer`
@@ -46,8 +46,8 @@ class TaskEnv(DatasetChatEnv):
     ):
         split_keywords(options, type(self).__name__, DatasetChatEnv)
         if columns := sorted({"prompt_column", "answer_column"} & options.keys()):
-            raise ConfigError(f"{type(self).__name__}: prompt_row chooses the columns: {columns[0]} cannot be given.")
-        scorer = self.scorer(tokenizer) if compute_reward else None  # first: its package may not be installed
+            raise ConfigError(f"{type(self).__name__}: prompt_row chooses the columns: {columns[0]} cannot be set.")
+        scorer = self.scorer(tokenizer) if compute_reward else None  # first, to fail early if its package is missing
         rows = self.rows(dataset, name=name, split=split) if isinstance(dataset, str | Path | None) else dataset
         super().__init__(dataset=rows, tokenizer=tokenizer, collate_fn=collate_fn or self.prompt_rows, **options)
         if scorer is not None:
@@ -57,7 +57,7 @@ class TaskEnv(DatasetChatEnv):
     def rows(
         cls, dataset: str | Path | None = None, *, name: str | None = None, split: str | None = None
     ) -> Sequence[Row]:
-        """The rows of the task as its dataset has them; ``dataset`` is a file or hub name instead of the task's own."""
+        """The unmodified rows of the task's dataset, or of ``dataset``, a file or hub name."""
         if name is None and dataset in (None, cls.DATASET):
             name = cls.CONFIG
         return load_rows(dataset or cls.DATASET, split=split or "train", name=name)
@@ -69,7 +69,7 @@ class TaskEnv(DatasetChatEnv):
 
     @classmethod
     def row_with_reference(cls, row: Row, number: int | None = None) -> dict[str, Any]:
-        """`to_prompt` of a row that must have a reference: "query" and "answer". Raises DataError naming the row."""
+        """`to_prompt` of a row: "query" and "answer". Raises DataError naming a row without a reference."""
         prompt = to_prompt(row, number=number)
         if "answer" not in prompt:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Formats of tool calls: the scanner of an answer, one class per format, and the choice among them."""
+"""Tool call formats: the scanner for answers, one class per format, and the selection of a format."""
 
 from llmrl.envs.llm.tool_calls.base import CallFormat, ParsedCall
 from llmrl.envs.llm.tool_calls.choice import AnyFormat, call_format, format_of_template

@@ -1,7 +1,8 @@
 """`CallFormat`: the scanner that finds tool calls in an answer, and the parts that formats share.
 
-A format names the opening of a call and reads one; the scanner walks through an answer and leaves out thinking. Bounds
-on names and numbers of calls keep reading linear. `llmrl.tools` decides whether a tool exists and its arguments fit.
+A format defines how a call begins and parses one; the scanner walks through an answer and skips thinking. Limits on the
+length of names and the number of calls keep parsing linear. `llmrl.tools` checks that a tool exists and its arguments
+fit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from llmrl.strict_json import read_json
 Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its parameters
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"</?think>")
-_MAX_CALLS = 64  # that are read of one answer
-_MAX_NAME = 200  # characters of a tool's name; the next prompt shows it
+_MAX_CALLS = 64  # parsed per answer
+_MAX_NAME = 200  # characters of a tool's name, because the next prompt repeats it
 _KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _KINDS[type(None)] = "null"
 
@@ -28,8 +29,8 @@ _KINDS[type(None)] = "null"
 class ParsedCall:
     """One call as the model wrote it; ``error`` explains to the model why it could not be read.
 
-    id    given by the model, if its format has a place for that
-    span  its place in the answer
+    id    the model's own id, in formats that have one
+    span  (start, end) of the call in the answer
     """
 
     name: str
@@ -40,13 +41,15 @@ class ParsedCall:
 
 
 class CallFormat(ABC):
-    """The notation of tool calls in an answer. A subclass defines `_read`, and `render` if it does more than fill in.
+    """The notation of tool calls in an answer.
+
+    A subclass defines `_read`, and `render` if filling in ``example`` is not enough.
 
     name          for ``format=``
     opening       a pattern that matches the beginning of a call, and nothing else
-    resume        after a call that cannot be read, reading goes on at the end of this pattern's next match
-    example       a call, with ``<tool>`` and ``{...}`` to be filled in, shown to a model that wrote something else
-    in_templates  True if chat templates teach it, from the schemas that they declare
+    resume        after a malformed call, parsing continues at the end of this pattern's next match
+    example       a call with the placeholders ``<tool>`` and ``{...}``, shown to a model whose call is malformed
+    in_templates  True if chat templates explain the format to the model when they declare tools
     """
 
     name: ClassVar[str]
@@ -56,30 +59,30 @@ class CallFormat(ABC):
     example: str
 
     def parse(self, text: str, schemas: Schemas | None = None, *, thinking: bool = False) -> list[ParsedCall]:
-        """The calls of one answer, in order. Never raises, whatever the text.
+        """The calls of one answer, in order. Never raises for any text.
 
-        Reads   schemas   of the tools by name, for formats that write values without their types
-                thinking  the prompt ended inside a ``<think>`` block, which the answer goes on with
-        Returns the calls outside ``<think>`` ... ``</think>``; a block that does not end holds the rest of the answer.
-                Of more than 64 calls the others are not read; one more, malformed, reports that
+        Reads   schemas   tool name -> JSON schema, for formats that write values without their types
+                thinking  True if the prompt ended inside a ``<think>`` block, which the answer continues
+        Returns the calls outside ``<think>`` ... ``</think>``; an unclosed block extends to the end of the answer.
+                At most 64 calls are parsed; if there are more, one extra malformed call reports it
         """
         calls: list[ParsedCall] = []
         place = 0
         thought, opening = _THOUGHT.search(text), self.opening.search(text)
         while (thought or opening) and len(calls) <= _MAX_CALLS:
-            # Whichever comes first, a thought or a call: a call in a thought is not a call.
+            # Handles whichever comes first, a thought or a call: calls inside a thought do not count.
             if opening is None or (thought and thought.start() < opening.start()):
                 if thought[0] == _THINK_OPEN:
                     end = text.find(_THINK_CLOSE, thought.end())
                     if end < 0:
                         break
                     place = end + len(_THINK_CLOSE)
-                else:  # it was opened in the prompt: all of the answer up to here was a thought
+                else:  # the prompt opened it: the whole answer up to here was a thought
                     calls.clear()
                     thinking, place = False, thought.end()
             else:
                 found, end = self._read(text, opening, schemas or {})
-                # At least one character further, so that a format that reads nothing cannot stop here.
+                # Advances by at least one character: a format that consumes nothing must not loop forever.
                 place = max(end, opening.start() + 1)
                 calls += [replace(self._named(call), span=(opening.start(), end)) for call in found]
             if thought and thought.start() < place:
@@ -92,26 +95,26 @@ class CallFormat(ABC):
         return [] if thinking else calls
 
     def render(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a call, which `parse` reads back: ``example`` with this name and these arguments."""
+        """The text of a call, ``example`` with this name and these arguments; `parse` reads it back."""
         before, _, rest = self.example.partition("<tool>")
         between, _, after = rest.partition("{...}")
         return f"{before}{json_text(name)[1:-1]}{between}{json_text(dict(arguments))}{after}"
 
     def call_id(self, conversation: int, turn: int, number: int) -> str:
-        """The id of a call to which the model gave none: the same for the same call, another for every other."""
+        """The id of a call without an id from the model: deterministic, and unique per call."""
         return f"call_{conversation}_{turn}_{number}"
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
-        """An answer as templates want it that keep calls apart from the content: "content" and "tool_calls".
+        """The answer split into "content" and "tool_calls", for templates that keep calls apart from the content.
 
         Reads   the answer, and all of its calls, each with its id
-        Returns the fields of the message beside its role; None if calls are part of the content
+        Returns the fields of the message except its role; None if calls are part of the content
         """
         return None
 
     @abstractmethod
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> tuple[list[ParsedCall], int]:
-        """The calls that begin with ``opening``, none if it opens nothing after all, and the place to go on from."""
+        """The calls that begin at ``opening`` (none if it is not a call after all), and where parsing continues."""
 
     def _malformed(self, reason: str, name: str = "") -> list[ParsedCall]:
         return [ParsedCall(name, None, f"the call could not be read: {reason}. Write a call like this: {self.example}")]
@@ -119,9 +122,10 @@ class CallFormat(ABC):
     def _of_json(
         self, text: str, place: int, after: re.Pattern[str], close: str, name: str | None = None
     ) -> tuple[list[ParsedCall], int]:
-        """The call that is the JSON at ``place``, or with ``name`` has it as arguments, and the place to go on from.
+        """The call in the JSON at ``place``, and where parsing continues.
 
-        ``after`` must match behind the JSON; ``close`` is its form in a message to the model.
+        With ``name`` the JSON holds the arguments, else the whole call. ``after`` must match directly after the JSON;
+        ``close`` describes it in an error for the model.
         """
         try:
             value, end = read_json(text, place)
@@ -134,13 +138,13 @@ class CallFormat(ABC):
         return self._of_object(value if name is None else {"name": name, "arguments": value}), closed.end()
 
     def _named(self, call: ParsedCall) -> ParsedCall:
-        """The call, malformed if its name cannot be shown."""
+        """The call itself, or a malformed one if its name is too long."""
         if len(call.name) <= _MAX_NAME:
             return call
         return self._malformed(f"the tool's name has {len(call.name)} characters, at most {_MAX_NAME} are read")[0]
 
     def _skip(self, text: str, place: int) -> int:
-        """The place after a call that cannot be read, from a place inside it."""
+        """The place after a malformed call, given a place inside it."""
         found = self.resume.search(text, place)
         return found.end() if found else len(text)
 
@@ -150,9 +154,9 @@ class CallFormat(ABC):
 
 
 def call_from_object(value: Any) -> tuple[str, dict[str, Any] | None, str]:
-    """Name, arguments and fault ("" if none) of a JSON value that should be a call.
+    """Name, arguments and error ("" if valid) of a JSON value that should be a call.
 
-    The arguments may be called "arguments" or "parameters", be a JSON object or the text of one, and be left out.
+    The key of the arguments is "arguments" or "parameters"; they are a JSON object, the text of one, or left out.
 
     >>> call_from_object({"name": "add", "parameters": {"a": 1}})
     ('add', {'a': 1}, '')
@@ -183,10 +187,10 @@ def structured_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
 
 
 def shown(text: str, place: int) -> str:
-    """The answer from a place on, shortened, for an error."""
+    """The answer from ``place`` on, shortened for an error message."""
     return repr(text[place : place + 200].strip()[:40])
 
 
 def json_text(value: Any) -> str:
-    """JSON on one line, characters as they are."""
+    """JSON on one line, with non-ASCII characters unescaped."""
     return json.dumps(value, ensure_ascii=False)

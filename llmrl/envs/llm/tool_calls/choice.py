@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (a marker of DeepSeek has full-width bars)
-"""Choice of a call format: by name, by the tool section of the chat template, or by the form of each call."""
+"""Selects a call format: by name, by the tool section of the chat template, or by the form of each call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOLD_APART = ("function", "hermes", "tagged", "mistral", "deepseek", "harmony",
 
 
 class AnyFormat(CallFormat):
-    """Reads each call of an answer by its form, of the formats that cannot be confused: for a model not known here.
+    """Detects the format of each call, among formats that cannot be confused: for templates without a known format.
 
     >>> [call.name for call in AnyFormat().parse('<tool>add\\n{}</tool> {"x": 1}\\n{"name": "sub", "parameters": {}}')]
     ['add', 'sub']
@@ -41,7 +41,7 @@ class AnyFormat(CallFormat):
     def __init__(self) -> None:
         self._formats = {name: FORMATS[name]() for name in _TOLD_APART}
         patterns = {name: call_format.opening.pattern for name, call_format in self._formats.items()}
-        # A Qwen 3 Coder call may stand in <tool_call> tags, which then open nothing.
+        # <tool_call> tags around a Qwen 3 Coder call do not begin a Hermes call.
         patterns["hermes"] += r"(?!\s*<function=)"
         self.opening = re.compile("|".join(patterns.values()), re.MULTILINE)
         self.example = self._formats["hermes"].example
@@ -55,7 +55,7 @@ class AnyFormat(CallFormat):
 
 
 def call_format(name: str | CallFormat, template: str | None = None) -> CallFormat:
-    """The format of that name, or ``"package.module:Class"``; for "auto" the chat template's, else `AnyFormat`.
+    """The format for a name or ``"package.module:Class"``; for "auto" the chat template's, else `AnyFormat`.
 
     Raises  ConfigError for an unknown name, or for an object that is not a `CallFormat`
 
@@ -76,7 +76,7 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
     if inspect.isclass(found) and issubclass(found, CallFormat):
         try:
             found = found()
-        except TypeError as error:  # abstract, or it wants arguments
+        except TypeError as error:  # abstract, or its constructor requires arguments
             raise ConfigError(f"format: {name!r} must be made without arguments: {error}.") from None
     if not isinstance(found, CallFormat):
         raise ConfigError(f"format: {name!r} must be a CallFormat (llmrl.envs.llm.tool_calls): it is {found!r:.80}.")
@@ -84,8 +84,8 @@ def call_format(name: str | CallFormat, template: str | None = None) -> CallForm
 
 
 def format_of_template(template: str) -> CallFormat | None:
-    """The format that a chat template (jinja text) teaches; None if it declares no tools that we know."""
-    # Before the next one: templates of Qwen 3 Coder have both tags.
+    """The format that a chat template (jinja text) describes; None if it has no known tool section."""
+    # Must precede the Hermes check: templates of Qwen 3 Coder contain both tags.
     if "<function=" in template:
         return formats.FunctionFormat()
     if "<tool_call>" in template:

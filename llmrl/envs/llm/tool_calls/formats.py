@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek's format is written with full-width bars)
-"""The formats of tool calls by model family, one class each; `choice` has their names."""
+"""The tool call formats of the model families, one class each; `choice` maps names to them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class FunctionFormat(CallFormat):
         while parameter := self._parameter.match(text, place):
             key = parameter[1].strip()
             start = parameter.end() + (text[parameter.end() : parameter.end() + 1] == "\n")
-            # an empty value has one line end where a longer one has two
+            # An empty value may have a single newline between its tags: it serves as both the first and the last.
             end = self._value_end.search(text, max(parameter.end(), start - 1))
             if end is None:
                 return self._malformed(f"the value of {key!r} does not end with </parameter>", name), len(text)
@@ -113,7 +113,7 @@ class FunctionFormat(CallFormat):
         return [ParsedCall(name, arguments)], close.end()
 
     def _value_text(self, value: Any) -> str:
-        """Text if it is read back as itself, else JSON."""
+        """The text itself if it parses back unchanged, else JSON."""
         if isinstance(value, str) and not self._own_tags.search(value) and self._value(value, {}) == value:
             return value
         return json_text(value).replace("<", "\\u003c")
@@ -130,10 +130,10 @@ class FunctionFormat(CallFormat):
 
 
 class MistralFormat(CallFormat):
-    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; of newer models ``[TOOL_CALLS]name[ARGS]{...}`` per call.
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; newer models: ``[TOOL_CALLS]name[ARGS]{...}`` per call.
 
-    Both are read; ``named`` selects the one that is written, and shown to a model that wrote neither. A call's id has
-    nine letters or digits, as these templates demand.
+    Both are parsed; ``named`` selects the one that is rendered, and shown to a model whose call is malformed. A call's
+    id has nine letters or digits, as these templates require.
 
     >>> MistralFormat().parse('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS] [{"name": "sub", "arguments": {}}]')[1]
     ParsedCall(name='sub', arguments={}, error=None)
@@ -171,7 +171,7 @@ class MistralFormat(CallFormat):
         if not several and not named:
             return self._malformed("it names no tool"), self._skip(text, opening.end())
         try:
-            # The JSON ends itself: these models write nothing behind it.
+            # These models write no closing marker: the end of the JSON ends the call.
             value, end = read_json(text, (several or named).end())
         except ValueError as error:
             return self._malformed(str(error), name), self._skip(text, opening.end())
@@ -182,7 +182,7 @@ class MistralFormat(CallFormat):
         return [call for entry, given in zip(entries, ids, strict=True) for call in self._with_id(entry, given)], end
 
     def _with_id(self, value: Any, given: Any) -> list[ParsedCall]:
-        """The call under the id that the model gave it, if the templates accept it."""
+        """The call with the id that the model gave it, if the templates accept that id."""
         calls = self._of_object(value)
         accepted = isinstance(given, str) and self._id.fullmatch(given)
         return [replace(call, id=given) for call in calls] if accepted else calls
@@ -203,7 +203,7 @@ _CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<
 class DeepSeekFormat(CallFormat):
     """V3 and R1: the kind, ``<｜tool▁sep｜>``, the name, the arguments in a JSON fence. V3.1: name, separator, JSON.
 
-    Both are read; ``fenced`` selects the one that is written, and shown to a model that wrote neither.
+    Both are parsed; ``fenced`` selects the one that is rendered, and shown to a model whose call is malformed.
 
     >>> form = DeepSeekFormat(fenced=False)
     >>> form.render("add", {"a": 1})
@@ -225,7 +225,7 @@ class DeepSeekFormat(CallFormat):
         self.example = f"{_CALLS}{_CALL}{inner}{_CALL_END}{_CALLS_END}"
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
-        """With the arguments as text, which is how these templates take them."""
+        """The message with arguments as text, because these templates expect text."""
         content = text[: calls[0][0].span[0]].rstrip().removesuffix(_CALLS)
         entries = [structured_call(call.name, self._arguments(text[slice(*call.span)]), id) for call, id in calls]
         return {"content": content, "tool_calls": entries}
@@ -246,7 +246,7 @@ class DeepSeekFormat(CallFormat):
         return (fenced[1], fenced.end()) if fenced else (head[1].rstrip(), head.end())
 
     def _arguments(self, written: str) -> str:
-        """The text after the name of a call, whether or not it could be read."""
+        """The text after the name of a call, even if the call is malformed."""
         name, place = self._name_of(written, len(_CALL))
         if name is None:
             return written
@@ -256,8 +256,8 @@ class DeepSeekFormat(CallFormat):
 class HarmonyFormat(CallFormat):
     """gpt-oss: a header with ``to=functions.name``, before or after the channel, ``<|message|>``, JSON, ``<|call|>``.
 
-    Other channels, the analysis above all, hold no calls. The model ends its turn with ``<|call|>``, so that an answer
-    has one. ``thought`` is the key under which the template reads the text before it.
+    Other channels, such as analysis, hold no calls. The model ends its turn with ``<|call|>``, so an answer has at most
+    one call. ``thought`` is the message key from which the template reads the text before the call.
 
     >>> HarmonyFormat().parse('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>')
     [ParsedCall(name='add', arguments={'a': 1}, error=None)]
@@ -276,7 +276,7 @@ class HarmonyFormat(CallFormat):
         self.thought = thought
 
     def message(self, text: str, calls: Sequence[tuple[ParsedCall, str]]) -> dict[str, Any] | None:
-        """The text before the call, on whatever channel, is its reasoning. These templates take one call a turn."""
+        """The message with the text before the call, on any channel, as reasoning. Templates accept one call a turn."""
         [*_, (call, call_id)] = calls
         start, end = call.span
         arguments = call.arguments
@@ -312,7 +312,7 @@ class LlamaFormat(CallFormat):
 
     def _read(self, text: str, opening: re.Match[str], schemas: Schemas) -> Read:
         tagged = opening[0] == "<|python_tag|>"
-        # A call that cannot be read differs from other JSON by its name, within the first 200 characters.
+        # A "name" in the first 200 characters of the line tells a malformed call from other JSON.
         begun = text[opening.end() : opening.end() + 200].partition("\n")[0]
         if not tagged and '"name"' not in begun and not self._object.match(text, opening.end()):
             return [], opening.end() + 1
@@ -322,15 +322,15 @@ class LlamaFormat(CallFormat):
             if tagged or '"name"' in begun:
                 line_end = text.find("\n", opening.end())
                 return self._malformed(str(error)), len(text) if line_end < 0 else line_end
-            return [], error.place  # it is JSON up to there
+            return [], error.place  # not a call; valid JSON up to there, so scanning continues after it
         is_call = isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
         return (self._of_object(value) if tagged or is_call else []), end
 
 
 class PythonFence(CallFormat):
-    """Markdown fences that say ``python``, ``py`` or ``python3``, in any case: a call each, with the argument "code".
+    """Markdown fences for ``python``, ``py`` or ``python3``, in any case: each is a call with the argument "code".
 
-    For models that were taught no call format.
+    For models that were not trained on a call format.
 
     >>> PythonFence("python").parse("Let us see:\\n```py\\nprint(1)\\n```")
     [ParsedCall(name='python', arguments={'code': 'print(1)'}, error=None)]
@@ -357,7 +357,7 @@ class PythonFence(CallFormat):
 
 
 class PatternFormat(CallFormat):
-    """Calls by a regular expression of the user's, whose first group is the tool's name, the second its JSON arguments.
+    """Calls that match a user's regular expression: group 1 is the tool's name, group 2 its JSON arguments.
 
     Raises  ConfigError for a pattern without two groups, or that cannot be compiled
 
@@ -366,7 +366,7 @@ class PatternFormat(CallFormat):
     """
 
     name = "pattern"
-    _after = re.compile("")  # what follows the JSON in the second group does not matter
+    _after = re.compile("")  # any text may follow the JSON in the second group
 
     def __init__(self, pattern: str | re.Pattern[str]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Transforms for chat environments: prompts from data, tools, rewards, the price of length, the policy version."""
+"""Transforms for chat environments: prompts from data, tools, rewards, length penalties, the policy version."""
 
 from llmrl.data.ragged.padding import as_nested_tensor, as_padded_tensor
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, EndOfData

@@ -1,8 +1,9 @@
-"""Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers its draws.
+"""Starts conversations from a dataset: pulls one row per resetting slot, repeats it, and numbers the draws.
 
 A source of rows is an endless stream addressed by one integer: position ``p`` is prompt ``p % N`` of epoch ``p // N``,
-in that epoch's order. Nothing else is state, so a saved position restores the stream exactly, and rank r of w reads
-positions r, r + w, r + 2w, ...: together the ranks read what one process would. `ChatEnv` makes a prompt of a row.
+in that epoch's order. The position is the only state, so a saved position restores the stream exactly. Rank r of w
+reads positions r, r + w, r + 2w, ...: together the ranks read the stream of a single process. `ChatEnv` turns a row
+into a prompt.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ Row = Mapping[str, Any]
 
 
 class EndOfData(LLMRLError, EOFError):
-    """No prompts are left: every epoch has been handed out. Collectors stop on it; it is not a fault."""
+    """No prompts are left: all epochs have been read. Collectors stop on it; it is not an error."""
 
 
 class DataLoadingPrimer(Transform):
     """Loads one row of a dataset into every conversation that starts.
 
     Reads   ``dataloader``: a sequence of rows (dicts), a ``datasets.Dataset``, a DataLoader, or any iterable of rows or
-            of batches that can be started again; or ``dataloader_factory()``, called once
-    Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; a step carries them along
-            "group_id"  int64[B]   the number of the draw, which only the ``repeats`` copies of one prompt share
-            "seed"      int64[B]   if ``seed`` is given: the seed with which this row samples at this turn
-    Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the last reset before it may hand out fewer rows
-            DataError for an empty dataset or a row that has no columns, MissingKeyError for one without a column of the
-            first row, or of ``primers``, both with its number; ConfigError for settings that contradict each other
+            of batches that can be iterated repeatedly; or ``dataloader_factory()``, called once
+    Writes  every column of the row  NonTensor [B] (a tensor stays a tensor)   at reset; steps pass them on
+            "group_id"  int64[B]   the number of the draw, shared only by the ``repeats`` copies of one prompt
+            "seed"      int64[B]   if ``seed`` is given: the sampling seed of this row at this turn
+    Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the reset before it may return fewer rows
+            DataError for an empty dataset or a row that is not a mapping, MissingKeyError for a row without a column of
+            the first row, or of ``primers``, both with its number; ConfigError for contradictory settings
 
-    ``repeats=G`` hands out every prompt G times in a row. With ``group_repeats=True`` an environment built around the
-    primer has G slots per prompt (``batch_size`` counts prompts), so that a whole group comes in one batch.
+    ``repeats=G`` returns every prompt G times in a row. With ``group_repeats=True`` an environment built around the
+    primer has G slots per prompt (``batch_size`` counts prompts), so each batch contains whole groups.
 
-    Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. Its group, its order in the epoch and its seed
-    follow from that number and ``seed``, so a run is the same alone, under data parallelism and after a resume. The
-    order is shuffled per epoch if ``shuffle`` is set; the order of a DataLoader is its own.
+    Row n of rank r of w is copy ``n % G`` of draw ``(n // G) * w + r``. The draw and ``seed`` determine its group, its
+    order in the epoch and its seed, so runs with one rank, with several ranks and after a resume agree. ``shuffle``
+    shuffles the order per epoch; a DataLoader keeps its own order.
 
     >>> primer = DataLoadingPrimer([{"query": "2 + 2?"}, {"query": "3 + 3?"}], repeats=2)
     >>> rows = primer.pull(4)
@@ -78,7 +79,7 @@ class DataLoadingPrimer(Transform):
         if use_ray_service:
             raise ConfigError(
                 "DataLoadingPrimer: use_ray_service must be False: every rank reads its own part of the data by rank "
-                "and world_size, without a process that all of them ask."
+                "and world_size, without a shared data process."
             )
         for name, value in (("repeats", repeats), ("epochs", epochs), ("world_size", world_size)):
             if value is not None and value < 1:
@@ -101,25 +102,25 @@ class DataLoadingPrimer(Transform):
         prompts = batch_size if isinstance(batch_size, int) else int(torch.Size(batch_size).numel())
         self.batch_size = torch.Size([prompts * (self.repeats if group_repeats else 1)])
         self._names: tuple[str, ...] | None = None  # of the columns, once they are known
-        self._handed_out = 0  # rows, on this rank: the whole state
+        self._handed_out = 0  # rows pulled on this rank: the only state
 
     def pull(self, count: int) -> TensorDictBase:
         """The next ``count`` rows as a batch; fewer if the data end.
 
-        Raises  EndOfData if nothing is left; MissingKeyError, DataError for a row that does not fit: nothing is
-                handed out then
+        Raises  EndOfData if no rows are left; MissingKeyError, DataError for an invalid row: the position then stays
+                unchanged
         """
         first = self._handed_out
         numbers = range(first, first + count)
         draws = self._within_limit([(n // self.repeats) * self.world_size + self.rank for n in numbers])
-        # The copies of a prompt are one row: it is read once.
+        # The copies of a prompt share one row, which is read once.
         distinct = list(dict.fromkeys(draws))
         by_draw = dict(zip(distinct, self._source.rows(distinct), strict=True))
         draws = self._within_limit(draws)  # reading may have shown where an iterable's epoch ends
         count = len(draws)
         if count == 0:
             self._source.close()
-            raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were handed out ({first} rows on this rank).")
+            raise EndOfData(f"DataLoadingPrimer: all {self.epochs} epochs were read ({first} rows on this rank).")
         batch = self._columns(draws, by_draw)
         self._handed_out = first + count
         batch["group_id"] = torch.tensor(draws, device=self.device)
@@ -129,7 +130,7 @@ class DataLoadingPrimer(Transform):
         return new_tensordict(batch, [count], self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data: enough to go on with exactly the next row, also with another number of ranks."""
+        """The position in the data: resumes at exactly the next row, also with a different number of ranks."""
         return {
             "rows": self._handed_out * self.world_size,
             "repeats": self.repeats,
@@ -144,17 +145,17 @@ class DataLoadingPrimer(Transform):
                 raise CheckpointError(
                     f"DataLoadingPrimer: the data must be those of the checkpoint: {name} was {state[name]}, is {mine}."
                 )
-        # The state counts the rows of all ranks, so that another number of them can go on from it.
+        # The state counts the rows of all ranks, so a different number of ranks can resume from it.
         rows, rest = divmod(state["rows"], self.world_size)
         if rest:
             raise CheckpointError(
-                f"DataLoadingPrimer: {state['rows']} rows were handed out, which {self.world_size} ranks cannot share."
+                f"DataLoadingPrimer: {state['rows']} rows were read; {self.world_size} ranks cannot share them equally."
             )
         self._handed_out = rows
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The columns that it loads; None if an iterable does not tell before it is read."""
+        """The columns that it loads; None for an iterable that has not been read yet."""
         if self._names is None and self.primers is not None:
             self._names = tuple(self.primers.keys())
         elif self._names is None and isinstance(self._source, IndexedRows):
@@ -183,7 +184,7 @@ class DataLoadingPrimer(Transform):
         return next_td
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """The entries that a conversation starts from: every column that is known, "group_id" and "seed"."""
+        """The entries that a conversation starts from: every known column, "group_id" and "seed"."""
         shape, device = state_spec.shape, state_spec.device
         row = self._source.rows([0])[0] if isinstance(self._source, IndexedRows) else {}
         for name in self.columns or ():
@@ -200,7 +201,7 @@ class DataLoadingPrimer(Transform):
     def _within_limit(self, draws: list[int]) -> list[int]:
         if self.epochs is None or self._source.epoch_size is None:
             return draws
-        # A tail that would leave some ranks without a row is left out on all of them, so that they end together.
+        # Drops a tail that is too short for all ranks on every rank, so that all ranks end together.
         limit = self.epochs * self._source.epoch_size // self.world_size * self.world_size
         return [draw for draw in draws if draw < limit]
 
@@ -230,14 +231,14 @@ class DataLoadingPrimer(Transform):
             return self.stack_method(values)
         if any(value.shape != values[0].shape for value in values):
             raise DataError(
-                "DataLoadingPrimer: tensors of one column must have one shape, or a stack_method that makes one "
-                f"batch of them: got {tuple(values[0].shape)} and others."
+                "DataLoadingPrimer: tensors of one column must have the same shape, or a stack_method must batch "
+                f"them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)
 
 
 class IndexedRows:
-    """Rows of something with a length and an index, in an order that depends on (seed, epoch) alone.
+    """Rows of an indexable dataset with a length, in an order that depends only on (seed, epoch).
 
     Raises  DataError for an empty dataset
 
@@ -264,17 +265,17 @@ class IndexedRows:
         return [self.dataset[index] for index in indices]
 
     def number(self, position: int) -> int:
-        """The number of the row, from 1, at a position that was read: for messages."""
+        """The number, from 1, of the row at this position, for messages."""
         return self._index(position) + 1
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Does nothing: no resource stays open between reads."""
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.dataset))
         if not self.shuffle:
             return offset
-        # One epoch's permutation is kept: positions come in order, and a batch seldom spans two.
+        # Caches the permutation of one epoch: positions increase, and a batch seldom spans two epochs.
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(int(row_seeds(self.seed, [epoch])[0]))
             self._order = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
@@ -282,18 +283,16 @@ class IndexedRows:
 
 
 class IteratedRows:
-    """Rows of an iterable (a DataLoader, a generator function's object with ``__iter__``), started again at every
-    epoch.
+    """Rows of an iterable (a DataLoader, an object with ``__iter__``), which is restarted at every epoch.
 
-    A position that was passed is not read again: going back (to resume) starts the iterable from its beginning and
-    skips. The order is the iterable's own; a shuffling DataLoader resumes exactly only if its generator is seeded
-    alike.
+    Reading an earlier position (after a resume) restarts the iterable and skips rows. The order is the iterable's own;
+    a shuffling DataLoader resumes exactly only if its generator has the same seed.
     Raises  DataError if an epoch yields nothing
     """
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
-        self.epoch_size: int | None = None  # until the end of the first epoch has been seen
+        self.epoch_size: int | None = None  # until the first epoch has been read to its end
         self._batched = bool(getattr(loader, "batch_size", None))
         self._iterator: Generator[Row] | None = None
         self._next = 0
@@ -301,7 +300,7 @@ class IteratedRows:
     def rows(self, positions: Sequence[int]) -> list[Row]:
         found: list[Row] = []
         for position in positions:
-            # An iterable cannot go back: it starts again, and what was passed is skipped.
+            # An iterable cannot go back: it is restarted, and earlier rows are skipped.
             if self._iterator is None or position < self._next:
                 self._iterator, self._next = self._stream(), 0
             found.append(next(islice(self._iterator, position - self._next, None)))
@@ -312,7 +311,7 @@ class IteratedRows:
         return (position if self.epoch_size is None else position % self.epoch_size) + 1
 
     def close(self) -> None:
-        """Ends the epoch that is being read, and with it the workers of a DataLoader."""
+        """Stops reading the current epoch, which ends the workers of a DataLoader."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -327,10 +326,10 @@ class IteratedRows:
             if count == 0:
                 raise DataError(
                     "DataLoadingPrimer: an epoch must yield at least one row: the dataloader yielded none. An "
-                    "iterator that can be read once only cannot be used: give something with __iter__, such as a "
-                    "list or a DataLoader."
+                    "iterator that can be read once only cannot be used: pass an object that can be iterated "
+                    "repeatedly, such as a list or a DataLoader."
                 )
-            # Known from here on: it numbers the rows of later epochs, and tells where the last one ends.
+            # Known after the first epoch: numbers the rows of later epochs, and shows where the last one ends.
             self.epoch_size = count
 
     def _split(self, element: Any) -> Iterable[Row]:
@@ -351,22 +350,21 @@ class IteratedRows:
 
 
 def row_source(dataloader: Any, *, shuffle: bool, seed: int) -> IndexedRows | IteratedRows:
-    """Indexed if the data can be indexed, iterated otherwise."""
+    """`IndexedRows` if the data can be indexed, else `IteratedRows`."""
     if hasattr(dataloader, "__getitem__") and hasattr(dataloader, "__len__"):
         return IndexedRows(dataloader, shuffle=shuffle, seed=seed)
     if not hasattr(dataloader, "__iter__"):
         raise DataError(f"DataLoadingPrimer: the data must be an iterable of rows: got {type(dataloader).__name__}.")
     if shuffle:
         raise DataError(
-            f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, whose "
-            "order is its own; shuffle there, or give a list or a datasets.Dataset."
+            f"DataLoadingPrimer: shuffle=True needs rows that can be indexed: got {type(dataloader).__name__}, which "
+            "sets its own order; shuffle there, or pass a list or a datasets.Dataset."
         )
     return IteratedRows(dataloader)
 
 
 def row_seeds(base: int, *parts: Sequence[int]) -> Tensor:
-    """One seed per row, from a base seed and the row's identity: the same for every batch composition, rank and
-    process.
+    """One seed per row, from a base seed and the row's identity; independent of batch composition, rank and process.
 
     Returns  int64[B], not negative
     Source   the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied once per part

@@ -1,8 +1,8 @@
-"""The KL penalty of every token against a reference, taken off the reward; with the reference's log-probs or alone.
+"""The per-token KL penalty against a reference, subtracted from the reward; with or without scoring the reference.
 
-The penalty is log p - log p_ref of the token that was sampled (the k1 estimate, arXiv:2203.02155), on the tokens that
-the policy wrote and on no other, so that neither prompts nor padding change a number. A KL term in the loss instead of
-the reward is `GRPOLoss`'s ``kl_to_ref_coeff``.
+The penalty is log p - log p_ref of the sampled token (the k1 estimate, arXiv:2203.02155). Only tokens that the policy
+wrote count, so prompts and padding do not affect it. For a KL term in the loss instead of the reward, see `GRPOLoss`'s
+``kl_to_ref_coeff``.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ REF: FullKey = ("ref_log_probs", "full")
 
 
 class KLComputation(Transform):
-    """Writes the KL penalty of every token, and takes ``coeff`` times it off the reward.
+    """Writes the KL penalty of every token, and subtracts ``coeff`` times the penalty from the reward.
 
-    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next`` if it was scored again, else what the
-                                     policy wrote; "plain" instead if sampling was cut to some tokens
-            ref_log_probs_full_key   float32 ragged[T] or [B, T]   of ``next``
-            ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; without it all do
+    Reads   gen_log_probs_full_key   float32 ragged[T] or [B, T]   from ``next`` if it was scored again, else as the
+                                     policy wrote them; "plain" instead if sampling used top-k or top-p
+            ref_log_probs_full_key   float32 ragged[T] or [B, T]   from ``next``
+            ("masks", "all_assistant_mask")  bool, likewise        the tokens that count; all if it is missing
             ("tokens", "response"), ("masks", "trained_from"), ("next", reward_key) float32[B, 1, 1]
     Writes  ("next", *kl_key, "full") float32 ragged[T] or [B, T], 0 where the policy wrote no token
             ("next", reward_key)     float32[B, 1, 1], or [B, T, 1] for ``reduction="token"``
-    Raises  MissingKeyError for absent log-probs, in an env for a reward that is to be changed and not there;
-            ShapeError if log-probs or rewards do not fit the tokens; ConfigError for settings that contradict
-            each other
+    Raises  MissingKeyError for absent log-probs, and in an env with ``add_to_reward`` for an absent reward; ShapeError
+            if the shapes of log-probs or rewards do not match the tokens; ConfigError for contradictory settings
 
     reduction     "sum": reward - coeff * (sum of the turn's penalties); "mean": with their mean; "token" (padded rows
                   only): -coeff * penalty per token, plus the reward on the last token that the policy wrote. None:
                   "token" for padded rows, "sum" for ragged ones
     coeff         a number, or a KL controller, whose ``coef`` is read at every step and is the state of this transform
 
-    In an env a turn pays for its own tokens; in a buffer a row pays for those that it trains. Data without "next" are
-    read and written at their root; without a reward they get the penalty alone. A reward of NaN stays NaN.
+    In an env the reward of a turn covers that turn's own tokens; in a buffer the reward of a row covers its trained
+    tokens. Data without "next" are read and written at their root; data without a reward get only the penalty. A NaN
+    reward stays NaN.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KLComputation(Transform):
     def _written(
         self, td: TensorDictBase, next_td: TensorDictBase, pays: Literal["row", "turn"] | None
     ) -> TensorDictBase:
-        """The penalties; the reward of ``next_td`` pays for those of the turn, or of what the row trains."""
+        """Writes the penalties; the reward of ``next_td`` covers the turn's tokens, or the row's trained tokens."""
         gen, ref = self._log_probs(td, next_td)
         mask = td.get(("masks", "all_assistant_mask"), None, as_list=True)
         kl_BT, mask_BT, lengths = _penalties(gen, ref, mask, type(self).__name__)
@@ -116,7 +116,7 @@ class KLComputation(Transform):
             attention = pad_rows(attention) if isinstance(attention, list) else attention
             attended_BT = torch.ones_like(mask_BT) if attention is None else attention.to(mask_BT.device)
             own_BT = response_part(td, mask_BT, lengths) if pays == "turn" else own_part(td, mask_BT)
-            # Each token pays once, in the turn or record that wrote it. The first of a row has no log-prob to pay for.
+            # Each token is penalised once, in the turn or record that wrote it. A row's first token has no log-prob.
             paid_BT = with_predecessor(mask_BT if own_BT is None else mask_BT & own_BT, attended_BT)
             next_td.set(self.reward_key, self._reward(next_td, kl_BT, paid_BT, lengths))
         if lengths is None:
@@ -131,7 +131,7 @@ class KLComputation(Transform):
         who = type(self).__name__
         gen = next_td.get(self.gen_log_probs_full_key, None, as_list=True)
         if gen is None:
-            # Where top-p or top-k cut the distribution, only the plain log-probs are comparable with the reference.
+            # With top-p or top-k sampling, only the plain log-probs are comparable with the reference.
             plain = (self.gen_log_probs_full_key[0], "plain")
             gen = td.get(plain, None, as_list=True)
             gen = td.get(self.gen_log_probs_full_key, None, as_list=True) if gen is None else gen
@@ -165,32 +165,32 @@ class KLComputation(Transform):
             return reward - penalty_B.view(-1, *[1] * (reward.ndim - 1))
         if lengths is not None:
             raise ShapeError(
-                f"{type(self).__name__}: rewards per token need rows of one length, padded: got ragged rows of "
+                f"{type(self).__name__}: rewards per token need rows of equal length, padded: got ragged rows of "
                 f"{min(lengths)} to {max(lengths)} tokens; use reduction='sum', whose reward is their sum, or a policy "
                 "with pad_output=True."
             )
         if per_token:
             return reward.view(*penalty_BT.shape, 1) - penalty_BT.unsqueeze(-1)
         places_T = torch.arange(paid_BT.shape[1], device=reward.device)
-        # The reward of the turn stands at the last token that pays.
+        # The reward of the turn goes to its last penalised token.
         last_B1 = (paid_BT * places_T).amax(1, keepdim=True)
         own_BT = torch.zeros_like(penalty_BT).scatter(1, last_B1, reward.view(-1, 1))
         return (own_BT - penalty_BT).unsqueeze(-1)
 
 
 class RetrieveKL(Compose):
-    """The log-probs of a reference, where wanted those of the policy again, and the KL penalty between the two.
+    """Scores tokens with a reference (and, with ``gen_model``, the policy again) and writes the KL penalty.
 
     Reads, Calls, Writes  as `RetrieveLogProb` and `KLComputation`
-    Raises  ConfigError without a reference, for a model that generates, for wrappers of which only one pads its output,
-            and for one key for both log-probs; what the two raise
+    Raises  ConfigError without a reference, for a model that generates, for two wrappers with different ``pad_output``,
+            and if both log-probs have the same key; also the errors of these two transforms
 
     gen_model    "from_collector": the log-probs that the policy wrote when it sampled. A wrapper with
-                 ``generate=False``, or an engine: the tokens are scored by it, into ("next", *gen_log_probs_full_key)
+                 ``generate=False``, or an engine: scores the tokens into ("next", *gen_log_probs_full_key)
     ref_model    the reference; or, with ``reference="adapter_off"``, the policy's own PEFT model
-    gen_model_factory, ref_model_factory  called once, here, for a model that is not there yet
-    temperature  that both are scored at; None: that of ``gen_model``, else the reference's own
-    use_ray_service  must be False: to score in another process, give an engine that lives there
+    gen_model_factory, ref_model_factory  called once by the constructor, instead of passing a model
+    temperature  for scoring with both models; None: that of ``gen_model``, else the reference's own
+    use_ray_service  must be False: to score in another process, pass an engine of that process
     options      the other arguments of `RetrieveLogProb` and `KLComputation`
 
     >>> from llmrl.testing import FakeEngine
@@ -223,7 +223,7 @@ class RetrieveKL(Compose):
                 f"{who}: both models must have the same pad_output: got {pads[0]} (gen_model), {pads[1]} (ref_model)."
             )
         scoring, penalty = split_keywords(options, who, RetrieveLogProb, KLComputation)
-        # Both at one temperature: otherwise the difference would be that of the temperatures too.
+        # Both at the same temperature: otherwise the KL would also measure the difference in temperature.
         scoring["temperature"] = getattr(gen, "temperature", None) if temperature is None else temperature
         if history_key is not None:
             gen, ref = (
@@ -237,12 +237,12 @@ class RetrieveKL(Compose):
 
 
 class KLRewardTransform(RetrieveKL):
-    """Takes ``coef`` times the KL from a reference off the reward: `RetrieveKL` with the policy's own log-probs.
+    """Subtracts ``coef`` times the KL to a reference from the reward: `RetrieveKL` with the policy's own log-probs.
 
-    Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and what `RetrieveLogProb` reads
+    Reads   in_keys[0] of ``next`` ("reward"), ``log_prob_key``, and the inputs of `RetrieveLogProb`
     Writes  out_keys: the reward, the container of the penalty, that of the reference's log-probs, all in ``next``;
             default ["reward", "kl_penalty", "ref_log_probs"]. See `KLComputation` for the shape of the reward
-    Raises  as `RetrieveKL`; ConfigError for other than one in_key and three out_keys
+    Raises  as `RetrieveKL`; ConfigError unless there are one in_key and three out_keys
 
     ``options`` are the other arguments of `RetrieveKL`: ``ref_model_factory``, ``temperature`` and so on.
 
@@ -289,16 +289,17 @@ def _one_model(
         raise ConfigError(f"{who}: give one of {name}_model and {name}_model_factory, not both.")
     model = model if factory is None else factory()
     if model is None and name == "ref":
-        raise ConfigError(f"{who}: there must be a reference: pass ref_model or ref_model_factory.")
+        raise ConfigError(f"{who}: a reference is required: pass ref_model or ref_model_factory.")
     return model
 
 
 def _penalties(gen: Any, ref: Any, mask: Any, who: str) -> tuple[Tensor, Tensor, list[int] | None]:
-    """float[B, T], the tokens that count bool[B, T], and the lengths of ragged rows, padded on the right."""
+    """The penalties float[B, T], the tokens that count bool[B, T], and the lengths of ragged rows (right-padded here;
+    None for rows that were padded already)."""
     columns = [("the policy's log-probs", gen), ("the reference's log-probs", ref)]
     columns += [] if mask is None else [("the assistant mask", mask)]
     lengths = [len(row) for row in gen] if any(isinstance(column, list) for _, column in columns) else None
-    # Compared before ragged rows are padded, which would give all of them one length.
+    # Checks lengths before padding, because padding makes all rows equally long.
     for what, column in columns[1:]:
         got, expected = (column.shape, gen.shape) if lengths is None else ([len(row) for row in column], lengths)
         if got != expected:

@@ -1,4 +1,4 @@
-"""Prices of long answers: a penalty past a budget, DAPO's soft punishment, or exclusion from the loss if cut off."""
+"""Handling of long answers: a penalty past a budget, DAPO's soft punishment, or no loss on truncated answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _LengthReward(ScoringTransform, ABC):
         length_B = response_lengths(td, type(self).__name__).to(reward.device)
         extra_B = self._extra(length_B.to(reward.dtype))
         extra = extra_B.new_zeros(reward.shape)
-        # If there is one reward per token, the last one changes. The size is not -1: a batch may have no rows.
+        # With one reward per token, changes the last one. The size is not -1, which fails for a batch without rows.
         extra.view(len(extra), reward.shape[1:].numel())[:, -1] = extra_B
         return next_td.set("reward", reward + extra)
 
@@ -36,11 +36,11 @@ class _LengthReward(ScoringTransform, ABC):
 
 
 class LengthPenalty(_LengthReward):
-    """Takes ``coef`` off the reward for every token of the response past ``budget``.
+    """Subtracts ``coef`` from the reward for every token of the response past ``budget``.
 
     Reads   ("tokens", "response")  int64[B, ragged], or padded with ("masks", "all_attention_mask"): of this turn
     Writes  "reward"                float32[B, 1, 1], in the ``next`` tensordict
-    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError if no reward is there yet
+    Raises  ConfigError for a budget below 1 or a negative coef, MissingKeyError without a reward
 
     >>> LengthPenalty(budget=4, coef=0.25)._extra(torch.tensor([3.0, 6.0])).tolist()
     [-0.0, -0.5]
@@ -58,7 +58,7 @@ class LengthPenalty(_LengthReward):
 
 
 class OverlongShaping(_LengthReward):
-    """DAPO's soft overlong punishment: free up to ``max_length - buffer`` tokens, ``-penalty`` at ``max_length``.
+    """DAPO's soft overlong punishment: 0 up to ``max_length - buffer`` tokens, ``-penalty`` from ``max_length`` on.
 
     Reads, Writes, Raises  as `LengthPenalty`; ConfigError unless 0 < buffer <= max_length
 
@@ -85,15 +85,15 @@ class OverlongShaping(_LengthReward):
 
 
 class MaskTruncated(Transform):
-    """Takes answers that were cut off out of the loss; their rewards still count in the mean of their group.
+    """Excludes truncated answers from the loss; their rewards still count in the mean of their group.
 
     Reads   "stop_reason"                    int64[B]
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]
-    Writes  ("masks", "all_assistant_mask")  False in the rows that ended with LENGTH or ABORT; ``td`` is not touched
+    Writes  ("masks", "all_assistant_mask")  False in rows that ended with LENGTH or ABORT, in a copy of ``td``
     Raises  MissingKeyError if either is missing
 
-    A buffer's write transform (``inv``). Of a row of several turns, a conversation or a record of one, the last one's
-    stop reason counts. DAPO calls it overlong filtering (arXiv:2503.14476, section 3.4).
+    A buffer's write transform (``inv``). In a row with several turns the stop reason of the last turn counts. DAPO
+    calls it overlong filtering (arXiv:2503.14476, section 3.4).
 
     >>> from tensordict import TensorDict
     >>> masks = TensorDict(all_assistant_mask=torch.tensor([[False, True], [False, True]]), batch_size=[2])
@@ -107,7 +107,7 @@ class MaskTruncated(Transform):
 
     def inv(self, td: TensorDictBase) -> TensorDictBase:
         reason_B, masks = (required(td, key, "MaskTruncated") for key in ("stop_reason", "masks"))
-        # Rewards stay: without them the mean of the group would be that of the finished answers alone.
+        # Keeps the rewards: without them the mean of the group would cover only the finished answers.
         cut_B = (reason_B == StopReason.LENGTH) | (reason_B == StopReason.ABORT)
         if not bool(cut_B.any()):
             return td

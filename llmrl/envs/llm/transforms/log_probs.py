@@ -1,6 +1,6 @@
 """Log-probs of the policy's tokens under another model: a frozen copy, an engine, or the policy without its adapter.
 
-They are taken from the ids that were sampled, never from text that is tokenised again, and laid out as those ids are.
+They are computed from the sampled ids, never from text that is tokenised again, and have the same layout as those ids.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ Scorer = LLMWrapperBase | Engine
 
 
 class RetrieveLogProb(Transform):
-    """Scores every turn with ``model`` and leaves the log-probs where the losses look for those of a reference.
+    """Scores every turn with ``model`` and writes the log-probs to the key that losses read for a reference.
 
-    Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; only if there is none, (mode, "full") of a
-                                             wrapper, encoded
+    Reads   ("tokens", "full")               int64 ragged[T] or [B, T]; if it is missing, (mode, "full") of a wrapper,
+                                             encoded
             ("masks", "all_assistant_mask")  bool ragged[T] or [B, T]   with ``assistant_only``, in any input mode
-    Calls   ``model``'s engine (with ``detach=False``, if gradients are enabled, its scorer): in an env a forward
-            pass over the conversation so far at each turn, in a buffer one over each batch that is sampled
+    Calls   ``model``'s engine (with ``detach=False``, if gradients are enabled, its scorer): in an env one forward
+            pass over the conversation so far at each turn, in a buffer one over each sampled batch
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
                                              ``assistant_only``: 0 at other tokens; at the root of data without "next"
-    Raises  ConfigError for a model that cannot score, or a key that holds what the policy sampled with; MissingKeyError
-            if it is not known which tokens the policy wrote
+    Raises  ConfigError for a model that cannot score, or a key that holds the policy's own log-probs; MissingKeyError
+            if the data do not record which tokens the policy wrote
 
     model               a wrapper with ``generate=False``, or an engine
     log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine
                         ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
     tokenizer, tokenizer_kwargs  for conversations without ids; arguments of ``History.apply_chat_template``
-    device              of what is written; None: of the tokens. ``padding_side`` has no effect
-    reference           "adapter_off": ``model`` is the policy's own PEFT model, scored without its adapter; no other
-                        thread may run it meanwhile
+    device              of the log-probs; None: of the tokens. ``padding_side`` has no effect
+    reference           "adapter_off": ``model`` is the policy's own PEFT model, run without its adapter; no other
+                        thread may run it at the same time
     temperature         of sampling; None: the wrapper's own
 
     >>> from llmrl.testing import FakeEngine
@@ -97,11 +97,11 @@ class RetrieveLogProb(Transform):
         if next_td is not None:
             return td.set("next", self._step(td, next_td))
         name, _ = self.log_probs_full_key
-        # In an env the log-probs go to "next"; here they would take the place of the policy's own.
+        # In an env the log-probs go to "next"; at the root they would overwrite the policy's own.
         if self._by_default and td.get((name, "response"), None, as_list=True) is not None:
             raise ConfigError(
-                f"RetrieveLogProb: {self.log_probs_full_key!r} already holds what the policy sampled with: it would be "
-                "replaced; name another key in log_probs_full_key, as ('ref_log_probs', 'full')."
+                f"RetrieveLogProb: {self.log_probs_full_key!r} already holds what the policy sampled with, which would "
+                "be overwritten; set log_probs_full_key to another key, such as ('ref_log_probs', 'full')."
             )
         return self._step(td, td)
 
@@ -111,7 +111,7 @@ class RetrieveLogProb(Transform):
         return next_td
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        # Beside the reward: a reset writes none, and the next turn has no use for it.
+        # In the reward spec because, like a reward, a reset does not write it and the next turn does not read it.
         return with_rows_spec(reward_spec, self.log_probs_full_key[0])
 
     def _scored(self, td: TensorDictBase) -> LogProbs:
@@ -121,9 +121,9 @@ class RetrieveLogProb(Transform):
         if self.assistant_only:
             if conversations.assistant is None:
                 raise MissingKeyError(
-                    "RetrieveLogProb: assistant_only needs to know which tokens the policy wrote: there is neither "
-                    f"{(model.keys['masks'], 'all_assistant_mask')!r} nor {(model.keys['tokens'], 'response')!r}; keys "
-                    f"present: {present_keys(td)}; score with assistant_only=False, or keep what the policy wrote."
+                    "RetrieveLogProb: assistant_only needs a record of which tokens the policy wrote: both "
+                    f"{(model.keys['masks'], 'all_assistant_mask')!r} and {(model.keys['tokens'], 'response')!r} are "
+                    f"missing; keys present: {present_keys(td)}; keep one of them, or pass assistant_only=False."
                 )
             # The mask comes from what was recorded while sampling, never from the text.
             masks = [mask.bool() for mask in conversations.assistant]
@@ -140,9 +140,9 @@ class RetrieveLogProb(Transform):
 
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
-    """The base model of a PEFT model for the length of a block; afterwards every parameter is as trainable as before.
+    """Disables a PEFT model's adapter inside the block, and restores every ``requires_grad`` flag afterwards.
 
-    PEFT itself makes an adapter trainable when it turns it on again, also one that was frozen.
+    PEFT itself would make an adapter trainable when it re-enables it, even one that was frozen.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -161,7 +161,7 @@ def full_key(key: Any, who: str) -> FullKey:
 
 
 def with_rows_spec(spec: Composite, name: str) -> Composite:
-    """``spec`` with a container of that name; not that of the policy's own log-probs: an env carries those on."""
+    """``spec`` with a container of that name, except "log_probs", which an env already carries between turns."""
     if name not in spec and name != "log_probs":
         spec[name] = NonTensor(shape=spec.shape)
     return spec
@@ -185,7 +185,7 @@ def _scoring_wrapper(
     raise ConfigError(f"RetrieveLogProb: model must be an LLM wrapper or an engine: got {type(model).__name__}{hint}.")
 
 
-# arguments of History.apply_chat_template that scoring has settled, with the values that say the same
+# Arguments of History.apply_chat_template that scoring fixes, with the accepted equivalent values.
 _SETTLED = {
     "tokenize": (True, None),
     "add_generation_prompt": (False,),
@@ -199,7 +199,7 @@ _SETTLED = {
 
 
 def _encoding(tokenizer_kwargs: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """``tokenizer_kwargs`` as arguments of a wrapper. Raises ConfigError for another way of encoding."""
+    """``tokenizer_kwargs`` as arguments of a wrapper. Raises ConfigError for values that scoring does not support."""
     if mode != "history":
         return {"tokenizer_kwargs": dict(tokenizer_kwargs)} if tokenizer_kwargs else {}
     named = {
@@ -220,7 +220,7 @@ def _module(model: LLMWrapperBase) -> Any:
 
 
 def _beside(old: Any, new: LogProbs) -> LogProbs:
-    """``new`` with the other fields of ``old``: what an env carries to the next turn stays."""
+    """``new`` with the other fields of ``old``, so that entries carried to the next turn are kept."""
     if not isinstance(old, LogProbs):
         return new
     names = ("prompt", "response", "plain", "versions", "routes")

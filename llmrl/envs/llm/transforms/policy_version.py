@@ -1,4 +1,4 @@
-"""Stamps every turn with the version of the weights that sampled it. The collector moves the version."""
+"""Records, for every turn, the version of the weights that sampled it. The collector increments the version."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class PolicyVersion(Transform):
     """Writes the policy version of the turn.
 
     Writes  "policy_version"  int64[B], or NonTensor str [B] for ``version_type="uuid"``, at reset and step: the version
-            that samples next. A wrapper overwrites it with its engine's own when it samples, so what is stored is what
-            was used
-    Raises  ConfigError for another ``version_type``
+            that samples next. A wrapper overwrites it with its engine's version when it samples, so the stored version
+            is the one that was used
+    Raises  ConfigError for an unknown ``version_type``
 
-    Integers start at 0 and grow by one per weight update; a uuid is drawn per update.
+    Integers start at 0 and increase by one per weight update; each update draws a new uuid.
 
     >>> tracker = PolicyVersion()
     >>> tracker.increment_version()
@@ -40,11 +40,11 @@ class PolicyVersion(Transform):
         self.version_history: list[int | str] = [self.version]
 
     def increment_version(self) -> None:
-        """Moves to the next version: called once per weight update, after the weights are in place."""
+        """Moves to the next version. Called once per weight update, after the new weights are loaded."""
         self.set_version(self.version + 1 if isinstance(self.version, int) else self._first())
 
     def set_version(self, version: int | str) -> None:
-        """Moves to a version that was given with the weights."""
+        """Sets the version that came with the weights."""
         self.version = version
         self.version_history.append(version)
 

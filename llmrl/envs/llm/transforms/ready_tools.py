@@ -1,9 +1,9 @@
-"""Tool transforms with tools of their own: a Python interpreter, a browser, MCP servers.
+"""Tool transforms with built-in tools: a Python interpreter, a browser, MCP servers.
 
 In all of them ``tool_name`` is the role of the messages, ``timeout`` the seconds for one call, and ``options`` are the
-other arguments of `ToolTransform`. A browser and MCP servers are called by ``format``, as ``<tool>name``, line end,
-``{...}</tool>``, which a system prompt has to teach (:meth:`ToolTransform.instructions`); with "auto" the chat template
-does.
+other arguments of `ToolTransform`. For a browser and MCP servers the default ``format`` is ``<tool>name``, newline,
+``{...}</tool>``, which the system prompt must explain (:meth:`ToolTransform.instructions`); with "auto" the chat
+template does so.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class PythonInterpreter(ToolTransform):
-    """A `ToolTransform` whose calls are fenced code blocks that say ``python``, ``py`` or ``python3``.
+    """A `ToolTransform` whose calls are fenced code blocks marked ``python``, ``py`` or ``python3``.
 
     Writes  a message per block, "Code block N executed successfully:" or "Code block N failed:" and its output
     Raises  UnsupportedError or MissingDependencyError if the sandbox is missing; ConfigError for an absent service
 
-    persistent  names that a block defines exist in later blocks and turns of its conversation
-    timeout     after which a block is killed with all that it started
+    persistent  True keeps the names that a block defines for later blocks and turns of its conversation
+    timeout     seconds after which a block is killed with all its child processes
     services    a mapping of tools that several environments share, with the interpreter under ``service_name``; with
                 ``namespace``, a mapping of such mappings
-    sandbox     "bubblewrap", or "subprocess", which protects nothing: see `llmrl.tools.sandbox.Sandbox`
+    sandbox     "bubblewrap", or "subprocess", which gives no protection: see `llmrl.tools.sandbox.Sandbox`
 
-    The prompt has to say that code is run: no schema is declared.
+    No schema is declared, so the prompt must tell the model that its code is run.
 
     >>> from tensordict import TensorDict
     >>> from llmrl.envs.llm import ChatEnv
@@ -74,17 +74,17 @@ class PythonInterpreter(ToolTransform):
         return f"Code block {number} {how}:\n{result.content}"
 
     def close(self) -> None:
-        """Ends the interpreters, unless they are a service's."""
+        """Ends the interpreters, unless they belong to a shared service."""
         if not self._shared:
             super().close()
 
 
 class BrowserTransform(ToolTransform):
-    """A `ToolTransform` with a browser: navigate, click, type, extract and scroll, in a page of the conversation's own.
+    """A `ToolTransform` with a browser: navigate, click, type, extract and scroll, with one page per conversation.
 
     Raises  ConfigError for a domain that is not a plain host name; MissingDependencyError without Playwright
 
-    allowed_domains  exact host names: of pages, of what they load and of redirects, no sub-domain implied; None: all
+    allowed_domains  exact host names for pages, their resources and redirects; sub-domains must be listed; None: all
     headless         False shows the window
     """
 
@@ -139,7 +139,7 @@ def _service(services: Mapping[str, Any] | None, name: str, namespace: str | Non
     if namespace is not None:
         services = None if services is None else services.get(namespace)
         if services is None:
-            raise ConfigError(f"PythonInterpreter: namespace {namespace!r} must be one of the services: it is not.")
+            raise ConfigError(f"PythonInterpreter: namespace {namespace!r} must be a key of services: it is missing.")
     if services is None:
         return None
     if not isinstance(services, Mapping) or not isinstance(tool := services.get(name), Tool):

@@ -1,7 +1,7 @@
-"""Rewards as the user's own plain functions: one by one (`RewardFunction`), or as a weighted list (`make_rewards`).
+"""Rewards from the user's plain functions: a single one (`RewardFunction`), or a weighted list (`make_rewards`).
 
-Calls are made by `llmrl.concurrency.deadline` or, in a process, by `reward_process`. A reward that failed is NaN:
-neither zero nor an exception in the middle of a batch, but a row that MCAdvantage ignores and counts.
+`llmrl.concurrency.deadline` calls the functions or, in another process, `reward_process`. A reward that failed is NaN:
+MCAdvantage ignores and counts that row. Zero would be a wrong score, and an exception would lose the batch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from llmrl.loading import load_function
 Reward = Callable[..., Any]
 Spec = Mapping[str, Any] | str | Reward
 
-_KEPT = ("answer", "group_id", "policy_version", "stop_reason")  # can be asked for beside the dataset's columns
-_LARGEST = 1e17  # of a reward: in float32 the squares of the differences in a group of thousands add up
-_COROUTINES = 64  # at a time, by default
+_KEPT = ("answer", "group_id", "policy_version", "stop_reason")  # allowed parameters besides the dataset's columns
+_LARGEST = 1e17  # of a reward: sums of squared differences over a group of thousands must fit float32
+_COROUTINES = 64  # default concurrency of coroutine functions
 _KINDS = ("fn", "judge", "reward_model", "code")
 _OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process")
-_BATCH_DEADLINE_S = 600.0  # of a judge, a reward model and code, which have deadlines of their own per row
+_BATCH_DEADLINE_S = 600.0  # default for judges, reward models and code, which also have their own per-row deadlines
 
 
 def load_reward(name: str) -> Reward:
-    """The function that ``"package.module:function"`` names. Modules of the working directory are found.
+    """Loads the function ``"package.module:function"``, also from modules in the working directory.
 
-    Raises  ConfigError if the name has another form, the module cannot be imported, or it has no such function
+    Raises  ConfigError if the name has another form, the module cannot be imported, or it lacks the function
 
     >>> load_reward("math:isfinite")(1.0)
     True
@@ -58,22 +58,21 @@ class RewardFunction(ScoringTransform):
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
             lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
-            receives every column that is not a tensor. ``fn`` may be a coroutine function, or a name that `load_reward`
-            takes. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time: by default one, of a coroutine
-            function 64
+            receives every column that is not a tensor. ``fn`` may be a coroutine function, or a name for `load_reward`.
+            ``concurrency`` (or ``fn.concurrency``) rows are scored at a time; default 1, or 64 for a coroutine function
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
-    Raises  ConfigError for a parameter that cannot be filled, as soon as the columns are known; ShapeError if ``fn``
-            returns anything but a number per row
+    Raises  ConfigError for a parameter without a matching column, as soon as the columns are known; ShapeError if
+            ``fn`` returns anything but a number per row
 
-    A row is NaN if ``fn`` raised (``retries`` times more than once), returned None or NaN, a number that is infinite
-    or with its weight beyond 1e17, or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts
-    each kind; ``first_error`` keeps the first traceback.
+    A row is NaN if ``fn`` raised (also in all ``retries``), returned None, NaN, an infinite number or one beyond 1e17
+    (also after weighting), or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts each kind;
+    ``first_error`` keeps the first traceback.
 
-    With ``process`` (default: if ``fn`` is a name outside of llmrl) the function runs in a process that is killed at
-    the deadline; its module is imported in both processes, its variables are the other's. Otherwise it runs in a thread
-    or an event loop: one that hangs is left behind, and one that hangs holding the interpreter's lock ends this process
-    with the places of all threads, a minute after the deadline.
+    With ``process`` (default: if ``fn`` is a name outside of llmrl) the function runs in another process, which is
+    killed at the deadline; both processes import its module, and its global variables change only in the other one.
+    Otherwise it runs in a thread or an event loop: a call that hangs is abandoned. If it hangs while holding the GIL,
+    this process dumps the stacks of all threads and exits one minute after the deadline.
 
     >>> RewardFunction(lambda completion, answer: completion.strip() == answer, name="exact").name
     'exact'
@@ -133,7 +132,7 @@ class RewardFunction(ScoringTransform):
         values = self._score(completions, self._arguments(td, len(completions)))
         scores_B = torch.tensor(values, dtype=torch.float32, device=td.device).view(-1, 1, 1)
         next_td.set(f"reward_{self.name}", scores_B)
-        # With weight 0 a score that failed costs nothing: 0 * NaN would be NaN.
+        # With weight 0 a failed score must not affect the reward, but 0 * NaN would be NaN.
         add_reward(next_td, scores_B * self.weight if self.weight else torch.zeros_like(scores_B))
         return next_td
 
@@ -143,7 +142,7 @@ class RewardFunction(ScoringTransform):
         return reward_spec
 
     def clone(self) -> Self:
-        """A copy for another env, with threads and counters of its own; ``fn`` and its process stay this one's."""
+        """A copy for another env, with its own threads and counters; ``fn`` and its process are shared."""
         other = super().clone()
         other.counters, other.first_error = dict.fromkeys(self.counters, 0), None
         other._owns_fn = False
@@ -152,14 +151,14 @@ class RewardFunction(ScoringTransform):
         return other
 
     def close(self) -> None:
-        """Ends the threads and, but for a clone, the process and what ``fn`` holds if it has a ``close`` too."""
+        """Ends the threads; except in a clone, also ends the process and calls ``fn.close`` if it exists."""
         if self._owns_fn or not isinstance(self._runner, ProcessRunner):
             self._runner.close()
         if self._owns_fn and callable(close := getattr(self.fn, "close", None)):
             close()
 
     def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
-        # Views of the conversation (text, tokens, masks) are containers and not columns of the dataset.
+        # Skips views of the conversation (text, tokens, masks): they are containers, not columns of the dataset.
         objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
         present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
@@ -170,7 +169,7 @@ class RewardFunction(ScoringTransform):
         columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
-            # A file may have numbers as references; functions compare texts.
+            # References in a file may be numbers, but functions compare strings.
             columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
         return columns
 
@@ -194,7 +193,7 @@ class RewardFunction(ScoringTransform):
                 late += f" was not done {self.deadline_s} s after its batch began"
                 self.first_error = self.first_error or outcome.error or late
                 self.counters["errors" if outcome.done else "timeouts"] += rows_of_call
-                # Not a number, and not 0, which would say that the answers are bad.
+                # NaN, not 0: a failed reward function must not rate the answers as bad.
                 values += [math.nan] * rows_of_call
                 continue
             found = outcome.value if self.batched else [outcome.value]
@@ -208,10 +207,10 @@ class RewardFunction(ScoringTransform):
         return [math.nan if value is None else value for value in values]
 
     def _number(self, value: float | str | None, where: str) -> float | None:
-        """The value of `plain_number`; None if there is no number to use. Raises ShapeError if it is not one."""
+        """The value of `plain_number`: None or NaN for an unusable number. Raises ShapeError if it is not a number."""
         if isinstance(value, str):
             kind, _, shown = value.partition(SHOWN)
-            problem = f"a reward must be one number, or None if there is none: got {kind} for {where}: {shown}"
+            problem = f"a reward must be one number, or None for no reward: got {kind} for {where}: {shown}"
             raise ShapeError(f"RewardFunction {self.name!r}: {problem}.")
         if value is None or math.isnan(value):
             return None
@@ -224,14 +223,14 @@ class RewardFunction(ScoringTransform):
 
 
 def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None, load: bool = True) -> list[RewardFunction]:
-    """The transforms of a list of weighted rewards; each adds to "reward" and writes "reward_<name>" of its own.
+    """The transforms of a list of weighted rewards; each adds to "reward" and writes its own "reward_<name>".
     Without ``load``, reward models are left out: only their files are checked.
 
     Reads   per reward, one of ``fn`` (a function or its name), ``judge``, ``reward_model``, ``code`` (the arguments of
             `JudgeReward`, `RewardModelScorer.load`, `CodeReward`), and ``weight``, ``name``, ``deadline_s``,
             ``retries``, ``concurrency``, ``answer_key``, ``batched``, ``process``, the arguments of `RewardFunction`. A
             function or a name alone is ``{fn: ...}``
-    Raises  ConfigError naming the entry for an unknown key, none or several of the four, or two rewards of one name
+    Raises  ConfigError naming the entry for an unknown key, none or several of the four, or a duplicate name
 
     >>> [(r.name, r.weight) for r in make_rewards([{"fn": "math:isfinite", "weight": 0.5}, {"fn": len}])]
     [('isfinite', 0.5), ('len', 1.0)]
@@ -242,7 +241,7 @@ def make_rewards(specs: Sequence[Spec], *, tokenizer: Any | None = None, load: b
     rewards = [reward for reward in made if reward is not None]
     for name, count in Counter(reward.name for reward in rewards).items():
         if count > 1:
-            raise ConfigError(f"rewards: each must have a name of its own: {count} are called {name!r}; set name.")
+            raise ConfigError(f"rewards: each must have a unique name: {count} are called {name!r}; set name.")
     return rewards
 
 
@@ -261,7 +260,7 @@ def _make(spec: Spec, where: str, tokenizer: Any | None, load: bool) -> RewardFu
     [kind] = kinds
     function = spec[kind]
     if kind != "fn":
-        from llmrl.envs.llm import rewards  # here: most runs need none of them
+        from llmrl.envs.llm import rewards  # imported here because most runs need none of them
 
         scorer = rewards.RewardModelScorer
         made = {"judge": rewards.JudgeReward, "reward_model": scorer.load if load else scorer.check}
@@ -286,7 +285,7 @@ class Parameters:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], who: str, first: str) -> Parameters:
-        """Reads the signature. Raises ConfigError for one that cannot be called with ``first`` and columns by name."""
+        """Reads the signature. Raises ConfigError if it does not accept ``first`` by position and columns by name."""
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins have no signature
@@ -301,8 +300,8 @@ class Parameters:
         for parameter in parameters[1:]:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(
-                    f"{who}: the parameters after the first are passed by name, but {parameter.name!r} takes no name; "
-                    f"its signature is {signature}."
+                    f"{who}: the parameters after the first are passed by name, but {parameter.name!r} is "
+                    f"positional-only; its signature is {signature}."
                 )
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 (required if parameter.default is parameter.empty else optional).append(parameter.name)
@@ -310,7 +309,7 @@ class Parameters:
         return cls(who, required, optional, takes_all)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError if a parameter without a default is not a column, with a near name."""
+        """Raises ConfigError, suggesting a close name, if a parameter without a default is not a column."""
         known = list(columns)
         for name in self.required:
             if name not in known:
@@ -327,7 +326,7 @@ class Parameters:
 
 
 def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
-    """The name by which another process is to load the function; None if it runs in this one."""
+    """The name by which another process loads the function; None if it runs in this process."""
     if isinstance(fn, str):
         own = fn.partition(":")[0].partition(".")[0] == "llmrl"
         return fn if process or (process is None and not own) else None
@@ -343,6 +342,6 @@ def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
 
 
 def _values(td: TensorDictBase, name: str) -> list[Any] | None:
-    """A column, one value per row: tensors of more than one number stay tensors."""
+    """A column, one value per row; rows of tensors with several numbers stay tensors."""
     value = td.get(name, None)
     return list(value) if isinstance(value, Tensor) and value.ndim > 1 else column_values(td, name)

@@ -1,6 +1,6 @@
-"""`ProcessRunner`: makes the calls of a reward function in a process that is killed at the deadline.
+"""`ProcessRunner`: calls a reward function in a process that is killed at the deadline.
 
-The same file is the process's script: there it imports no torch, and the function by its name.
+This file is also the script of that process, which imports no torch and loads the function by its name.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from llmrl.concurrency.worker_process import WAIT_S, WorkerPool, serve
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
 from llmrl.loading import load_function
 
-SHOWN = ": "  # between the type of a value and how it looks
+SHOWN = ": "  # separates the type of a value from its repr
 
 
 class ProcessRunner:
-    """Makes calls of the function that ``function`` names, ``concurrency`` at a time, outside of this process.
+    """Calls the function with the import name ``function`` in another process, ``concurrency`` calls at a time.
 
-    The calls are partials of that function. Where the process ends in a call, those that have no outcome yet failed.
+    The calls are partials of that function. If the process ends during a call, all calls without an outcome fail.
     """
 
     def __init__(self, name: str, function: str, *, concurrency: int, batched: bool):
         self.name = name
         self.concurrency = concurrency
         settings = [function, concurrency, batched]
-        size = min(4, os.cpu_count() or 1)  # of environments that score at the same time
+        size = min(4, os.cpu_count() or 1)  # environments that can score at the same time
         self._pool = WorkerPool(Path(__file__), [json.dumps(settings)], size=size, who=f"RewardFunction {name!r}")
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
-        """The outcomes, after all calls were made or ``timeout_s`` seconds; starting the process does not count."""
+        """The outcomes, once all calls are done or after ``timeout_s`` seconds, without the start of the process."""
         if not calls.calls:
             return []
-        # Answers come one by one, so that a process that dies or hangs takes only the calls with it that have none.
+        # Results arrive one by one: if the process crashes or hangs, only the calls without a result are lost.
         left = set(range(len(calls.calls)))
         arguments = [(call.args, call.keywords) for call in calls.calls]
         with self._pool.worker(math.inf if timeout_s is None else WAIT_S + timeout_s) as worker:
@@ -60,7 +60,7 @@ class ProcessRunner:
                     calls.finish(number, Outcome(error=text, done=True))
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 raise ConfigError(
-                    f"RewardFunction {self.name!r}: what it is called with must be of a kind that can go to another "
+                    f"RewardFunction {self.name!r}: its arguments must be picklable, to be sent to another "
                     f"process: {error}; set process to false."
                 ) from error
         return calls.close()
@@ -71,14 +71,14 @@ class ProcessRunner:
 
 
 def plain_number(value: Any) -> float | str | None:
-    """A returned value as a number or None; for anything else its type and how it looks, which JSON can write."""
+    """A returned value as a number or None; for anything else a string with its type and repr."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
         if not isinstance(value, (str, bytes)):
             try:
                 return float(value)
-            except OverflowError:  # a whole number of hundreds of digits
+            except OverflowError:  # an integer with hundreds of digits
                 return math.inf
     if inspect.iscoroutine(value):
         value.close()
@@ -87,7 +87,7 @@ def plain_number(value: Any) -> float | str | None:
 
 
 def plain_numbers(values: Any) -> list[float | str | None] | str:
-    """`plain_number` of each; for what is not several values, its type."""
+    """`plain_number` of each value; the type as a string if ``values`` is not iterable."""
     try:
         return [plain_number(value) for value in values]
     except TypeError:

@@ -1,4 +1,4 @@
-"""`TemplateTransform`: lets a policy that reads and writes text act in an environment that keeps a history."""
+"""`TemplateTransform`: lets a policy that reads and writes text act in an environment in history mode."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class TemplateTransform(Transform):
 
     Reads   in_keys       History [B, M]; default ("history", "prompt")
             out_keys_inv  str [B], written by the policy; default ("text", "full")
-    Writes  out_keys      str [B]; default ("text", "prompt"). A key that ends in "prompt" ends with the opening of an
-                          answer
+    Writes  out_keys      str [B]; default ("text", "prompt"). For in_keys that end in "prompt" the text ends with the
+                          generation prompt
             in_keys_inv   History [B, M], for the env; default ("history", "full")
-    Raises  TemplateError for an unknown template, one without a parser, or text that holds no message
+    Raises  TemplateError for an unknown template, one without a parser, or text without a message
 
     ``chat_template`` (jinja text) or ``chat_template_name`` (registered, with its parser) replace the tokenizer's own.
 
-    Where the text of a later turn does not begin with that of the turn before (the parser strips white space, the
-    template drops thinking), the turn starts a new training record.
+    If the text of a turn does not begin with the text so far (the parser strips white space, the template drops
+    thinking), the turn starts a new training record.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy, tiny_tokenizer

@@ -1,4 +1,4 @@
-"""`AddThinkingPrompt`: asks the model to think again, if the user's condition (usually on the reward) says so."""
+"""`AddThinkingPrompt`: asks the model to think again where a condition (usually on the reward) holds."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ ADDRESSED = (
 
 
 class AddThinkingPrompt(Transform):
-    """Sends the model back to thinking in rows that ``cond`` selects; append it after the transform that scores.
+    """Makes the model think again in rows that ``cond`` selects; append it after the transform that scores.
 
-    Reads   the turn as ``next`` has it, one row at a time, for ``cond``
+    Reads   each row of ``next``, which is passed to ``cond``
     Writes  ("next", view, "prompt"): with ``edit_last_turn`` the policy's message ends in ``prompt`` instead of its
-                          last answer block, and is left open: the policy goes on with it. Else one message
-                          {"role", "content": prompt} more, open too if the role is "assistant"
+                          last answer block, and is left open for the policy to continue. Else one more message
+                          {"role", "content": prompt}, also open if the role is "assistant"
             ("next", "reward")  float32[B, 1, 1]  0 in these rows with ``zero_reward``; NaN (it failed) stays
             ("next", "terminated" | "done")       False in these rows with ``undo_done``
-    Raises  ConfigError for settings that contradict each other; MissingKeyError without a conversation in ``next``
+    Raises  ConfigError for contradictory settings; MissingKeyError without a conversation in ``next``
 
-    ``prompt`` None: the first of a built-in list, in the first person if ``egocentric`` (None: if the role is
-    "assistant"), or with ``random_prompt`` a draw of it by `set_seed`. ``zero_reward`` None: as ``edit_last_turn``.
+    ``prompt`` None: the first of a built-in list, or with ``random_prompt`` a random one (seed: `set_seed`), in the
+    first person if ``egocentric`` (None: if the role is "assistant"). ``zero_reward`` None: as ``edit_last_turn``.
 
-    A conversation that a limit has ended stays ended. An edited turn starts a new record (docs/keys.md), in which it is
-    part of the prompt; messages of the env after it are dropped. An appended message continues the stream.
+    Truncated conversations stay ended. An edited turn starts a new record (docs/keys.md), in which it is part of the
+    prompt; messages of the env after it are dropped. An appended message continues the token stream.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -154,7 +154,7 @@ class AddThinkingPrompt(Transform):
             chats = {row: history[row].to_chats() for row in prompts}
             edited = list(history.unbind(0))
             for row, chat in chats.items():
-                while chat[-1]["role"] != "assistant":  # messages of the env since then
+                while chat[-1]["role"] != "assistant":  # messages that the env appended after the turn
                     chat.pop()
                 content = self._edited(chat[-1]["content"], prompts[row])
                 edited[row] = History.from_messages([*chat[:-1], _open(self.role, content)])
@@ -173,19 +173,19 @@ class AddThinkingPrompt(Transform):
             return
         asked = unpadded_ids(td, "prompt")
         rows = list(next_td.get("tokens").rows("prompt"))
-        # An edited answer was not sampled: it becomes part of a prompt, so its text may be tokenised.
+        # Tokenising the edited text is safe: it becomes part of a prompt, so no loss reads its ids as sampled.
         ids = tokenizer(list(answers.values()), add_special_tokens=False)["input_ids"]
         for row, answer in zip(answers, ids, strict=True):
             rows[row] = torch.cat([asked[row], torch.tensor(answer, dtype=torch.int64).to(asked[row].device)])
         next_td.set("tokens", Tokens.from_rows({"prompt": rows}, next_td.batch_size))
 
     def _edited(self, text: str, prompt: str) -> str:
-        """The text up to its last answer block, and the prompt; all of the text if it has no such block."""
+        """The text up to its last answer block (all of it without a block), followed by the prompt."""
         cut = text.rfind("<answer>")
         kept = text[:cut] if cut >= 0 else trim_markers(text, special_tokens(tokenizer_of(self)))
         return kept + prompt
 
 
 def _open(role: str, content: str) -> dict[str, Any]:
-    """A message; the assistant's own is left for the policy to go on with."""
+    """A message; one of the assistant is marked as open, for the policy to continue."""
     return {"role": role, "content": content, **({"is_complete": False} if role == "assistant" else {})}

@@ -1,4 +1,4 @@
-"""`Tokenizer`: plain strings to plain ids and back, for environments that keep no conversation."""
+"""`Tokenizer`: plain strings to plain ids and back, for environments without conversations."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Tokenizer(Transform):
     Writes  out_keys      int64[B, T], padded on the tokenizer's side; by default in place of the strings
             "attention_mask"  bool[B, T], with ``return_attention_mask``; "<out_key>_attention_mask" for each of several
             in_keys_inv   str [B], for the env
-    Raises  ConfigError without a tokenizer, or for one that cannot pad and has to; MissingKeyError for an absent entry,
-            at a step or with ``missing_tolerance=False``; ShapeError for rows that differ in length with
+    Raises  ConfigError without a tokenizer, or if padding is needed and it has no padding token; MissingKeyError for an
+            absent entry, at a step or with ``missing_tolerance=False``; ShapeError for rows that differ in length with
             ``padding=False``; DataError for an entry that is not a string
 
     additional_tokens    added as special tokens, to a copy of the tokenizer: ``transform.tokenizer``
-    padding              True: to the longest row; "max_length": to ``max_length``; False: rows must be of one length
+    padding              True: to the longest row; "max_length": to ``max_length``; False: rows must have equal lengths
     max_length           longer rows are cut at their end
-    call_before_reset    tokenise the input of a reset, for an env that starts from ids, and nothing at a step
+    call_before_reset    True tokenises only the input of a reset, not steps: for an env that starts from ids
     use_raw_nontensor    a subclass's `_apply_transform` gets the NonTensorStack itself instead of a list of strings
 
     >>> from llmrl.testing import tiny_tokenizer
@@ -68,7 +68,7 @@ class Tokenizer(Transform):
     ):
         if tokenizer is None:
             raise ConfigError(
-                "Tokenizer: tokenizer must be given: there is no default, because none would be that of your model; "
+                "Tokenizer: tokenizer must be given: there is no default, because it must match your model; "
                 "pass the model's tokenizer, or its name."
             )
         if isinstance(tokenizer, str):
@@ -83,7 +83,7 @@ class Tokenizer(Transform):
             raise ConfigError("Tokenizer: padding='max_length' needs max_length.")
         check_at_least("Tokenizer", 1, max_length=max_length)
         if additional_tokens:
-            # The caller's tokenizer belongs to a model whose embeddings do not have these tokens.
+            # A copy: the caller's tokenizer belongs to a model that has no embeddings for these tokens.
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.add_tokens(list(additional_tokens), special_tokens=True)
         self.tokenizer = tokenizer
@@ -121,15 +121,15 @@ class Tokenizer(Transform):
         lengths = [len(row) for row in rows]
         if len(set(lengths)) > 1 and not self.padding:
             raise ShapeError(
-                f"Tokenizer: with padding=False all rows must have one length: got {min(lengths)} to {max(lengths)} "
-                "tokens; pass padding=True, or one row at a time."
+                f"Tokenizer: with padding=False all rows must have the same length: got {min(lengths)} to "
+                f"{max(lengths)} tokens; pass padding=True, or one row at a time."
             )
         width = self.max_length if self.padding == "max_length" else max(lengths)
         fill = self.tokenizer.pad_token_id
         if fill is None and min(lengths) < width:
             raise ConfigError("Tokenizer: the tokenizer must have a padding token: set tokenizer.pad_token.")
         side = self.tokenizer.padding_side
-        # Without a padding token all rows have this width already.
+        # Without a padding token all rows already have this width, so the fill value is unused.
         return pad_rows(rows, value=fill or 0, side=side, length=width), lengths_mask(lengths, width, side)
 
     def _inv_apply_transform(self, value: Any) -> Any:
@@ -160,7 +160,7 @@ class Tokenizer(Transform):
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        if self.call_before_reset:  # a reset takes text, whatever the env starts from
+        if self.call_before_reset:  # a reset accepts text even though the env itself starts from ids
             for key in self.in_keys:
                 state_spec[key] = NonTensor(shape=state_spec.shape, example_data="")
         return state_spec

@@ -1,8 +1,8 @@
-"""Changes of the next prompt by an environment: new messages, answers said in other words, conversations cut off.
+"""Changes of the next prompt by an environment: new messages, restructured answers, restarted token streams.
 
-In history mode new messages are a longer history: the policy's wrapper continues its stream of ids by what was
-appended. In text and tokens mode nothing is rendered later, so the ids are appended here: those of the rendered delta,
-after ids that stay as they were drawn.
+In history mode new messages only extend the history: the policy's wrapper later extends its stream of ids by them. In
+text and tokens mode nothing is rendered later, so the ids of the rendered new messages (the delta) are appended here;
+the sampled ids before them stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmrl.modules.llm.token_stream import TokenStream
 
 Message = dict[str, Any]
 
-# A delta is rendered behind these words; the ids that it continues are the conversation's own.
+# A delta is rendered after this stand-in conversation, then appended to the ids of the real one.
 _ANSWERS = "assistant"
 _SYSTEM, _QUESTION, _ANSWER = (
     {"role": role, "content": words} for role, words in (("system", "rule"), ("user", "question"), (_ANSWERS, "answer"))
@@ -39,13 +39,13 @@ def append_messages(
 ) -> None:
     """Adds ``messages[row]`` to the prompt of each row, in place; rows without messages stay as they are.
 
-    Reads   ``said``: of rows whose answer is more than its content, the fields of its message
-            (view, "prompt") of ``next_td``; in text and tokens mode also the stream beside it: tokens, masks, log_probs
-    Writes  (view, "prompt"); in text and tokens mode the ids of the delta, its generation prompt included, behind
-            ("tokens", "prompt"), False and 0 behind the mask and the log-probs, and ("tokens", "covered"). Padded
+    Reads   ``said``: row -> fields of its answer's message, for answers with more fields than "content"
+            (view, "prompt") of ``next_td``; in text and tokens mode also the token stream: tokens, masks, log_probs
+    Writes  (view, "prompt"); in text and tokens mode appends the ids of the delta, with its generation prompt, to
+            ("tokens", "prompt"), False to the mask and 0 to the log-probs, and sets ("tokens", "covered"). Padded
             containers become ragged
-    Raises  TemplateError if the template writes new messages as the conversation before them has it (numbers its
-            rounds), which in text and tokens mode is not there as messages
+    Raises  TemplateError if the template's text of new messages depends on the conversation before them (for example
+            numbers its rounds), because in text and tokens mode that conversation is not available as messages
     """
     if view == "history":
         prompt = next_td.get("history").prompt
@@ -55,7 +55,7 @@ def append_messages(
     stream = TokenStream.read(next_td)
     texts = next_td.get("text").rows("prompt") if view == "text" else None
     rows = [row for row, new in enumerate(messages) if new]
-    # Of the past only its end matters here: whether the turn was closed, or was cut off before its end token.
+    # Only the end of the past matters here: it shows if the turn was closed or cut off before its end token.
     ends = [stream.ids[row] if stream is not None else _end_of(texts[row], renderer) for row in rows]
     answers = [{**_ANSWER, **(said or {}).get(row, {})} for row in rows]
     turns = [(None if stream is None else stream.num_answers(row)) or _UNKNOWN_TURNS for row in rows]
@@ -77,14 +77,14 @@ def _deltas(
     messages: Sequence[Sequence[Message]],
     turns: Sequence[int],
 ) -> list[Tensor]:
-    """The ids that messages add behind a stand-in for the conversation: the same behind each kind of past.
+    """The ids that messages add after a stand-in conversation, checked to be the same after several kinds of past.
 
-    Only the first row of a shape is tried behind all of them: the others would repeat what was found for it.
-    Raises  TemplateError if a past changes what messages add, RewriteError if they change the past
+    Only the first row of each `Renderer.shape` is checked: the other rows of that shape give the same result.
+    Raises  TemplateError if the past changes the added ids, RewriteError if the messages change the past
     """
     new = [len(added) for added in messages]
     chats = [[_QUESTION, answer, *added] for answer, added in zip(answers, messages, strict=True)]
-    # The conversation itself is not there as messages, only its ids: a short stand-in is rendered in its place.
+    # Only the ids of the conversation are available, not its messages: a short stand-in is rendered instead.
     found = renderer.extend(ends, chats, new)
     shapes = [renderer.shape(chat, num) for chat, num in zip(chats, turns, strict=True)]
     first_rows = {shape: row for row, shape in enumerate(shapes) if shape not in renderer.compared}
@@ -101,24 +101,24 @@ def _deltas(
             except RewriteError:
                 raise
             except TemplateError:
-                continue  # a conversation that the template does not do
+                continue  # the template does not support this kind of conversation
             if not alike:
                 raise TemplateError(
-                    "append_messages: in text and tokens mode a template must write new messages alike after any past: "
-                    f"template {renderer.template.name!r} writes them in another way after {num} turns or a system "
-                    "message; use input_mode='history'."
+                    "append_messages: in text and tokens mode a template must render new messages the same way after "
+                    f"any past: template {renderer.template.name!r} renders them differently after {num} turns or a "
+                    "system message; use input_mode='history'."
                 )
     renderer.note_compared(first_rows)
     return found
 
 
 def _closed(message: Message) -> Message:
-    """The message, finished: an answer that is left open is one for the policy to go on with."""
+    """The message without its ``is_complete`` mark: an open answer would be continued by the policy."""
     return {key: value for key, value in message.items() if key != "is_complete"}
 
 
 def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> None:
-    """Replaces the fields of the last answer in these rows, in place; the ids stay as they were drawn.
+    """Replaces the fields of the last answer in these rows, in place; the sampled ids stay unchanged.
 
     Writes  ("history", "prompt"), if the batch has it
     """
@@ -127,20 +127,20 @@ def restate_answers(next_td: TensorDictBase, said: Mapping[int, Message]) -> Non
         return
     chats = list(history.chats("prompt"))
     for row, fields in said.items():
-        # Other transforms may have appended messages already.
+        # Searches for the last answer, because other transforms may have appended messages after it.
         place = max(number for number, message in enumerate(chats[row]) if message["role"] == _ANSWERS)
         chats[row] = [*chats[row][:place], {"role": _ANSWERS, **fields}, *chats[row][place + 1 :]]
     next_td.set("history", ChatHistory.from_rows({"prompt": History.from_chats(chats)}, next_td.batch_size))
 
 
 def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
-    """Leaves the prompts of these rows without ids, masks and log-probs, in place; the other rows go on.
+    """Clears ids, masks and log-probs of these rows' prompts, in place; the other rows keep their token streams.
 
-    The policy's wrapper then renders the whole next turn, and a training record starts with it: for transforms that
-    edit what was said.
+    The policy's wrapper then renders the whole next turn, which starts a new training record: for transforms that edit
+    earlier messages.
 
-    Reads   ``view``: the one that was edited ("history", "text" or "tokens"), which stays as it is
-    Writes  the token stream, and if the view is the history ("text", "prompt"): empty in these rows
+    Reads   ``view``: the edited one ("history", "text" or "tokens"), which stays unchanged
+    Writes  the token stream, and for the history view also ("text", "prompt"): empty in these rows
     """
     if (stream := TokenStream.read(next_td)) is not None:
         stream.cut(set(rows), keep_ids=view == "tokens").write(next_td)
@@ -150,6 +150,6 @@ def begin_anew(next_td: TensorDictBase, rows: Sequence[int], view: str) -> None:
 
 
 def _end_of(text: str, renderer: Renderer) -> Tensor:
-    """The ids that say whether a turn was ended, if a policy left text alone."""
+    """The end-of-turn ids if the text ends with that marker, else no ids: for policies that write only text."""
     end = renderer.codec.end_of_turn
     return torch.tensor(renderer.end_of_turn_ids if end and text.endswith(end) else [], dtype=torch.int64)

@@ -26,17 +26,17 @@ def added_tool_use(before: TensorDictBase, rows: Sequence[Mapping[str, float]]) 
 
 
 def tool_use_spec(batch_size: Sequence[int], device: torch.device | None) -> Composite:
-    """The entries of a conversation, all zero where it begins: int64[B], and "seconds" float32[B]."""
+    """The counts of each conversation, all zero at its start: int64[B], and "seconds" float32[B]."""
     leaves = {name: Unbounded(shape=batch_size, dtype=torch.int64, device=device) for name in COUNTS}
     leaves["seconds"] = Unbounded(shape=batch_size, dtype=torch.float32, device=device)
     return Composite(leaves, shape=batch_size, device=device)
 
 
 def read_calls(lines: str) -> list[dict[str, Any]]:
-    """The calls of a conversation, of its ("next", "tool_calls"): one JSON object a line.
+    """The calls of a conversation, parsed from its ("next", "tool_calls"): one JSON object per line.
 
-    Returns  "turn" of the policy, from 0; "name"; "arguments", JSON, or the words of a call that could not be read;
-             "result", the message to the model; "outcome", one of ``ENDS``; "seconds" float, None if it was not run
+    Returns  "turn" of the policy, from 0; "name"; "arguments", JSON, or the text of a malformed call; "result", the
+             message to the model; "outcome", one of ``ENDS``; "seconds" float, None if it was not run
 
     >>> read_calls('{"turn": 0, "name": "calculator", "outcome": "ok"}\\n')
     [{'turn': 0, 'name': 'calculator', 'outcome': 'ok'}]
@@ -45,15 +45,15 @@ def read_calls(lines: str) -> list[dict[str, Any]]:
 
 
 def tool_metrics(data: TensorDictBase) -> dict[str, float]:
-    """Metrics of the tool calls of the conversations that ended in a batch of a collector.
+    """Tool-call metrics of the conversations that ended in a collector's batch.
 
-    Reads    ("next", "tool_use", ...) int64[B], float32[B] and ("next", "done") bool[B, 1]; other rows are left out
-    Returns  "tools/conversations" that ended; of these "tools/call_rate", the share that called at all, and
-             "tools/calls_mean" per conversation; of the calls the shares "tools/ok_frac", "tools/error_frac",
+    Reads    ("next", "tool_use", ...) int64[B], float32[B] and ("next", "done") bool[B, 1]; skips unfinished rows
+    Returns  "tools/conversations", the number that ended; "tools/call_rate", the share of these with any call;
+             "tools/calls_mean" per conversation; the shares of calls "tools/ok_frac", "tools/error_frac",
              "tools/timeout_frac", "tools/malformed_frac", "tools/unknown_frac" and "tools/not_run_frac", which add up
-             to 1, and "tools/cut_frac" of answers that were cut; "tools/seconds_mean" of a call that ran. Where there
-             is nothing to divide by, 0
-    Raises   MissingKeyError if no tool transform wrote the batch
+             to 1, and "tools/cut_frac" with shortened results; "tools/seconds_mean" of the calls that ran. 0 if there
+             are no conversations or calls
+    Raises   MissingKeyError if the batch has no entries of a ToolTransform
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.envs.llm.transforms import ToolTransform

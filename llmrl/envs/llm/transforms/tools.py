@@ -1,7 +1,7 @@
 """`ToolTransform`: runs the tool calls of a turn and appends their results to the next prompt.
 
-`llmrl.envs.llm.tool_calls` reads calls, `llmrl.tools` runs them, `tool_messages` turns messages into ids. This file
-decides which calls run and when a conversation is over, and counts.
+`llmrl.envs.llm.tool_calls` parses calls, `llmrl.tools` runs them, `tool_messages` turns messages into ids. This file
+decides which calls run and when a conversation is over, and keeps the counts.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 _TAIL_CHARS, _TAIL_IDS = 24, 8  # enough of a prompt to see that it ends inside a thought
 _SCOPES = itertools.count()  # a tool may serve several transforms: these distinguish their conversations
-_STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer writes control tokens as these
+_STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer represents control tokens by these
 
 
 @dataclass
 class _Turn:
-    """The calls of one conversation's turn: all of them with their ids, those of tools here, and those that run."""
+    """One conversation's turn: all calls with their ids, those of this transform's tools, and those that run."""
 
     calls: list[tuple[ParsedCall, str]]
     found: list[tuple[ParsedCall, str]]
     run: list[tuple[ParsedCall, str]]
-    structured: bool  # the message had them apart from its text
+    structured: bool  # True if the message held the calls in a field, separate from its text
     counts: dict[str, float]
     messages: list[dict[str, Any]] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)  # of ``run``
@@ -64,19 +64,19 @@ class ToolTransform(Transform):
     """Tools for the conversations of a `ChatEnv`.
 
     Reads   the policy's turn: (view, "response"), else the last message of (view, "full"); "stop_reason" if any
-    Calls   the tools, for all rows at the same time, each call with its deadline; a conversation's calls in their order
+    Calls   the tools: rows in parallel, a conversation's calls in order, each call with its deadline
     Writes  at reset  "tools" NonTensor [B]: the schemas, for the chat template; "conversation_id" int64[B]
-            at step   ("next", view, "prompt"): one message {"role", "content", "name", "tool_call_id"} per call more
+            at step   ("next", view, "prompt"): adds a message {"role", "content", "name", "tool_call_id"} per call
                       ("next", "tool_use"): the counts so far, see `tool_metrics`
                       ("next", "tool_calls") str [B]: the calls so far, see `read_calls`
                       ("next", "terminated" | "truncated" | "done") bool[B, 1]: a turn without a call terminates the
                       conversation; one cut off, or with calls beyond ``max_tool_turns``, truncates it
-    Raises  ConfigError for unusable settings; MissingKeyError for a batch that no reset made. Nothing that a model
-            writes raises: a malformed call, an unknown tool, an exception, a timeout are answered with a message
+    Raises  ConfigError for unusable settings; MissingKeyError for a batch that does not come from a reset. Text of the
+            model never raises: malformed calls, unknown tools, exceptions and timeouts are answered with a message
 
-    ``tools`` are tools, typed functions, or names as `load_tool` takes them; ``options`` are those of `ToolOptions`.
-    Schemas that are not declared belong into the system prompt (:meth:`instructions`). A call in a thinking
-    block, or in the last turn that `StepCounter` allows, is not run. Two of these in one env share counts and end.
+    ``tools`` are tools, typed functions, or names for `load_tool`; ``options`` are those of `ToolOptions`. If schemas
+    are not declared, put :meth:`instructions` into the system prompt. Calls in a thinking block, or in the last turn
+    that `StepCounter` allows, are not run. Several ToolTransforms in one env share their counts and end conditions.
 
     >>> from llmrl.envs.llm import ChatEnv
     >>> from llmrl.testing import ScriptedPolicy
@@ -116,10 +116,10 @@ class ToolTransform(Transform):
         self._lock = threading.Lock()
         self._num_conversations = 0
         self._scope = next(_SCOPES)
-        self._open: dict[int, None] = {}  # conversations for which a tool may keep something, oldest first
+        self._open: dict[int, None] = {}  # conversations for which a tool may hold state, oldest first
 
     def instructions(self) -> str:
-        """The tools and the form of a call, for a system prompt if the chat template cannot declare them."""
+        """The tools and the call format, for a system prompt if the chat template cannot declare them."""
         functions = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in self._schemas)
         call = f"To call one, write:\n{self.format.example}\nThe next message tells you what it answered."
         return f"You can call these tools:\n{functions}\n\n{call}"
@@ -149,7 +149,7 @@ class ToolTransform(Transform):
         return td
 
     def _declared(self, given: Any, row: int) -> Any:
-        """Schemas of this transform's tools, after those that the row has of others."""
+        """The row's schemas of other tools, followed by the schemas of this transform's tools."""
         given = declared_tools(given, f"row {row} of the batch")
         others = [schema for schema in given if schema.get("function", schema).get("name") not in self._parameters]
         return [*others, *self._schemas] if others else self._schemas
@@ -173,13 +173,13 @@ class ToolTransform(Transform):
             for key in ("tool_use", "conversation_id")
         )
         peers, ids = self._peers(), conversations.flatten().tolist()
-        # Calls of a turn that is the last anyway are not run: no turn would read their results.
+        # Calls of a conversation's last turn are not run: no later turn would read their results.
         over_B = self._over(td, next_td)
         cut_B = _cut_off(td).to(over_B.device)
-        spent_B = torch.zeros_like(over_B)  # rows that have had as many turns with calls as they may
+        spent_B = torch.zeros_like(over_B)  # rows that have used up max_tool_turns
         if self.options.max_tool_turns is not None:
             spent_B = (before.get("tool_turns") >= self.options.max_tool_turns).flatten()
-        # Of several tool transforms the first counts turns, and each adds to the counts of those before it.
+        # With several tool transforms, the first counts turns, and each adds to the counts of the previous ones.
         use = before if peers[0] is self else next_td.get("tool_use")
         answers = completion_texts(td, self.tokenizer, who=type(self).__name__, as_drawn=True)
         turns = self._turns(td, answers, ids, cut_B.tolist(), (over_B | spent_B).tolist())
@@ -207,11 +207,11 @@ class ToolTransform(Transform):
     def _turns(
         self, td: TensorDictBase, answers: list[str], ids: list[int], cut: list[bool], skipped: list[bool]
     ) -> list[_Turn]:
-        """The calls of each row's turn; none of one that was cut off, and none run in a row that is skipped."""
+        """The calls of each row's turn; a cut-off turn has none, and a skipped row runs none."""
         numbers = td.get(("tool_use", "turns")).flatten().tolist()
         peers, turns = self._peers(), []
         others = {name for peer in peers if peer is not self for name in peer.runner.tools}
-        # A name that no tool has is answered once: by the first transform that reads calls of this format.
+        # An unknown tool name is answered once: by the first transform that reads calls of this format.
         answers_unknown = next(peer for peer in peers if peer.format.name == self.format.name) is self
         rows = zip(answers, self._structured(td), self._opened_thoughts(td), ids, numbers, cut, skipped, strict=True)
         for text, structured, thinking, conversation, number, is_cut, is_skipped in rows:
@@ -241,7 +241,7 @@ class ToolTransform(Transform):
         ]
         results = self.runner.run([call for _, call in owned]) if owned else []
         for (turn, _), result in zip(owned, results, strict=True):
-            # A result that holds them would become a control token in the prompt.
+            # Stand-in characters in a result would become control tokens in the prompt.
             content = _STAND_INS.sub("\ufffd", self._content(result, len(turn.messages) + 1))
             name = {"name": result.call.name} if result.call.name else {}
             turn.messages.append({"role": role, "content": content, **name, "tool_call_id": result.call.id})
@@ -254,7 +254,7 @@ class ToolTransform(Transform):
                 turn.messages.append({"role": role, "content": text})
 
     def _append(self, next_td: TensorDictBase, turns: list[_Turn], answers: list[str]) -> None:
-        """Appends the messages to the prompts, and gives answers the form in which their template takes calls."""
+        """Appends the messages to the prompts, and restructures answers whose template expects separate calls."""
         if not any(turn.messages for turn in turns):
             return
         said = {}
@@ -266,7 +266,7 @@ class ToolTransform(Transform):
         append_messages(next_td, view_of(next_td), [turn.messages for turn in turns], self._renderer, said)
 
     def _structured(self, td: TensorDictBase) -> list[list[ParsedCall] | None]:
-        """The calls of turns that have them apart from their text, as those of an API do."""
+        """The calls of turns whose message has a "tool_calls" field, as API responses do; None for other turns."""
         history = td.get("history", None)
         chats = None if history is None else history.chats("response") or history.chats("full")
         if chats is None:
@@ -274,7 +274,7 @@ class ToolTransform(Transform):
         return [_structured_calls(chat[-1]) if chat else None for chat in chats]
 
     def _opened_thoughts(self, td: TensorDictBase) -> list[bool]:
-        """True for each row whose generation prompt opened a thought, in which the answer then began."""
+        """True for each row whose generation prompt opened a thought, so that the answer starts inside it."""
         text, tokens = td.get("text", None), td.get("tokens", None)
         tails = [""] * td.batch_size.numel()
         if text is not None and (prompts := text.rows("prompt")) is not None:
@@ -292,7 +292,7 @@ class ToolTransform(Transform):
         return [leaf for leaf in self.container.transform.leaves() if isinstance(leaf, ToolTransform)]
 
     def _over(self, td: TensorDictBase, next_td: TensorDictBase) -> Tensor:
-        """Rows that end with this turn, whatever is in it, or had ended before: bool[B]."""
+        """Rows that end with this turn regardless of its content, or ended before: bool[B]."""
         over_B = next_td.get("done").flatten()
         if (done := td.get("done", None)) is not None:
             over_B = over_B | done.flatten()
@@ -303,7 +303,7 @@ class ToolTransform(Transform):
         return over_B
 
     def _end_conversations(self, next_td: TensorDictBase, called_B: Tensor, cut_B: Tensor, spent_B: Tensor) -> None:
-        # What a limit has ended already keeps its reason.
+        # Conversations that another limit already ended keep their flags.
         going_on_B = ~next_td.get("done").flatten()
         truncated_B, terminated_B = called_B & spent_B, torch.zeros_like(called_B)
         if self.options.end_without_call:
@@ -315,13 +315,13 @@ class ToolTransform(Transform):
             next_td.set(name, flag | (ends_B & going_on_B).reshape(flag.shape))
 
     def _free(self, ids: list[int], done: list[bool], ran: set[int]) -> None:
-        """Ends tool state of conversations that are over; beyond a bound, of the oldest that no step has ended."""
+        """Frees the tool state of ended conversations and, beyond a limit, of the oldest unfinished ones."""
         with self._lock:
             self._open.update(dict.fromkeys(ran))
             over = [number for number, is_done in zip(ids, done, strict=True) if is_done and number in self._open]
             for number in over:
                 del self._open[number]
-            # A conversation that a reset has cut short is never seen to end.
+            # A conversation that a reset abandoned never reports its end, so the number of open ones is limited.
             limit = 4 * max(64, len(ids))
             while len(self._open) > limit:
                 over.append(next(iter(self._open)))
@@ -344,14 +344,14 @@ class ToolTransform(Transform):
         return state_spec
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of conversations so far, so that ids go on counting."""
+        """The number of conversations so far, so that ids continue after a resume."""
         return {"conversations": self._num_conversations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._num_conversations = state["conversations"]
 
     def clone(self) -> Self:
-        """A copy that belongs to no env and shares the tools; its conversations and its counters are its own."""
+        """A copy without an env that shares the tools, with its own conversations and counters."""
         other = super().clone()
         other._scope, other._lock, other._open = next(_SCOPES), threading.Lock(), {}
         other.counters = dict.fromkeys(self.counters, 0)
@@ -365,7 +365,7 @@ class ToolTransform(Transform):
 
 
 def _lines(turn: _Turn, answer: str, number: int) -> str:
-    """The calls of the policy's turn ``number`` as `read_calls` reads them; those beyond the limit have no result."""
+    """The calls of turn ``number`` as JSON lines for `read_calls`; calls beyond the limit have no result."""
     lines = []
     for place, (call, _) in enumerate(turn.found):
         result = turn.results[place] if place < len(turn.results) else None

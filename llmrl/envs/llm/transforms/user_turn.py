@@ -1,4 +1,4 @@
-"""`UserTurn`: a plain function that answers the model between its turns: a simulated user, a critic, a game."""
+"""`UserTurn`: a plain function that replies to the model between its turns: a simulated user, a critic, a game."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llmrl.errors import ConfigError, check_at_least
 
 
 class UserTurn(Transform):
-    """Calls ``reply`` after each turn of the policy, and appends its answer as the user's next message.
+    """Calls ``reply`` after each turn of the policy, and appends the reply as the user's next message.
 
     Reads   ("next", "history", "prompt"): the conversation with the policy's turn; the columns that ``reply`` names
-    Calls   ``reply(messages)``, the messages as a list of {"role", "content"}, per conversation, ``concurrency`` at a
-            time; not if the conversation is over, nor if a tool has answered. Further parameters are columns of
-            the data by name. ``reply`` may be a coroutine function
-    Writes  ("next", "history", "prompt"): one message more, if ``reply`` returned text
+    Calls   ``reply(messages)`` per conversation, with messages as a list of {"role", "content"}, ``concurrency`` calls
+            at a time; not if the conversation is over or a tool has answered. Further parameters are columns of the
+            data by name. ``reply`` may be a coroutine function
+    Writes  ("next", "history", "prompt"): one more message, if ``reply`` returned text
             ("next", "terminated"), ("next", "done"): True if it returned None
             ("next", "truncated"), ("next", "done"): True, and ("next", "reward") NaN, if it failed: it raised
-            (``retries`` times more than once), returned something else, or was not done after ``deadline_s`` seconds
+            (also in all ``retries``), returned another type, or was not done after ``deadline_s`` seconds
     Raises  ConfigError for a column that the data do not have, or an env that is not in history mode
 
-    Place it behind tools, which need ``end_without_call=False`` then, and before rewards. ``counters`` counts replies
+    Place it after tools, which then need ``end_without_call=False``, and before rewards. ``counters`` counts replies
     and failures; ``first_error`` keeps the first failure.
 
     >>> from tensordict import TensorDict
@@ -90,7 +90,7 @@ class UserTurn(Transform):
         columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in needed}
         named = [{name: values[row] for name, values in columns.items()} for row in rows]
         replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
-        # All rows share one deadline: a slow user holds a batch up once.
+        # All rows share one deadline, so slow replies delay a batch by at most that time.
         calls = Calls(replies, self.retries)
         outcomes = dict(zip(rows, self._runner.run(calls, timeout_s=self.deadline_s), strict=True))
         failed = {row for row, outcome in outcomes.items() if self._failed(outcome)}
@@ -104,7 +104,7 @@ class UserTurn(Transform):
         for flag, ends in (("terminated", ended), ("truncated", failed), ("done", ended | failed)):
             ends_B = torch.tensor([row in ends for row in range(len(chats))], device=done.device)
             next_td.set(flag, next_td.get(flag) | ends_B.view(done.shape))
-        # A failed user does not reflect on the policy: the row has no reward.
+        # The policy is not to blame for a failed reply: the row gets a NaN reward, which is ignored.
         rewards = [math.nan if row in failed else 0.0 for row in range(len(chats))]
         add_reward(next_td, torch.tensor(rewards, device=done.device))
         return next_td
@@ -114,7 +114,7 @@ class UserTurn(Transform):
         return reward_spec
 
     def clone(self) -> Self:
-        """A copy for another env, with threads of its own."""
+        """A copy for another env, with its own threads and counters."""
         other = super().clone()
         other.counters = dict.fromkeys(self.counters, 0)
         other._runner = runner_of(self.reply, "user", self.concurrency)
