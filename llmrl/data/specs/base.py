@@ -126,7 +126,7 @@ class TensorSpec(abc.ABC):
         the result stays on the device of ``value``."""
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """Converts ``value`` to arrays, numbers and strings. ``safe`` raises AssertionError unless it `is_in`."""
+        """Converts ``value`` to arrays, numbers and strings; ``safe`` raises AssertionError unless it `is_in`."""
         if safe:
             self.assert_is_in(value)
         return self._to_numpy(value)
@@ -149,15 +149,15 @@ class TensorSpec(abc.ABC):
         return self._count(use_mask=True)
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """All values of a finite domain, along a new first dim; ``use_mask`` omits those that a mask forbids.
+        """All values of a finite domain along a new first dim; ``use_mask`` omits those a mask forbids.
 
         Raises  ConfigError for an infinite domain, or one of more than 2**24 values
         """
         number = self._count(use_mask)  # checked before listing: the list might not fit in memory
         if number > _ENUMERABLE or -1 in self.shape:
             raise ConfigError(
-                f"{type(self).__name__}.enumerate: the domain must have at most {_ENUMERABLE} values and a fixed shape: "
-                f"got more values, or a dim of -1 in shape {tuple(self.shape)}."
+                f"{type(self).__name__}.enumerate: must have at most {_ENUMERABLE} values and a fixed shape: got "
+                f"more values, or a dim of -1 in shape {tuple(self.shape)}."
             )
         return self._enumerate(use_mask)
 

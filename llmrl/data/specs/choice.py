@@ -31,7 +31,7 @@ class Choice(TensorSpec):
         kinds = {str((tuple(spec.shape), spec.dtype, spec.device)) for spec in self.choices}
         if len(kinds) != 1:
             raise ConfigError(
-                f"Choice: needs at least one spec, of the same shape, dtype and device: got {', '.join(sorted(kinds))}."
+                f"Choice: needs at least one spec, all of one shape, dtype and device: got {', '.join(sorted(kinds))}."
             )
         first = self.choices[0]
         self.shape, self.dtype, self._kept = first.shape, first.dtype, max(spec._kept for spec in self.choices)

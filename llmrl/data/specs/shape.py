@@ -142,7 +142,7 @@ def select(dim: int, position: int) -> ShapeOp:
 def empty(dim: int) -> ShapeOp:
     """Sets size 0 in every dim from ``dim`` on."""
     before = (slice(None),) * dim
-    return ShapeOp(f"empty dims from {dim} on of", lambda t, tail: t[(*before, *(slice(0),) * (t.ndim - dim - len(tail)))])
+    return ShapeOp(f"empty dims >= {dim} of", lambda t, tail: t[(*before, *(slice(0),) * (t.ndim - dim - len(tail)))])
 
 
 def any_size(shape: Size, kept: int, dim: int) -> ShapeOp:
@@ -164,7 +164,7 @@ def index(shape: Size, kept: int, item: Any) -> ShapeOp:
 
 
 def lead_dim(dim: int, shape: Size, kept: int, text: str) -> int:
-    """``dim`` as an index from 0. Raises ShapeError if ``shape`` has no such dim or it belongs to the domain."""
+    """``dim`` counted from 0. Raises ShapeError for a dim that is absent or belongs to the domain."""
     ndim = len(shape)
     if not -ndim <= dim < ndim:
         raise SpecIndexError(f"spec: cannot {text} a spec with {ndim} possible dims.")
