@@ -156,8 +156,8 @@ class TensorSpec(abc.ABC):
         number = self._count(use_mask)  # checked before listing: the list might not fit in memory
         if number > _ENUMERABLE or -1 in self.shape:
             raise ConfigError(
-                f"{type(self).__name__}.enumerate: must have at most {_ENUMERABLE} values and a fixed shape: got "
-                f"more values, or a dim of -1 in shape {tuple(self.shape)}."
+                f"{type(self).__name__}.enumerate: needs at most {_ENUMERABLE} values and a fixed shape: got more "
+                f"values, or a dim of -1 in shape {tuple(self.shape)}."
             )
         return self._enumerate(use_mask)
 

@@ -386,9 +386,9 @@ class OneHot(_OneHots):
 
 
 class MultiOneHot(_OneHots):
-    """One choice per group in ``nvec``, as one-hot vectors concatenated in the last dim; shape operations must not touch
-    that dim. ``mask`` (bool, of that shape) is True where a choice is allowed. As in `MultiCategorical`, the numbers of a
-    single group without other dims have shape ().
+    """One choice per group in ``nvec``, as one-hot vectors concatenated in the last dim, which shape operations must
+    not touch. ``mask`` (bool, of that shape) is True where a choice is allowed. As in `MultiCategorical`, the numbers
+    of a single group without other dims have shape ().
 
     >>> spec = MultiOneHot([2, 3])
     >>> spec.encode([1, 0]).int(), [part.n for part in spec.split()]

@@ -153,7 +153,7 @@ class LeafSpec(TensorSpec):
         exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
         if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
             raise DataError(
-                f"{type(self).__name__}.encode: {self.dtype} can only hold whole numbers within its range: got {value!r}."
+                f"{type(self).__name__}.encode: {self.dtype} only holds whole numbers within its range: got {value!r}."
             )
         if not fits(tensor.shape, self.shape):
             # Reading (4,) as (4, 1) is safe; reading (4, 3) as (3, 4) would mix up the entries.
