@@ -59,7 +59,7 @@ class MultiStep(nn.Module):
         if not 0 < gamma <= 1:
             raise ConfigError(f"{who}: gamma is a discount and must be in (0, 1]: got {gamma}.")
         if n_steps < 1 or int(n_steps) != n_steps:
-            raise ConfigError(f"{who}: n_steps must be an integer of at least 1: got {n_steps}.")
+            raise ConfigError(f"{who}: n_steps must be an integer >= 1: got {n_steps}.")
         self.gamma, self.n_steps = float(gamma), int(n_steps)
         self.reward_keys = [as_key(key) for key in (["reward"] if reward_keys is None else reward_keys)]
         self.done_key = as_key(done_key)
@@ -77,7 +77,7 @@ class MultiStep(nn.Module):
             )
         mask = None if self.mask_key is None else td.get(self.mask_key, None)
         if mask is not None:
-            # A window stops before a masked row, and a masked row is its own window, so there are ends on both sides of it.
+            # A window stops before a masked row, and a masked row is its own window: it has ends on both sides.
             mask = expand_right(mask.reshape(td.batch_size), ends.ndim)
             behind = torch.ones_like(mask)
             behind.narrow(time, 0, mask.shape[time] - 1).copy_(mask.narrow(time, 1, mask.shape[time] - 1))
@@ -196,7 +196,7 @@ class DensifyReward(nn.Module):
 
 
 def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
-    """bool[*rows] if all flags of a row are equal, else bool[*rows, ...] without a trailing 1; None if shapes do not fit."""
+    """bool[*rows] if all flags of a row are equal, else bool[*rows, ...] without a trailing 1; None if shapes differ."""
     if done.shape[: len(rows)] != rows:
         return None
     flags = done.to(torch.bool)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
-    """The ends, bool[..., T], from done flags, from trajectory ids (a change of the id marks an end), or from both.
+    """The ends, bool[..., T], from done flags, from trajectory ids (each change marks an end), or from both.
 
     >>> trajectory_ends(ids=torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, True, False, True, True]
@@ -68,7 +68,7 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     size = values.shape[dim]
 
     def longer(window: Tensor, length: int, tail: Tensor) -> Tensor:
-        """Extends a window of ``length`` rows by the ``tail`` of the row after it, if that is in the same trajectory."""
+        """Extends a window of ``length`` rows by the ``tail`` of the row after it, if in the same trajectory."""
         ahead = torch.zeros_like(tail)
         if length < size:
             ahead.narrow(dim, 0, size - length).copy_(tail.narrow(dim, length, size - length))
@@ -93,7 +93,7 @@ def expand_right(tensor: Tensor, ndim: int) -> Tensor:
 
 
 def reduce_right(flags: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """``flags`` in ``shape``, by removing trailing dimensions of size 1; None if that is not possible."""
+    """``flags`` in ``shape``, without trailing dimensions of size 1; None if that is not possible."""
     if flags.shape[: len(shape)] != tuple(shape) or flags.shape[len(shape) :].numel() != 1:
         return None
     return flags.reshape(tuple(shape))

@@ -67,7 +67,7 @@ def split_trajectories(
     try:
         out = out.apply(lambda value: value.masked_fill(~expand_right(mask, value.ndim), 0))
     except RuntimeError as error:  # a lazy stack of ragged steps
-        raise ShapeError(f"split_trajectories: an entry must have the same shape at every step: {error}") from error
+        raise ShapeError(f"split_trajectories: an entry must have one shape at every step: {error}") from error
     out.set(mask_key, mask)
     out.names = [None, "time"]
     return out
