@@ -145,7 +145,7 @@ class DensifyReward(nn.Module):
 
     Reads    ``reward_key`` and ``done_key``, of the same shape, under ``"next"`` if the reward is there, else at the
              root; ``time_dim`` is their time dimension, by default the second to last
-    Writes   ``reward_key_out`` (default: ``reward_key``), beside it: ``sum_j discount^j reward_{t+j}`` up to
+    Writes   ``reward_key_out`` (default: ``reward_key``), in the same tensordict: ``sum_j discount^j reward_{t+j}`` up to
              the next done
     Returns  the input tensordict; its tensors are not modified in place
     Raises   ShapeError if the shapes differ or have no ``time_dim``; MissingKeyError if reward or done is missing
@@ -196,7 +196,7 @@ class DensifyReward(nn.Module):
 
 
 def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
-    """bool[*rows] if all flags of a row are equal, else bool[*rows, ...] without a trailing 1; None if shapes differ."""
+    """bool[*rows] if the flags of each row agree, else bool[*rows, ...] without a trailing 1; None if it does not fit."""
     if done.shape[: len(rows)] != rows:
         return None
     flags = done.to(torch.bool)

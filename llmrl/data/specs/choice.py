@@ -60,7 +60,7 @@ class Choice(TensorSpec):
         if not all(found):
             return
         if any(mismatch.kind != "domain" for mismatch in found[0]) or value.ndim <= self.ndim:
-            yield from min(found, key=len)  # those of the choice with the fewest
+            yield from min(found, key=len)  # the mismatches of the closest choice
             return
         for row in value.unbind(0):  # each row may belong to a different choice
             yield from self.mismatches(row, key)

@@ -33,7 +33,7 @@ class Composite(NamedSpec):
     ``shape`` (or ``batch_size``) is the batch size of the tensordict; the shape of every entry begins with it.
     ``names`` are the names of its dims. A nested `Composite` with fewer dims takes this shape, and every nested
     `Composite` takes the names; if that changes it, a copy is stored. With ``device``, all entries are on it. With
-    ``data_cls``, values are of that tensorclass. An entry of None is not specified. ``step_mdp_static`` marks entries
+    ``data_cls``, values are of that tensorclass. An entry of None is unspecified. ``step_mdp_static`` marks entries
     that do not change from one step to the next.
 
     Raises  ShapeError for an entry whose shape does not begin with ``shape``; RuntimeError for one on another device,

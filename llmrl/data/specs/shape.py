@@ -94,8 +94,7 @@ def resize(shape: Size, kept: int, method: str, sizes: Size) -> ShapeOp:
     text = f"{method} to {tuple(sizes)}"
     if len(asked) < kept or any(size not in (-1, mine) for size, mine in zip(asked, own, strict=True)):
         raise ShapeError(
-            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and "
-            "cannot change."
+            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and cannot change."
         )
     lead = sizes[: len(sizes) - kept]
     return ShapeOp(text, lambda t, tail: getattr(t, method)((*lead, *tail)))
