@@ -29,7 +29,7 @@ class MultiStep(nn.Module):
     Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if present
     Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: its value
              at row t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1, all three
-             [*B, T], or the shape of the flags if a row has several; the original values as
+             [*B, T], or shaped as the flags if a row has several; the original values as
              ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
     Returns  a shallow copy; the input batch is unchanged
     Raises   ConfigError, MissingKeyError, ShapeError
@@ -145,8 +145,8 @@ class DensifyReward(nn.Module):
 
     Reads    ``reward_key`` and ``done_key``, of the same shape, under ``"next"`` if the reward is there, else at the
              root; ``time_dim`` is their time dimension, by default the second to last
-    Writes   ``reward_key_out`` (default: ``reward_key``), in the same tensordict: ``sum_j discount^j reward_{t+j}`` up to
-             the next done
+    Writes   ``reward_key_out`` (default: ``reward_key``), in the same tensordict: ``sum_j discount^j reward_{t+j}``
+             up to the next done
     Returns  the input tensordict; its tensors are not modified in place
     Raises   ShapeError if the shapes differ or have no ``time_dim``; MissingKeyError if reward or done is missing
 
@@ -196,7 +196,7 @@ class DensifyReward(nn.Module):
 
 
 def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
-    """bool[*rows] if the flags of each row agree, else bool[*rows, ...] without a trailing 1; None if it does not fit."""
+    """bool[*rows] if each row's flags agree, else bool[*rows, ...] without a trailing 1; None if that is impossible."""
     if done.shape[: len(rows)] != rows:
         return None
     flags = done.to(torch.bool)

@@ -20,8 +20,8 @@ def split_trajectories(
 ) -> TensorDictBase:
     """Splits the consecutive trajectories of a batch into one row each.
 
-    Reads    a batch [*B, T], time last: integer ids under ``trajectory_key``, of which a change ends a trajectory,
-             if present; else the flags ``("next", done_key)``. The last time step is always an end
+    Reads    a batch [*B, T], time last: integer ids under ``trajectory_key`` (each change ends a trajectory) if
+             present; else the flags ``("next", done_key)``. The last time step is always an end
     Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, also ids, counted from 0
     Returns  a new batch [N, T_max]; tensors are 0 after the end of a trajectory, other entries repeat the last one.
              With ``as_nested`` a batch [N] of jagged tensors, without a mask

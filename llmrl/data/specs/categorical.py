@@ -85,6 +85,7 @@ class _Numbers(Discrete, _Choices):
                 f"{owner}: the last dim of mask must be the number of choices, {sum(sizes)}: got {tuple(mask.shape)}."
             )
         rows = unexpanded(mask, mask.shape[:-1], owner)  # avoids copying an expanded mask row by row
+        # The groups share one tensor [..., groups, width], each padded with False to the widest.
         parts = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in rows.split(sizes, -1)]
         field = self._field(torch.stack(parts, -2) if self._grouped else parts[0], "_mask", "mask")
         if mask.dtype != torch.bool or not bool(field.any(-1).all()):

@@ -164,7 +164,7 @@ class Composite(NamedSpec):
         return isinstance(child, Composite) and child._drop(rest)
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
-        """Sets every entry of ``specs``; updates a nested `Composite` recursively. Returns self."""
+        """Sets every entry of ``specs``; if both have a nested `Composite`, updates it recursively. Returns self."""
         for key, spec in specs.items():
             mine = self.get(key)
             if isinstance(mine, Composite) and isinstance(spec, (Mapping, Composite)):

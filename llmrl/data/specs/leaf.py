@@ -136,7 +136,7 @@ class LeafSpec(TensorSpec):
         if values is None:
             return math.inf
         counts = [each.stop - each.start if isinstance(each, range) else len(each) for each in values]
-        return math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))  # fields are unexpanded
+        return math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))  # unexpanded: each stands for several
 
     def _enumerate(self, use_mask: bool) -> Tensor:
         values = [torch.as_tensor(each) for each in self._entry_values(use_mask, self._expanded)]

@@ -46,7 +46,7 @@ class ShapeOp:
         stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
         measured = Size(stand_in if size == -1 else size for size in lead)
         try:
-            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)  # uses no memory
+            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)  # meta: no memory
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise self.error(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
         if stand_in in measured:
