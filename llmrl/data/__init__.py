@@ -1,4 +1,4 @@
-"""Data: specs, replay buffers, `History`; more about conversations is in `llmrl.data.llm`."""
+"""Data: specs, replay buffers and `History`; other code for conversations is in `llmrl.data.llm`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ __all__ += ted.__all__
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from llmrl.data import llm  # loads transformers, which buffers and specs do without
+    from llmrl.data import llm  # loads transformers, which buffers and specs do not need
 
     return getattr(llm, name)

@@ -1,7 +1,7 @@
-"""Rewards over several steps: n-step returns and rewards spread over a trajectory, on whole batches at once.
+"""Rewards over several steps, for whole batches: n-step returns and rewards-to-go.
 
-Batches have time last. Trajectories end where ``done`` is True, where a mask begins to be False, and at the last row.
-The same on the way into a buffer is `llmrl.envs.transforms.MultiStepTransform`.
+Batches have time last. Trajectories end where ``done`` is True, before a row with a False mask, and at the last row.
+`llmrl.envs.transforms.MultiStepTransform` computes the same on the way into a buffer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Key = tuple[str, ...]
 
 
 class MultiStep(nn.Module):
-    """Looks n steps ahead: rewards are summed with a discount, and ``"next"`` becomes the state n steps later.
+    """Computes n-step returns: sums discounted rewards, and replaces ``"next"`` by the state n steps later.
 
     With m = min(n, rows left in the trajectory) for each row t:
 
-    Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if it is there
-    Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: that of row
-             t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1, all three
-             [*B, T], or shaped as the flags if a row has several; what was there as
+    Reads    ``("next", *)`` of a batch [*B, T], time last, and the mask if present
+    Writes   rewards: ``sum_{j<m} gamma^j r_{t+j}``; every other entry of ``"next"``, done flags included: its value
+             at row t+m-1; ``"steps_to_next_obs"``: m, int64; ``"gamma"``: gamma^m; ``"nonterminal"``: m > 1, all three
+             [*B, T], or shaped as the flags if a row has several; the original values as
              ``("next", "original_reward")`` and ``("next", "original_done")``, for each of the reward and done keys
-    Returns  a shallow copy: the batch that is given stays as it is
+    Returns  a shallow copy; the input batch is unchanged
     Raises   ConfigError, MissingKeyError, ShapeError
     Source   Sutton 1988, doi:10.1007/BF00115009; Hessel et al. 2018, arXiv:1710.02298
 
@@ -57,9 +57,9 @@ class MultiStep(nn.Module):
         super().__init__()
         who = type(self).__name__
         if not 0 < gamma <= 1:
-            raise ConfigError(f"{who}: gamma discounts and must lie in (0, 1]: got {gamma}.")
+            raise ConfigError(f"{who}: gamma is a discount and must be in (0, 1]: got {gamma}.")
         if n_steps < 1 or int(n_steps) != n_steps:
-            raise ConfigError(f"{who}: n_steps counts steps and must be at least 1: got {n_steps}.")
+            raise ConfigError(f"{who}: n_steps must be an integer >= 1: got {n_steps}.")
         self.gamma, self.n_steps = float(gamma), int(n_steps)
         self.reward_keys = [as_key(key) for key in (["reward"] if reward_keys is None else reward_keys)]
         self.done_key = as_key(done_key)
@@ -72,12 +72,12 @@ class MultiStep(nn.Module):
         ends = _row_flags(done, td.batch_size)
         if ends is None or not td.batch_dims:
             raise ShapeError(
-                f"{type(self).__name__}: a batch has time as its last dimension, and a flag {self.done_key} or more "
-                f"for every row: got batch size {list(td.batch_size)}, flags {list(done.shape)}."
+                f"{type(self).__name__}: a batch must have time as its last dimension, and at least one flag "
+                f"{self.done_key} per row: got batch size {list(td.batch_size)}, flags {list(done.shape)}."
             )
         mask = None if self.mask_key is None else td.get(self.mask_key, None)
         if mask is not None:
-            # A window stops before a masked row, and a masked row is a window by itself: ends on both of its sides.
+            # A window stops before a masked row, and a masked row is its own window: it has ends on both sides.
             mask = expand_right(mask.reshape(td.batch_size), ends.ndim)
             behind = torch.ones_like(mask)
             behind.narrow(time, 0, mask.shape[time] - 1).copy_(mask.narrow(time, 1, mask.shape[time] - 1))
@@ -97,7 +97,7 @@ class MultiStep(nn.Module):
             following.set(_original(key), self._get(td, key))
         several = steps > 1 if mask is None else (steps > 1) & mask
 
-        # One value of the following for each row; for each flag if a row has several, of agents, even if they agree.
+        # Entries below have one value per row, or one per flag if a row has several (agents), even if these agree.
         flags = done.shape[:-1] if done.shape[-1] == 1 else done.shape
         shape = td.batch_size if done.numel() == td.numel() else flags
 
@@ -115,8 +115,8 @@ class MultiStep(nn.Module):
         return required(td, ("next", *key), type(self).__name__)
 
     def _look_ahead(self, following: TensorDictBase, steps: Tensor, time: int) -> TensorDictBase:
-        """A copy of ``"next"`` in which every entry but the rewards is that of the last row of the window."""
-        # The row to take for each row, as a place in the flattened batch: a step in time is ``stride`` places.
+        """A copy of ``"next"`` in which all entries but the rewards are those of the last row of the window."""
+        # The source row of each row, as an index into the flattened batch, where one time step is ``stride`` rows.
         shape, count = steps.shape, steps.numel()
         stride = shape[time + 1 :].numel()
         source = torch.arange(count, device=steps.device) + (steps.reshape(-1) - 1) * stride
@@ -134,21 +134,21 @@ class MultiStep(nn.Module):
     def _check_rows(self, key: Key, got: Sequence[int], shape: Sequence[int]) -> None:
         if tuple(got[: len(shape)]) != tuple(shape):
             raise ShapeError(
-                f"{type(self).__name__}: {('next', *key)} must have one value for every flag of "
+                f"{type(self).__name__}: {('next', *key)} must have one value per flag of "
                 f"{('next', *self.done_key)}, because the flags of a row differ: got {list(got)}, expected "
-                f"{list(shape)} and more."
+                f"{list(shape)} as leading dims."
             )
 
 
 class DensifyReward(nn.Module):
-    """The sum of the rewards from each row to the end of its trajectory: a reward at the end reaches every row.
+    """Computes rewards-to-go: the sum of the rewards from each row to the end of its trajectory.
 
-    Reads    ``reward_key`` and ``done_key``, of one shape, under ``"next"`` where the reward is there, else at the
-             root; ``time_dim`` is theirs, by default the last but one
-    Writes   ``reward_key_out`` (default: ``reward_key``), at the same place: ``sum_j discount^j reward_{t+j}`` up to
-             the next done
-    Returns  the tensordict that it was given; tensors that were in it are not changed
-    Raises   ShapeError if the shapes differ, or have no ``time_dim``; MissingKeyError without reward or done
+    Reads    ``reward_key`` and ``done_key``, of the same shape, under ``"next"`` if the reward is there, else at the
+             root; ``time_dim`` is their time dimension, by default the second to last
+    Writes   ``reward_key_out`` (default: ``reward_key``), in the same tensordict: ``sum_j discount^j reward_{t+j}``
+             up to the next done
+    Returns  the input tensordict; its tensors are not modified in place
+    Raises   ShapeError if the shapes differ or have no ``time_dim``; MissingKeyError if reward or done is missing
 
     >>> from tensordict import TensorDict
     >>> batch = TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0]]), done=torch.tensor([[0], [1], [0]]).bool())
@@ -176,7 +176,7 @@ class DensifyReward(nn.Module):
         reward, done = steps.get(self.reward_key, None), steps.get(self.done_key, None)
         if reward is None or done is None:
             raise MissingKeyError(
-                f"DensifyReward: reads {self.reward_key!r} and {self.done_key!r}, at the root or under 'next': keys "
+                f"DensifyReward: needs {self.reward_key!r} and {self.done_key!r}, at the root or under 'next': keys "
                 f"present: {sorted(map(str, td.keys(True, True)))}."
             )
         if reward.shape != done.shape:
@@ -196,7 +196,7 @@ class DensifyReward(nn.Module):
 
 
 def _row_flags(done: Tensor, rows: torch.Size) -> Tensor | None:
-    """bool[*rows] if all flags of a row are equal, else bool[*rows, ...] without a trailing 1; None if it cannot be."""
+    """bool[*rows] if each row's flags agree, else bool[*rows, ...] without a trailing 1; None if that is impossible."""
     if done.shape[: len(rows)] != rows:
         return None
     flags = done.to(torch.bool)

@@ -1,9 +1,9 @@
-"""Codecs for steps in TED (root: time t, ``"next"``: t + 1), which holds almost every observation twice.
+"""Codecs for steps in TED (root: time t, ``"next"``: t + 1), a layout that holds almost every observation twice.
 
-*Flat* keeps the root observations of a trajectory and, after its last row, one more: the last ``"next"``. *Nested* is
-the same with one row per trajectory, *h5* with one group per trajectory. Each pair is an identity, bit for bit, on any
-rows: where a trajectory ends is read from the observations (the next root differs), not only from the done flags, and
-an entry whose ``"next"`` is not what the following root holds is kept twice.
+*Flat* stores the root observations of a trajectory and, after its last row, its last ``"next"``. *Nested* does the same
+with one row per trajectory, *h5* with one group per trajectory. Encoding and decoding restores any rows bit for bit: a
+trajectory ends at a done flag, and also where the next root differs from ``"next"``; and an entry whose ``"next"``
+mostly differs from the following root is stored twice.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Key = tuple[str, ...]
 
 DONE_KEYS = ("done", "terminated", "truncated")
 REWARD_KEYS = ("reward",)
-INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # names that a codec adds: notes, root done flags, ends without done
+INFO, ROOT, ENDS = "_ted", "_root", "_ends"  # keys that a codec adds: notes, root done flags, ends without done
 
 
 class _Encoder(ABC):
-    """A codec from TED, which has to know where the ring begins.
+    """Base class of the codecs that encode TED.
 
-    ``done_keys`` and ``reward_keys`` are entries of ``"next"`` that are stored once, at the root; a name stands for
-    every entry of that name (default: done, terminated, truncated; reward). ``done_key`` marks the ends that are there
-    even though the observations go on; a done of several flags per row is not used for that.
+    ``done_keys`` and ``reward_keys`` are entries of ``"next"`` that are stored once, at the root; a plain name matches
+    every entry of that name (default: done, terminated, truncated; reward). ``done_key`` marks ends across which the
+    observations continue; it is ignored if it has several flags per row.
     """
 
     takes_counters = True  # read by the checkpointer, which then passes ``shift`` and ``is_full`` to its save hook
@@ -53,14 +53,14 @@ class _Encoder(ABC):
 
     @abstractmethod
     def __call__(self, td: TensorDict, *, shift: int = 0, is_full: bool = False) -> TensorDict:
-        """The rows without entries that follow from others; ``shift`` is the place of the oldest one in a full ring."""
+        """Encodes rows without redundant entries; ``shift`` is the position of the oldest row in a full ring."""
 
     def _encode(self, td: TensorDict, shift: int, is_full: bool) -> tuple[dict[Key, Tensor], Tensor, dict[str, Any]]:
-        """The entries in the order of time, stream after stream; the ends, bool[N]; the notes.
+        """Returns the entries in time order, one stream after another; the ends, bool[N]; and the notes.
 
         Entries listed in ``notes["shifted"]`` have N + (number of ends) rows, the others N.
         """
-        # 1. Every entry in the order of time, stream after stream.
+        # 1. Put every entry in time order, one stream after another.
         self._check(td)
         grid = _Grid(td.batch_size, shift if is_full else 0, td.get(leaf_keys(td)[0]).device)
         leaves = {key: grid.in_time(td.get(key)) for key in leaf_keys(td)}
@@ -70,10 +70,10 @@ class _Encoder(ABC):
         done = None if done is None else reduce_right(done, (grid.rows,))
         marked = grid.last() if done is None else grid.last() | done.to(torch.bool)
 
-        # 2. Where trajectories end, and what is an observation: an entry whose "next" is the root of the next row.
+        # 2. Find the ends, and the observations: entries whose "next" is the root of the next row.
         ends, shifted, plain = self._observations(root, following, marked)
-        # 3. Observations once, with one row more per trajectory; rewards and done of "next" at the root, whose own are
-        # kept beside them, or only noted if all are False, as they almost always are.
+        # 3. Store observations once, with one more row per trajectory. Rewards and done of "next" move to the root.
+        # The root's own are stored under ROOT, or only noted if all are False, as is usual for done flags.
         entries, zeros, moved = {}, [], []
         for key, value in root.items():
             if key in shifted:
@@ -111,8 +111,8 @@ class _Encoder(ABC):
     def _observations(
         self, root: dict[Key, Tensor], following: dict[Key, Tensor], marked: Tensor
     ) -> tuple[Tensor, list[Key], list[Key]]:
-        """All ends, bool[N]: those ``marked``, and rows whose successor does not continue them; the entries that are
-        observations, and those that are in both places without being that.
+        """Returns all ends, bool[N] (``marked`` ones, and rows that the next row does not continue); the keys of
+        observations; and the keys that are at the root and in "next" without being observations.
         """
         ends, shifted, plain = marked.clone(), [], []
         for key in sorted(root.keys() & following.keys()):
@@ -125,7 +125,7 @@ class _Encoder(ABC):
             # Within a trajectory the next root must repeat "next"; where it does not, another trajectory begins.
             broken = ~marked
             broken[:-1] &= ~_same_bits(now[1:], then[:-1])
-            if 2 * int(broken.sum()) > int((~marked).sum()):  # it does not follow the layout at all
+            if 2 * int(broken.sum()) > int((~marked).sum()):  # most rows do not match: not an observation
                 plain.append(key)
             else:
                 shifted.append(key)
@@ -137,7 +137,7 @@ class _Encoder(ABC):
         if type(td) is not TensorDict or not td.batch_dims or not isinstance(td.get("next", None), TensorDict):
             got = f"{sorted(td.keys())} of size {list(td.batch_size)}" if type(td) is TensorDict else type(td).__name__
             raise DataError(
-                f"{who}: rows in TED are a TensorDict with a batch dimension and an entry 'next': got {got}."
+                f"{who}: rows in TED must be a TensorDict with a batch dimension and an entry 'next': got {got}."
             )
         if not td.batch_size.numel():
             raise DataError(f"{who}: there must be at least one row: got batch size {list(td.batch_size)}.")
@@ -156,15 +156,15 @@ class _Encoder(ABC):
 
 
 class TED2Flat(_Encoder):
-    """TED as flat entries: an observation has one row per step and one more per trajectory, the rest one per step.
+    """Encodes TED as flat entries: one row per step, and in observations one more per trajectory.
 
     Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
-    Returns  a TensorDict [] with entries [T * E, ...], stream after stream; done flags and rewards are at the root.
+    Returns  a TensorDict [] with entries [T * E, ...], one stream after another; done flags and rewards at the root.
              ``shift_key`` and ``is_full_key`` hold the arguments
     Raises   DataError if the rows are not TED
 
-    ``shift`` is the place in the ring of the oldest row, for a buffer that is full (``is_full``); a checkpointer fills
-    both in when the codec is a save hook.
+    ``shift`` is the position of the oldest row in the ring of a full buffer (``is_full``); a checkpointer passes both
+    when the codec is its save hook.
 
     >>> rows = TensorDict(
     ...     obs=torch.arange(3), next=TensorDict(obs=torch.arange(1, 4), reward=torch.ones(3, 1), batch_size=[3]),
@@ -188,7 +188,7 @@ class TED2Flat(_Encoder):
 
 
 class TED2Nested(_Encoder):
-    """TED as nested tensors, one row per trajectory: L + 1 observations and L of everything else.
+    """Encodes TED as nested tensors, one row per trajectory: L + 1 observations and L of every other entry.
 
     Reads    a TensorDict [T, *E] in TED, time first, as a storage keeps it
     Returns  a TensorDict [number of trajectories] of nested (jagged) tensors
@@ -226,12 +226,12 @@ class TED2Nested(_Encoder):
 
 
 class Flat2TED:
-    """The inverse of `TED2Flat`; also for flat entries of other origin, in which ``done_key`` marks every end.
+    """The inverse of `TED2Flat`; also decodes flat entries from other sources, in which ``done_key`` marks every end.
 
-    Those have no notes of ours: entries with one row more per trajectory are observations, ``done_keys`` and
-    ``reward_keys`` belong to ``"next"``, and there is one stream, in the order of time.
+    Those lack the encoder's notes: entries with one more row per trajectory are taken as observations, ``done_keys``
+    and ``reward_keys`` as entries of ``"next"``, and the rows as one stream in time order.
 
-    Raises  DataError if the entries do not fit each other
+    Raises  DataError if the entries do not match in their numbers of rows
     """
 
     def __init__(
@@ -271,8 +271,8 @@ class Flat2TED:
         for key, value in entries.items():
             if value.shape[:1] not in ((rows,), (longer,)):
                 raise DataError(
-                    f"Flat2TED: an entry has {rows} rows (one per step) or {longer} (one more per trajectory): got "
-                    f"{list(value.shape)} for {key}."
+                    f"Flat2TED: an entry must have {rows} rows (one per step) or {longer} (one more per trajectory): "
+                    f"got {list(value.shape)} for {key}."
                 )
         return {
             "shape": [rows],
@@ -305,7 +305,7 @@ class Nested2TED:
             else:
                 out.set_non_tensor(key, td.get_non_tensor(key))
         if not lengths:
-            raise DataError(f"Nested2TED: there must be nested tensors: got the entries {leaf_keys(td)}.")
+            raise DataError(f"Nested2TED: needs nested tensors: got the entries {leaf_keys(td)}.")
         notes = _note(td, INFO, None)
         # Entries have L or L + 1 rows per trajectory: the shortest has L, unless all are observations (see the notes).
         shortest = min(lengths, key=lambda key: int(lengths[key].sum()))
@@ -317,7 +317,7 @@ class Nested2TED:
 
 
 class H5Split:
-    """Nested tensors as one group per trajectory, ``traj_000``, ``traj_001``, ...; other entries stay outside.
+    """Splits nested tensors into one group per trajectory, ``traj_000``, ``traj_001``, ...; others stay at the root.
 
     >>> nested = TensorDict(obs=torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5])))
     >>> nested.batch_size = [2]
@@ -345,10 +345,10 @@ class H5Combine:
     """The inverse of `H5Split`."""
 
     def __call__(self, td: TensorDict) -> TensorDict:
-        # By number: as text traj_1000 would come before traj_101.
+        # Sorted by number: as strings, traj_1000 would come before traj_101.
         names = sorted((name for name in td.keys() if name.startswith("traj_")), key=lambda name: int(name[5:]))
         if not names:
-            raise DataError(f"H5Combine: there must be groups traj_000, ...: got {sorted(td.keys())}.")
+            raise DataError(f"H5Combine: needs groups traj_000, ...: got {sorted(td.keys())}.")
         out = TensorDict(batch_size=[len(names)], device=td.device)
         groups = [td.get(name) for name in names]
         for key in leaf_keys(groups[0]):
@@ -363,7 +363,7 @@ class H5Combine:
 
 
 class _Grid:
-    """Rows of a storage [T, *E], the oldest at ``shift``, as N = T * E rows, stream after stream."""
+    """Converts rows of a storage [T, *E], oldest at ``shift``, to N = T * E rows, one stream after another."""
 
     def __init__(self, shape: Sequence[int], shift: int, device: torch.device | None) -> None:
         self.shape, self.shift, self.device = torch.Size(shape), shift, device
@@ -379,7 +379,7 @@ class _Grid:
         return value.roll(self.shift, 0) if self.shift else value.contiguous()
 
     def last(self) -> Tensor:
-        """bool[N]: the newest row of each stream."""
+        """bool[N], True at the newest row of each stream."""
         return torch.arange(1, self.rows + 1, device=self.device) % self.shape[0] == 0
 
 
@@ -391,7 +391,7 @@ def _decode(
     out = TensorDict(batch_size=grid.shape, device=device)
     for path, extra in notes["containers"]:
         out.set(tuple(path), TensorDict(batch_size=[*grid.shape, *extra], device=device))
-    at = _places(ends)  # each trajectory is one row longer: row + 1 is what came next, also at an end
+    at = _places(ends)  # observations have one more row per trajectory: at + 1 is "next", also at an end
     for key, value in entries.items():
         if key in shifted:
             out.set(key, grid.back(value[at]))
@@ -406,12 +406,12 @@ def _decode(
 
 
 def _places(ends: Tensor) -> Tensor:
-    """int64[N]: where each row lies once every trajectory has one row more."""
+    """int64[N]: the index of each row when every trajectory has one more row."""
     return torch.arange(len(ends), device=ends.device) + ends.cumsum(0) - ends.to(torch.int64)
 
 
 def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
-    """The rows of ``now``, and after each end its row of ``then``."""
+    """The rows of ``now``, with the row of ``then`` inserted after each end."""
     at = _places(ends)
     out = now.new_empty(len(ends) + int(ends.sum()), *now.shape[1:])
     out[at] = now
@@ -421,7 +421,7 @@ def _with_last(now: Tensor, then: Tensor, ends: Tensor) -> Tensor:
 
 def _same_bits(left: Tensor, right: Tensor) -> Tensor:
     """bool[N]: rows that are equal bit for bit (a NaN equals itself, 0.0 is not -0.0)."""
-    if left.dtype.is_complex:  # which cannot be viewed as integers
+    if left.dtype.is_complex:  # complex values cannot be viewed as integers
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     same = left.contiguous().view(kind) == right.contiguous().view(kind)
@@ -433,7 +433,7 @@ def _jagged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _containers(td: TensorDict, row_dims: int, path: Key = ()) -> list[list[Any]]:
-    """Every nested tensordict, outermost first, with the dims that its batch size has beyond the rows'."""
+    """The key of every nested tensordict, outermost first, with the dims of its batch size after the row dims."""
     found = []
     for name, value in sorted(td.items()):
         if isinstance(value, TensorDict):

@@ -1,7 +1,7 @@
-"""Ends of trajectories in rows that follow each other in time, and sums and counts that stop there.
+"""Ends of trajectories in rows in time order, and sums and counts that stop at them.
 
-Plain functions over ``ends``, bool[..., T] with time last: True at the last row of a trajectory. The last row of all is
-an end whether marked or not.
+Plain functions on ``ends``, bool[..., T] with time last: True at the last row of a trajectory. The very last row is an
+end even if it is not marked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def trajectory_ends(*, done: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
-    """The ends, bool[..., T], from flags on the last rows, from trajectory ids (a change of the id ends one), or both.
+    """The ends, bool[..., T], from done flags, from trajectory ids (each change marks an end), or from both.
 
     >>> trajectory_ends(ids=torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, True, False, True, True]
@@ -40,7 +40,7 @@ def segment_ids(ends: Tensor) -> Tensor:
 
 
 def steps_left(ends: Tensor, dim: int = -1) -> Tensor:
-    """int64, shaped as ``ends``: how many rows the trajectory has from this one on along ``dim``, this one included.
+    """The number of rows left in the trajectory along ``dim``, this one included; int64, shaped as ``ends``.
 
     >>> steps_left(torch.tensor([False, True, False, False, False])).tolist()
     [2, 1, 3, 2, 1]
@@ -59,7 +59,7 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     Reads    values float[*S, *F], left int64[*S] from `steps_left`; ``dim`` is one of S
     Returns  float[*S, *F]
 
-    Windows of 1, 2, 4, ... rows are made from two of half the size; ``steps`` is put together from them.
+    Windows of 1, 2, 4, ... rows are each built from two of half the size, then combined into one of ``steps`` rows.
 
     >>> sum_ahead(torch.ones(4), torch.tensor([3, 2, 1, 1]), steps=2, discount=0.5, dim=0).tolist()
     [1.5, 1.5, 1.0, 1.0]
@@ -68,7 +68,7 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     size = values.shape[dim]
 
     def longer(window: Tensor, length: int, tail: Tensor) -> Tensor:
-        """A window of ``length`` rows and behind it, in the same trajectory, the ``tail`` of the row that follows."""
+        """Extends a window of ``length`` rows by the ``tail`` of the row after it, if in the same trajectory."""
         ahead = torch.zeros_like(tail)
         if length < size:
             ahead.narrow(dim, 0, size - length).copy_(tail.narrow(dim, length, size - length))
@@ -77,9 +77,9 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
     steps = min(steps, max(size, 1))
     total, window, length = torch.zeros_like(values), values, 1
     covered = 0
-    while covered < steps:  # the binary digits of ``steps``, from the lowest on
+    while covered < steps:  # over the binary digits of ``steps``, lowest first
         if steps & length:
-            total = longer(window, length, total) if covered else window.clone()  # the new window goes in front
+            total = longer(window, length, total) if covered else window.clone()  # the window goes before the total
             covered += length
         if covered < steps:
             window = longer(window, length, window)
@@ -88,19 +88,19 @@ def sum_ahead(values: Tensor, left: Tensor, steps: int, discount: float, dim: in
 
 
 def expand_right(tensor: Tensor, ndim: int) -> Tensor:
-    """The same with size-1 dimensions added on the right until there are ``ndim``."""
+    """``tensor`` with size-1 dimensions added on the right until it has ``ndim``."""
     return tensor.reshape(*tensor.shape, *[1] * (ndim - tensor.ndim))
 
 
 def reduce_right(flags: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Flags with trailing dimensions of size 1 removed so that they have ``shape``; None if they have more elements."""
+    """``flags`` in ``shape``, without trailing dimensions of size 1; None if that is not possible."""
     if flags.shape[: len(shape)] != tuple(shape) or flags.shape[len(shape) :].numel() != 1:
         return None
     return flags.reshape(tuple(shape))
 
 
 def as_key(key: NestedKey) -> tuple[str, ...]:
-    """The key as a tuple, even if it is one name."""
+    """The key as a tuple, also if it is a single string."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 

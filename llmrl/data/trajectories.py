@@ -1,4 +1,4 @@
-"""Batches of trajectories that follow each other, cut into one row per trajectory."""
+"""Splitting of batches that hold consecutive trajectories into one row per trajectory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def split_trajectories(
     done_key: NestedKey | None = None,
     as_nested: bool = False,
 ) -> TensorDictBase:
-    """Trajectories that follow each other in a batch, as one row each.
+    """Splits the consecutive trajectories of a batch into one row each.
 
-    Reads    a batch [*B, T], time last: integers under ``trajectory_key`` whose change ends a trajectory, if they
-             are there; else the flags ``("next", done_key)``. The last row of time is always an end
-    Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, ids from 0 on
-    Returns  a new batch [N, T_max]; tensors are 0 behind the end of a trajectory, other entries repeat the last one.
+    Reads    a batch [*B, T], time last: integer ids under ``trajectory_key`` (each change ends a trajectory) if
+             present; else the flags ``("next", done_key)``. The last time step is always an end
+    Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, also ids, counted from 0
+    Returns  a new batch [N, T_max]; tensors are 0 after the end of a trajectory, other entries repeat the last one.
              With ``as_nested`` a batch [N] of jagged tensors, without a mask
-    Raises   MissingKeyError without ids and flags; ShapeError if they, or entries, change their shape
+    Raises   MissingKeyError without ids and flags; ShapeError if they are not one per step, or if an entry is ragged
 
-    prefix          where ids and mask are: default "collector", or the root of a batch with "traj_ids" there
+    prefix          parent key of ids and mask; default: "collector", or the root if "traj_ids" is there
     trajectory_key  default ``(prefix, "traj_ids")``; the mask is beside it unless a prefix is given; done_key: "done"
 
     >>> from tensordict import TensorDict
@@ -46,7 +46,7 @@ def split_trajectories(
     ids, flags = _one_per_step(td, ids_key), _one_per_step(td, flags_key)
     if ids is None and flags is None:
         raise MissingKeyError(
-            f"split_trajectories: reads {ids_key} or {flags_key}, and neither is there; keys present: "
+            f"split_trajectories: needs {ids_key} or {flags_key}, found neither; keys present: "
             f"{sorted(map(str, td.keys(True, True)))}."
         )
     ends = trajectory_ends(ids=ids) if ids is not None else trajectory_ends(done=flags)
@@ -62,7 +62,7 @@ def split_trajectories(
         )
     step = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rows.device)
     mask = step < lengths.unsqueeze(-1)
-    # Behind its end a trajectory repeats its last row, so that any entry can be indexed; tensors are then set to 0.
+    # After its end a trajectory repeats its last row, so that one index works for any entry; tensors are then zeroed.
     out = flat[starts.unsqueeze(-1) + torch.minimum(step, lengths.unsqueeze(-1) - 1)]
     try:
         out = out.apply(lambda value: value.masked_fill(~expand_right(mask, value.ndim), 0))

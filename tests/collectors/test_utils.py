@@ -70,7 +70,7 @@ def test_what_is_no_tensor_repeats_the_last_entry():
 
 
 def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(MissingKeyError, match=r"reads \('collector', 'traj_ids'\) or \('next', 'done'\)"):
+    with pytest.raises(MissingKeyError, match=r"needs \('collector', 'traj_ids'\) or \('next', 'done'\)"):
         split_trajectories(steps())
     with pytest.raises(ShapeError, match="one value per step"):
         split_trajectories(steps(traj_ids=IDS.unsqueeze(-1).expand(8, 2)))

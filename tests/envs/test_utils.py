@@ -200,7 +200,7 @@ DOUBLE = torch.zeros(2, 1).double()
 @pytest.mark.parametrize(
     ("env", "match"),
     [
-        (wrong(reward=None), r"step 0, next, 'reward': .*not there; keys present: .*\(reward_spec\)"),
+        (wrong(reward=None), r"step 0, next, 'reward': .*missing; keys present: .*\(reward_spec\)"),
         (wrong(reward=torch.zeros(2)), r"step 0, next, 'reward': .*\(2, 1\), got \(2,\) \(reward_spec\)"),
         (wrong(x=DOUBLE), r"next, 'x': .*float32, got torch.float64 \(observation_spec\)"),
         (wrong(x=torch.full((2, 1), 2.0)), r"next, 'x': .*\[0.0, 1.0\], got 2.0 at \[0, 0\]"),

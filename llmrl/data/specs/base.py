@@ -1,7 +1,7 @@
-"""`TensorSpec`: the interface of every spec, whether of one entry (`LeafSpec`), several (`Composite`) or a stack.
+"""`TensorSpec`: the interface of every spec: of one entry (`LeafSpec`), of several (`Composite`) or of a stack.
 
-Shape operations are written here, once, in terms of `_shaped` and the algebra in `shape`. Torch's functions of the same
-names take specs too; `torch.stack` is in `stacked`.
+Shape operations are implemented here once, on top of `_shaped` and the algebra in `shape`. The torch functions of the
+same names also accept specs; `torch.stack` is in `stacked`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _METHODS = {
     for name in ("flatten", "index_select", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze")
 }
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Torch's other functions that take specs, by the function that stands in for each."""
+"""The other torch functions that accept specs, mapped to their implementations."""
 
 
 class Mismatch(NamedTuple):
@@ -44,17 +44,17 @@ class Mismatch(NamedTuple):
 
 
 class TensorSpec(abc.ABC):
-    """Shape, device, dtype and domain of an entry, or of several (`Composite`). Operations return new specs; only what
-    ends in an underscore, `Composite`'s entries, masks and a provisional ``n`` are changed in place.
+    """Shape, device, dtype and domain of an entry, or of several (`Composite`). Operations return new specs; only
+    methods ending in an underscore and writes to `Composite` entries, masks and a provisional ``n`` work in place.
 
-    A dim of -1 takes any size; `rand`, `zero` and `one` give it size 1. Shape operations are those of tensors, act on
-    bounds and masks too, and raise ShapeError if a tensor of this shape would refuse them.
+    A dim of -1 matches any size; `rand`, `zero` and `one` use size 1 for it. Shape operations work as on tensors, apply
+    to bounds and masks too, and raise ShapeError where they would fail on a tensor of this shape.
     """
 
     shape: Size
     dtype: torch.dtype | None
     _kept: ClassVar[int] = 0
-    """The number of last dims that belong to the domain, which no shape operation may touch."""
+    """The number of trailing dims that belong to the domain; shape operations must not touch them."""
 
     @property
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class TensorSpec(abc.ABC):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
-        """A value drawn from the domain, of shape ``shape + self.shape``; always `is_in`."""
+        """A random value from the domain, of shape ``shape + self.shape``; it always satisfies `is_in`."""
         return self._rand(as_size(shape), generator)
 
     def zero(self, shape: Shape = ()) -> Any:
@@ -91,11 +91,11 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def _filled(self, number: int, shape: Size) -> Any:
-        """The values of the domain that are nearest to ``number``."""
+        """A value of shape ``shape + self.shape`` that holds the domain values nearest to ``number``."""
 
     @abc.abstractmethod
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
-        """Every violation of the spec by ``value``; none if it `is_in`. Extra leading dims are allowed."""
+        """Yields each way in which ``value`` violates the spec. Extra leading dims are allowed."""
 
     def is_in(self, value: Any) -> bool:
         """True if ``value`` has the dtype, trailing shape and domain of the spec (on any device)."""
@@ -104,13 +104,13 @@ class TensorSpec(abc.ABC):
     contains = __contains__ = is_in
 
     def assert_is_in(self, value: Any) -> None:
-        """Raises AssertionError that lists every mismatch."""
+        """Raises an AssertionError that lists every mismatch."""
         found = [f"{mismatch.name}: {mismatch.text}" for mismatch in self.mismatches(value)]
         if found:
             raise AssertionError(f"{type(self).__name__}: the value must be in the spec: {'; '.join(found)}")
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError for a value of another kind or dtype; ``key`` is its name in the message."""
+        """Raises TypeError if ``value`` has the wrong type or dtype; the message refers to it as ``key``."""
         path = () if key is None else (key,) if isinstance(key, str) else key
         found = [f"{m.name}: {m.text}" for m in self.mismatches(value, path) if m.kind in ("type", "dtype")]
         if found:
@@ -122,11 +122,11 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        """Numbers, lists and arrays as a value of the spec; the inverse of `to_numpy`. With ``ignore_device`` the
-        result stays on the device of ``value``."""
+        """Converts numbers, lists and arrays to a value of the spec; the inverse of `to_numpy`. With ``ignore_device``
+        the result stays on the device of ``value``."""
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """``value`` as arrays, numbers and texts. With ``safe`` it must be in the spec: AssertionError if not."""
+        """Converts ``value`` to arrays, numbers and strings; ``safe`` raises AssertionError unless it `is_in`."""
         if safe:
             self.assert_is_in(value)
         return self._to_numpy(value)
@@ -135,12 +135,12 @@ class TensorSpec(abc.ABC):
     def _to_numpy(self, value: Any) -> Any: ...
 
     def memoize_encode(self, mode: bool = True) -> None:
-        """Makes `encode` remember its results for numbers and arrays; False forgets them."""
+        """Makes `encode` cache its results for numbers and arrays; False turns the cache off."""
         for spec in self._children():
             spec.memoize_encode(mode)
 
     def erase_memoize_cache(self) -> None:
-        """Forgets what `encode` remembered so far."""
+        """Empties the cache of `encode`."""
         for spec in self._children():
             spec.erase_memoize_cache()
 
@@ -149,15 +149,15 @@ class TensorSpec(abc.ABC):
         return self._count(use_mask=True)
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Every value of a finite domain along a new first dim; without those that a mask forbids if ``use_mask``.
+        """All values of a finite domain along a new first dim; ``use_mask`` omits those a mask forbids.
 
         Raises  ConfigError for an infinite domain, or one of more than 2**24 values
         """
-        number = self._count(use_mask)  # before anything is listed: the list may not fit the memory
+        number = self._count(use_mask)  # checked before listing: the list might not fit in memory
         if number > _ENUMERABLE or -1 in self.shape:
             raise ConfigError(
-                f"{type(self).__name__}.enumerate: needs a domain of at most {_ENUMERABLE} values of fixed shape: got "
-                f"more, of shape {tuple(self.shape)}."
+                f"{type(self).__name__}.enumerate: needs at most {_ENUMERABLE} values and a fixed shape: got more "
+                f"values, or a dim of -1 in shape {tuple(self.shape)}."
             )
         return self._enumerate(use_mask)
 
@@ -166,7 +166,7 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def _enumerate(self, use_mask: bool) -> Any:
-        """`enumerate` of a domain that is known to be finite."""
+        """`enumerate` for a domain that is known to be finite."""
 
     def _full_shape(self, shape: Sequence[int]) -> Size:
         return Size((*shape, *(1 if size == -1 else size for size in self.shape)))
@@ -216,7 +216,7 @@ class TensorSpec(abc.ABC):
         return self[(*[slice(None)] * at, index)]
 
     def make_neg_dim(self, dim: int) -> Self:
-        """The spec with dim ``dim`` of any size. Raises ShapeError if bounds or a mask vary along it."""
+        """The spec with size -1 (any) in ``dim``. Raises ShapeError if bounds or a mask vary along it."""
         return self._reshaped(algebra.any_size, dim)
 
     def __getitem__(self, item: Any) -> Any:
@@ -238,7 +238,7 @@ class TensorSpec(abc.ABC):
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def to(self, dest: torch.device | str | int | torch.dtype | None) -> Self:
-        """The same spec on another device, or of another dtype; the spec itself for None."""
+        """The same spec on another device or with another dtype; None returns the spec itself."""
         return self if dest is None else self._to(dest)
 
     def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
@@ -249,7 +249,7 @@ class TensorSpec(abc.ABC):
 
     @abc.abstractmethod
     def _map(self, change: Callable[[TensorSpec], TensorSpec]) -> Self:
-        """A copy in which ``change`` was applied to every spec that this one consists of."""
+        """A copy with ``change`` applied to each child spec."""
 
     def cpu(self) -> Self:
         return self.to("cpu")
@@ -258,29 +258,29 @@ class TensorSpec(abc.ABC):
         return self.to("cuda" if device is None else f"cuda:{device}")
 
     def clear_device_(self) -> Self:
-        """Removes the device of a `Composite` and of those in it; leaves keep theirs. Returns self."""
+        """Removes the device of a `Composite` and of those nested in it; leaves keep theirs. Returns self."""
         for spec in self._children():
             spec.clear_device_()
         return self
 
     def _children(self) -> Sequence[TensorSpec]:
-        """The specs that this one consists of."""
+        """The child specs, one level down."""
         return ()
 
     @abc.abstractmethod
     def _identity(self) -> tuple[Any, ...]:
-        """Specs of one class are equal where these are."""
+        """The values that `__eq__` compares between specs of the same class."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorSpec):
             return NotImplemented
         return type(self) is type(other) and self._identity() == other._identity()
 
-    __hash__ = None  # type: ignore[assignment]  # equality is by content, which can change
+    __hash__ = None  # type: ignore[assignment]  # equality depends on content, which can change
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """A device with its index, so that "cuda" and "cuda:0" compare equal where they are."""
+    """The device with its CUDA index, so that "cuda" equals "cuda:0" if that is the current device."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -288,13 +288,13 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 
 def listing(spec: TensorSpec, rows: Iterable[str], end: str) -> str:
-    """The repr of a spec that consists of others, one to a row."""
+    """The repr of a spec with child specs, one per row."""
     indented = "".join(f"    {row},\n".replace("\n    ", "\n        ") for row in rows)
     return f"{type(spec).__name__}(\n{indented}    {end})"
 
 
 def fits(value: Size, declared: Size) -> bool:
-    """True if the last dims of ``value`` are ``declared``, where -1 is any size."""
+    """True if the trailing dims of ``value`` match ``declared``, where -1 matches any size."""
     if len(value) < len(declared):
         return False
     tail = value[len(value) - len(declared) :]
@@ -304,8 +304,8 @@ def fits(value: Size, declared: Size) -> bool:
 def combinations(ranges: Sequence[Tensor], shape: Size) -> Tensor:
     """Every combination of one entry per range, as a tensor [number, *shape]; the last range varies fastest."""
     number = math.prod(len(values) for values in ranges)
-    # The position of a combination is a number whose digits, in mixed radix, are the positions in the ranges. A product
-    # by broadcasting would need a dim per range, and tensors have at most 64.
+    # The mixed-radix digits of a combination's position are its positions in the ranges. Broadcasting would need one
+    # dim per range, and tensors have at most 64.
     rest, columns = torch.arange(number), []
     for values in reversed(ranges):
         columns.append(values.cpu()[rest % len(values)])

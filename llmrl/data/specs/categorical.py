@@ -1,7 +1,7 @@
-"""A choice among n, optionally masked, written as its number or as a one-hot vector; each converts into the other.
+"""A choice among n, optionally masked, as a number or as a one-hot vector; each spec converts into the other.
 
-`Categorical` and `MultiCategorical` are numbers, whose domain is `Discrete`'s. `OneHot` and `MultiOneHot` hold the spec
-of their numbers and ask it.
+`Categorical` and `MultiCategorical` are numbers, with the domain of `Discrete`. `OneHot` and `MultiOneHot` store the
+spec of their numbers and delegate to it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmrl.errors import ConfigError, DataError, ShapeError
 
 
 class _Choices(LeafSpec):
-    # A spec and its values in both ways of writing; by default the spec is written in the right one already.
+    # Converts a spec and its values between numbers and one-hot vectors; by default returns them unchanged.
 
     def to_categorical_spec(self) -> Any:
-        """The spec of the same choices written as numbers, mask included."""
+        """The spec of the same choices as numbers, with the same mask."""
         return self
 
     def to_one_hot_spec(self) -> Any:
-        """The spec of the same choices written as one-hot vectors (of several, one after the other), mask included."""
+        """The spec of the same choices as one-hot vectors (several groups: concatenated), with the same mask."""
         return self
 
     def to_categorical(self, value: Tensor, safe: bool = True) -> Tensor:
@@ -65,7 +65,7 @@ class _Numbers(Discrete, _Choices):
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask of the one-hot form, a view: the spec's dims (size 1 for any size), and the groups in the last."""
+        """The mask in one-hot form, as a view: the spec's dims (size 1 for -1), then the groups concatenated."""
         if self._mask is None:
             return None
         sizes, mask = self._group_sizes(), self._mask if self._grouped else self._mask.unsqueeze(-2)
@@ -75,7 +75,7 @@ class _Numbers(Discrete, _Choices):
         return parts.expand((*lead, sum(sizes)))  # a view: the mask is stored unexpanded
 
     def update_mask(self, mask: Tensor | None) -> None:
-        """Sets the mask, in place; None allows everything."""
+        """Sets the mask in place; None allows every choice."""
         if mask is None:
             self._mask = None
             return
@@ -84,12 +84,13 @@ class _Numbers(Discrete, _Choices):
             raise ShapeError(
                 f"{owner}: the last dim of mask must be the number of choices, {sum(sizes)}: got {tuple(mask.shape)}."
             )
-        rows = unexpanded(mask, mask.shape[:-1], owner)  # an expanded mask must not be copied row by row
+        rows = unexpanded(mask, mask.shape[:-1], owner)  # avoids copying an expanded mask row by row
+        # The groups share one tensor [..., groups, width], each padded with False to the widest.
         parts = [torch.nn.functional.pad(part, (0, self._width - part.shape[-1])) for part in rows.split(sizes, -1)]
         field = self._field(torch.stack(parts, -2) if self._grouped else parts[0], "_mask", "mask")
         if mask.dtype != torch.bool or not bool(field.any(-1).all()):
-            got = mask.dtype if mask.dtype != torch.bool else "an entry where none of them is"
-            raise ConfigError(f"{owner}: mask must be bool with at least one choice allowed everywhere: got {got}.")
+            got = mask.dtype if mask.dtype != torch.bool else "an entry that allows none"
+            raise ConfigError(f"{owner}: mask must be bool and allow at least one choice everywhere: got {got}.")
         self._mask = field
 
     def _vectors(self, value: Tensor) -> Tensor:
@@ -107,11 +108,11 @@ class _Numbers(Discrete, _Choices):
 
 
 class Categorical(_Numbers):
-    """The integers 0 to n-1, where ``mask`` (bool, broadcasting to shape + [n]) allows them. With ``n=-1`` the number
-    is not known yet: any choice `is_in`, and `set_provisional_n` comes before `rand`.
+    """The integers 0 to n-1 that ``mask`` (bool, broadcast to shape + [n]) allows. With ``n=-1`` the number of choices
+    is not known yet: any choice `is_in`, and `rand` requires `set_provisional_n` first.
 
-    Raises  ConfigError for n of 0 or below -1, or a mask that allows nothing somewhere; ShapeError for a mask that does
-            not fit
+    Raises  ConfigError for n of 0 or below -1, or if the mask allows nothing for some entry; ShapeError if the mask
+            does not fit
 
     >>> spec = Categorical(4, shape=(2,), mask=torch.tensor([True, False, False, True]))
     >>> spec.project(torch.tensor([1, 2])), spec.expand(5, 2).mask.shape
@@ -129,15 +130,15 @@ class Categorical(_Numbers):
         mask: Tensor | None = None,
     ):
         if n < 1 and n != -1:
-            raise ConfigError(f"Categorical: n counts choices and must be at least 1, or -1 for not known: got {n}.")
+            raise ConfigError(f"Categorical: n must be the number of choices, at least 1, or -1 (unknown): got {n}.")
         super().__init__(n, shape, device, dtype)
         self.n = n
         self.update_mask(mask)
 
     def set_provisional_n(self, n: int) -> None:
-        """Sets the number of choices for now, in place, if ``n`` is -1."""
+        """Sets a provisional number of choices, in place. Raises ConfigError unless the spec has n=-1."""
         if self.n != -1 or n < 1:
-            raise ConfigError(f"Categorical.set_provisional_n: is for a spec with n=-1, and at least 1: got {n}.")
+            raise ConfigError(f"Categorical.set_provisional_n: only for a spec with n=-1; must be at least 1: got {n}.")
         self._width = n
 
     def to_one_hot_spec(self) -> OneHot:
@@ -161,11 +162,11 @@ class Categorical(_Numbers):
 
 
 class MultiCategorical(_Numbers):
-    """One choice per group: the last dim has an entry for each, which is below its own number in ``nvec``.
+    """One choice per group: entry i of the last dim is at least 0 and below ``nvec[i]``.
 
-    ``nvec`` may have leading dims, for numbers that differ from row to row. ``mask`` (bool, the groups one after the
-    other in the last dim, as in `MultiOneHot`) says what is allowed. A single group without other dims has no dim of
-    its own, unless ``remove_singleton`` is False.
+    ``nvec`` may have leading dims if these numbers differ between rows. ``mask`` (bool, the groups concatenated in the
+    last dim, as in `MultiOneHot`) is True where a choice is allowed. The shape of a single group without other dims is
+    () rather than (1,), unless ``remove_singleton`` is False.
 
     >>> spec = MultiCategorical([3, 5])
     >>> spec.is_in(torch.tensor([2, 4])), spec.is_in(torch.tensor([3, 4])), spec.cardinality()
@@ -185,7 +186,7 @@ class MultiCategorical(_Numbers):
     ):
         nvec = torch.atleast_1d(torch.as_tensor(nvec, dtype=torch.int64))
         if not nvec.numel() or bool((nvec < 1).any()):
-            raise ConfigError(f"MultiCategorical: nvec counts choices and must be at least 1: got {nvec.tolist()}.")
+            raise ConfigError(f"MultiCategorical: nvec must hold counts of at least 1: got {nvec.tolist()}.")
         shape = as_size(nvec.shape if shape is None else shape)
         if not shape or shape[-1] != nvec.shape[-1]:
             raise ShapeError(f"MultiCategorical: shape must end with the number of groups: got {shape}, nvec {nvec}.")
@@ -197,7 +198,7 @@ class MultiCategorical(_Numbers):
 
     @property
     def nvec(self) -> Tensor:
-        """The number of choices of every entry, int64 at the spec's shape: a view, size 1 if that is any size."""
+        """The number of choices per entry, int64, expanded to the spec's shape as a view; size 1 where that is -1."""
         return self._expanded("_counts")
 
     def split(self) -> tuple[Categorical, ...]:
@@ -219,7 +220,7 @@ class MultiCategorical(_Numbers):
         if not self._grouped:
             return [int(self._counts)]
         counts = self._counts.expand((*self._counts.shape[:-1], self.shape[-1]))
-        if not counts.numel():  # no rows, so that any number is right
+        if not counts.numel():  # no rows: any number is valid
             return [self._width] * counts.shape[-1]
         rows = counts.reshape(-1, counts.shape[-1])
         if bool((rows != rows[0]).any()):
@@ -231,7 +232,7 @@ class MultiCategorical(_Numbers):
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Self:
         new = super()._shaped(op, ndim)
-        if new._counts.numel():  # what is left may have fewer choices
+        if new._counts.numel():  # the remaining entries may have fewer choices
             new._width = int(new._counts.max())
             new._mask = None if new._mask is None else new._mask[..., : new._width]
         return new
@@ -253,14 +254,14 @@ class _OneHots(_Choices):
             )
 
     def update_mask(self, mask: Tensor | None) -> None:
-        """Sets the mask, in place; None allows everything."""
-        numbers = self._numbers.clone()  # copies of this spec share the old one, and keep their mask
+        """Sets the mask in place; None allows every choice."""
+        numbers = self._numbers.clone()  # copies of this spec share the old one and must keep its mask
         numbers.update_mask(mask)
         self._numbers = numbers
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask at the spec's shape: a view, size 1 if that is any size."""
+        """The mask expanded to the spec's shape, as a view; size 1 where that is -1."""
         return self._numbers.mask
 
     def to_categorical_spec(self) -> Any:
@@ -271,7 +272,7 @@ class _OneHots(_Choices):
         return self._argmax(value).cpu().numpy()
 
     def _encode(self, value: Any) -> Tensor:
-        """Numbers of choices; or, as bools of the spec's shape, the vectors themselves."""
+        """Accepts numbers of choices, or one-hot vectors as bools of the spec's shape."""
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
         if given.dtype == torch.bool:
             return super()._encode(given)
@@ -281,7 +282,7 @@ class _OneHots(_Choices):
         return self._numbers._hot(numbers, self.groups, self.dtype)
 
     def _argmax(self, value: Tensor) -> Tensor:
-        if value.dtype == torch.bool:  # for which torch has no argmax
+        if value.dtype == torch.bool:  # torch has no argmax for bool
             value = value.to(torch.uint8)
         return self._numbers._joined([part.argmax(-1) for part in value.split(self.groups, -1)])
 
@@ -291,14 +292,14 @@ class _OneHots(_Choices):
         return self._hot(self._numbers.rand(shape[: len(shape) - len(self.shape)], generator=generator))
 
     def _outside(self, value: Tensor) -> Tensor:
-        # A group is outside unless it is a single 1 among zeros, at a place that the mask allows.
+        # A group is valid only if it is a single 1 among zeros, at a position that the mask allows.
         parts = value.split(self.groups, -1)
         invalid = [((part != 0) & (part != 1)).any(-1) | ((part != 0).sum(-1) != 1) for part in parts]
         outside = self._numbers._joined(invalid) | self._numbers._outside(self._argmax(value))
         return outside.any(-1) if self._numbers._grouped else outside
 
     def _nearest(self, value: Tensor) -> Tensor:
-        # The nearest one-hot vector has its 1 where the value is largest among what is allowed; the lowest of several.
+        # The nearest one-hot vector has its 1 where the value is largest among allowed positions; the first on ties.
         scores = value.double().nan_to_num(0.0)
         if (mask := self.mask) is not None:
             scores = scores.masked_fill(~mask.to(value.device), -torch.inf)
@@ -335,11 +336,11 @@ class _OneHots(_Choices):
 
 
 class OneHot(_OneHots):
-    """A choice among ``n`` as a vector with a single 1, in the last dim, which no shape operation may touch. ``mask``
-    (bool, of the vector's shape) says what is allowed.
+    """A choice among ``n`` as a vector with a single 1 in the last dim, which shape operations must not touch. ``mask``
+    (bool, of the vector's shape) is True where a choice is allowed.
 
-    With ``use_register``, `encode` takes any numbers or texts and gives each new one the next free place; `to_numpy`
-    gives them back.
+    With ``use_register``, `encode` accepts any numbers or strings and assigns each new one to the next free position;
+    `to_numpy` returns the originals.
 
     >>> spec = OneHot(3)
     >>> spec.encode(2), spec.project(torch.tensor([0.1, 0.7, 0.2])), spec.to_categorical_spec().n
@@ -369,26 +370,26 @@ class OneHot(_OneHots):
         if self._register is None:
             return numbers
         if numbers.size and numbers.max() >= len(self._register):
-            raise DataError(f"OneHot.to_numpy: place {numbers.max()} of the register holds nothing yet.")
+            raise DataError(f"OneHot.to_numpy: position {numbers.max()} of the register is still empty.")
         return np.asarray([self._register[number] for number in numbers.flatten()]).reshape(numbers.shape)
 
     def _encode(self, value: Any) -> Tensor:
         if self._register is None:
             return super()._encode(value)
         values = np.asarray(value)
-        # All new values are counted before any is entered: an array that does not fit changes nothing.
+        # Counts all new values before adding any, so that an array that does not fit changes nothing.
         new = [one for one in dict.fromkeys(values.flatten().tolist()) if one not in self._register]
         if len(self._register) + len(new) > self.n:
-            raise DataError(f"OneHot.encode: the register has {self.n} places and all are taken: got {new}.")
+            raise DataError(f"OneHot.encode: the register has {self.n} positions and cannot fit all: got {new}.")
         self._register += new
         places = [self._register.index(one) for one in values.flatten().tolist()]
         return super()._encode(np.asarray(places, dtype=np.int64).reshape(values.shape))
 
 
 class MultiOneHot(_OneHots):
-    """One choice per group in ``nvec``, as one-hot vectors one after the other in the last dim, which no shape
-    operation may touch. ``mask`` (bool, of that shape) says what is allowed. The numbers of a single group without
-    other dims have no dim of their own, as those of `MultiCategorical`.
+    """One choice per group in ``nvec``, as one-hot vectors concatenated in the last dim, which shape operations must
+    not touch. ``mask`` (bool, of that shape) is True where a choice is allowed. As in `MultiCategorical`, the numbers
+    of a single group without other dims have shape ().
 
     >>> spec = MultiOneHot([2, 3])
     >>> spec.encode([1, 0]).int(), [part.n for part in spec.split()]

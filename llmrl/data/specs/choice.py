@@ -1,4 +1,4 @@
-"""`Choice`: a value of one of several specs."""
+"""`Choice`: the spec of a value that belongs to one of several specs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llmrl.errors import ConfigError
 
 
 class Choice(TensorSpec):
-    """A value that, as a whole, is in one of ``choices``: specs of one shape, dtype and device. With extra leading
-    dims, each row is a value. `rand` draws the spec, then the value; `zero` and `one` are the first spec's, `encode`
-    that of the first that can.
+    """A value that belongs, as a whole, to one of ``choices``: specs of the same shape, dtype and device. With extra
+    leading dims, each row is a separate value. `rand` draws a spec, then a value from it; `zero` and `one` use the
+    first spec, `encode` the first spec that accepts its argument.
 
-    Raises  ConfigError without choices, or if their shapes, dtypes or devices differ
+    Raises  ConfigError if there are no choices, or if their shapes, dtypes or devices differ
 
     >>> from llmrl.data.specs import Bounded
     >>> spec = Choice([Bounded(0, 1), Bounded(5, 6)])
@@ -45,7 +45,7 @@ class Choice(TensorSpec):
         return self.choices[0].domain
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
-        if shape:  # one by one, because each row draws its spec
+        if shape:  # row by row, because each row draws its own spec
             rows = [self.rand(generator=generator) for _ in range(shape.numel())]
             return torch.stack(rows).reshape((*shape, *rows[0].shape)) if rows else self.zero(shape)
         device = None if generator is None else generator.device
@@ -60,13 +60,13 @@ class Choice(TensorSpec):
         if not all(found):
             return
         if any(mismatch.kind != "domain" for mismatch in found[0]) or value.ndim <= self.ndim:
-            yield from min(found, key=len)  # of the choice that it comes closest to
+            yield from min(found, key=len)  # the mismatches of the closest choice
             return
-        for row in value.unbind(0):  # one value per row, each of any choice
+        for row in value.unbind(0):  # each row may belong to a different choice
             yield from self.mismatches(row, key)
 
     def project(self, value: Any) -> Any:
-        """The nearest value in any of the choices; of those that are not tensors, the first choice's."""
+        """The nearest value in any of the choices; for values that are not tensors, that of the first choice."""
         if self.is_in(value):
             return value
         if value.ndim > self.ndim:
@@ -88,13 +88,13 @@ class Choice(TensorSpec):
         return next((spec for spec in self.choices if spec.is_in(value)), self.choices[0]).to_numpy(value)
 
     def _count(self, use_mask: bool) -> int | float:
-        # Choices may overlap: the number of different values is known only once they are listed.
+        # Choices may overlap, so distinct values can only be counted by listing them.
         if len(self.choices) == 1 or any(spec._count(use_mask) == math.inf for spec in self.choices):
             return max(spec._count(use_mask) for spec in self.choices)
         return len(self._enumerate(use_mask))
 
     def _enumerate(self, use_mask: bool) -> Any:
-        # A value that several choices have counts once.
+        # A value that several choices share is listed once.
         parts = []
         for number, spec in enumerate(self.choices):
             values = spec.enumerate(use_mask)

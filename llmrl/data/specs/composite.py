@@ -1,4 +1,4 @@
-"""`Composite`: a mapping of specs, for tensordicts."""
+"""`Composite`: the spec of a tensordict, a mapping from names to specs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _ARGUMENTS = ("shape", "batch_size", "device", "data_cls", "step_mdp_static", "n
 
 
 class Composite(NamedSpec):
-    """A tensordict's spec: names to specs, nested by tuples as in a tensordict. Made from a mapping, keywords, or both.
+    """The spec of a tensordict: maps names to specs; nested keys are tuples. Built from a mapping, keywords or both.
 
-    ``shape`` (or ``batch_size``) is the batch size of the tensordict: every entry's shape begins with it; ``names``
-    are the names of its dims. A nested `Composite` with fewer dims takes the shape, and any the names: as a copy, if
-    that changes it. With ``device``, every entry is on it. With ``data_cls``, values are made and expected as
-    that tensorclass. An entry may be None: not specified. ``step_mdp_static`` marks entries that do not change from one
-    step to the next.
+    ``shape`` (or ``batch_size``) is the batch size of the tensordict; the shape of every entry begins with it.
+    ``names`` are the names of its dims. A nested `Composite` with fewer dims takes this shape, and every nested
+    `Composite` takes the names; if that changes it, a copy is stored. With ``device``, all entries are on it. With
+    ``data_cls``, values are of that tensorclass. An entry of None is unspecified. ``step_mdp_static`` marks entries
+    that do not change from one step to the next.
 
     Raises  ShapeError for an entry whose shape does not begin with ``shape``; RuntimeError for one on another device,
             and for a write while locked; AttributeError for an entry named shape, device, dtype or space; TypeError for
@@ -62,7 +62,7 @@ class Composite(NamedSpec):
         **entries: TensorSpec | Mapping[str, Any] | None,
     ):
         if shape is not None and batch_size is not None:
-            raise ConfigError("Composite: shape and batch_size are two names for one thing: give one of them.")
+            raise ConfigError("Composite: shape and batch_size are two names for the same setting: pass only one.")
         shape = batch_size if shape is None else shape
         self._shape = as_size(shape)
         self._device = None if device is None else as_device(device)
@@ -84,8 +84,7 @@ class Composite(NamedSpec):
         return tuple(self._specs)
 
     def __getitem__(self, item: Any) -> Any:
-        """An entry, for a key; the `Composite` of the indexed batch, for anything else that a tensor can be indexed
-        with."""
+        """The entry, for a key; the `Composite` of the indexed batch, for any index that a tensor accepts."""
         if not is_key(item):
             return super().__getitem__(item)
         found = self.get(item, MISSING)
@@ -93,7 +92,7 @@ class Composite(NamedSpec):
             known = [key if isinstance(key, str) else ".".join(key) for key in self.keys(include_nested=True)]
             name = item if isinstance(item, str) else ".".join(item)
             raise MissingKeyError(
-                f"Composite: {item!r} is not in it; keys present: {', '.join(known)}.{did_you_mean(name, known)}"
+                f"Composite: no entry {item!r}; keys present: {', '.join(known)}.{did_you_mean(name, known)}"
             )
         return found
 
@@ -122,7 +121,7 @@ class Composite(NamedSpec):
         if isinstance(spec, Composite):
             names = [*self.names, *spec.names[len(self.shape) :]]
             shorter, renamed = len(spec.shape) < len(self.shape), self._dim_names is not None and names != spec.names
-            # Only a copy is changed: the caller may use what it gave elsewhere.
+            # Changes only a copy: the caller may use the original elsewhere.
             spec = spec.clone() if shorter or renamed else spec
             if shorter:
                 spec._resize(self.shape)
@@ -144,10 +143,10 @@ class Composite(NamedSpec):
 
     def __delitem__(self, key: NestedKey) -> None:
         if not self._drop(path_of(key)):
-            self[key]  # raises the error that lists what is there
+            self[key]  # raises the error that lists the keys
 
     def pop(self, key: NestedKey, default: Any = MISSING) -> Any:
-        """Takes an entry out. Raises MissingKeyError if it is not there and no default is given."""
+        """Removes and returns an entry. Raises MissingKeyError if it is absent and no default is given."""
         self._assert_unlocked()
         if default is not MISSING and key not in self:
             return default
@@ -156,7 +155,7 @@ class Composite(NamedSpec):
         return found
 
     def _drop(self, path: Sequence[str]) -> bool:
-        """Takes an entry out. Returns whether it was there."""
+        """Removes an entry. Returns True if it was present."""
         self._assert_unlocked()
         first, *rest = path
         if not rest:
@@ -165,7 +164,7 @@ class Composite(NamedSpec):
         return isinstance(child, Composite) and child._drop(rest)
 
     def update(self, specs: Mapping[str, Any] | Composite) -> Self:
-        """Sets every entry of ``specs``; if both have a nested `Composite`, updates it in turn. Returns self."""
+        """Sets every entry of ``specs``; if both have a nested `Composite`, updates it recursively. Returns self."""
         for key, spec in specs.items():
             mine = self.get(key)
             if isinstance(mine, Composite) and isinstance(spec, (Mapping, Composite)):
@@ -175,7 +174,7 @@ class Composite(NamedSpec):
         return self
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """True without entries; with ``recurse``, without leaves at any depth."""
+        """True if there are no entries; with ``recurse``, no leaves at any depth."""
         return not any(True for _ in self.keys(recurse, recurse))
 
     def empty(self) -> Self:
@@ -183,8 +182,7 @@ class Composite(NamedSpec):
         return self._with({})
 
     def separates(self, *keys: NestedKey, default: Any = MISSING) -> Self:
-        """A `Composite` of these entries alone; this one keeps them. Absent keys raise, or get ``default`` if one is
-        given."""
+        """A new `Composite` with only these entries. An absent key raises, or gets ``default`` if one is given."""
         out = self.empty()
         for key in keys:
             out[key] = self[key] if default is MISSING else self.get(key, default)
@@ -194,7 +192,7 @@ class Composite(NamedSpec):
 
     @property
     def shape(self) -> Size:  # type: ignore[override]
-        """The batch size. Setting it also sets that of nested composites that do not begin with it.
+        """The batch size. Setting it also resizes nested composites whose shape does not begin with it.
 
         Raises (when set)  ShapeError for a leaf that does not begin with it; RuntimeError while locked
         """
@@ -211,7 +209,7 @@ class Composite(NamedSpec):
                 spec._dim_names = [*spec._dim_names, *[None] * len(shape)][: len(shape)]
 
     def _to_resize(self, shape: Size) -> list[Composite]:
-        """The composites that take a new shape, all found before one is changed, so that a refusal changes none."""
+        """The composites to resize; all are checked before any is changed, so that an error changes none."""
         self._assert_unlocked()
         found = [self]
         for name, spec in self._specs.items():
@@ -228,7 +226,7 @@ class Composite(NamedSpec):
 
     @property
     def device(self) -> torch.device | None:
-        """The device of every entry, or None if it is left to them. Setting it moves every entry."""
+        """The device of every entry; None if entries may differ. Setting it moves every entry."""
         return self._device
 
     @device.setter
@@ -244,7 +242,7 @@ class Composite(NamedSpec):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims, None for a dim without one; shared with nested composites, ignored by equality."""
+        """The names of the dims, None for an unnamed dim; shared with nested composites, ignored by equality."""
         return [None] * len(self.shape) if self._dim_names is None else list(self._dim_names)
 
     @names.setter
@@ -254,9 +252,9 @@ class Composite(NamedSpec):
         self._set_names(names)
 
     def refine_names(self, *names: Any) -> Self:
-        """Names dims, in place; an Ellipsis stands for those that keep theirs. Returns self.
+        """Names dims in place; an Ellipsis stands for dims that keep their names. Returns self.
 
-        Raises  ConfigError for another number of names than dims, and for a dim that has another name already
+        Raises  ConfigError if there is not one name per dim, or if a dim already has another name
         """
         given, own = list(names), self.names
         if Ellipsis in given:
@@ -265,7 +263,7 @@ class Composite(NamedSpec):
         self._assert_one_each(given)
         for new, old in zip(given, own, strict=True):
             if old is not None and new != old:
-                raise ConfigError(f"Composite.refine_names: a dim keeps its name: got {new!r} for {old!r}.")
+                raise ConfigError(f"Composite.refine_names: a named dim cannot be renamed: got {new!r} for {old!r}.")
         self._set_names(given)
         return self
 
@@ -289,8 +287,8 @@ class Composite(NamedSpec):
         return self._made(lambda spec: spec._filled(number, shape), self._full_shape(shape))
 
     def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Raises TypeError for a value of another kind or dtype; with ``key``, only that entry is checked: ``value``
-        holds it, or is it."""
+        """Raises TypeError if ``value`` has the wrong type or dtype. With ``key``, checks only that entry, which
+        ``value`` contains or is."""
         spec = self if key is None else self[key]
         if key is not None and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.get(key, value)
@@ -314,18 +312,18 @@ class Composite(NamedSpec):
                 found = list(row_spec.mismatches(row, key))
                 yield from found
                 if found:
-                    return  # the other rows would repeat it
+                    return  # the other rows would report the same
             return
         keys = held.keys()
         for name, spec in self._specified():
             if name not in keys:
                 present = ", ".join(sorted(keys)) or "none"
-                yield Mismatch((*key, name), "missing", f"declared, but not there; keys present: {present}")
+                yield Mismatch((*key, name), "missing", f"declared but missing; keys present: {present}")
             else:
                 yield from spec.mismatches(held.get(name), (*key, name))
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
-        """A shallow copy of ``value`` with every entry that has a spec projected; the others stay."""
+        """A shallow copy of ``value`` with every entry that has a spec projected; others are unchanged."""
         if is_tensorclass(value):
             return rewrap(value, self.project(inner(value)))
         if isinstance(value, LazyStackedTensorDict):
@@ -340,7 +338,7 @@ class Composite(NamedSpec):
         return out
 
     def encode(self, value: Mapping[str, Any] | TensorDictBase, *, ignore_device: bool = False) -> TensorDictBase:
-        """A nested mapping of numbers, lists and arrays as a tensordict. Raises MissingKeyError for an unknown name."""
+        """A tensordict from a nested mapping of numbers, lists and arrays. Raises MissingKeyError for unknown names."""
         entries = {}
         for name, entry in value.items():
             spec = self[name]
@@ -355,7 +353,7 @@ class Composite(NamedSpec):
         # Every combination of the entries' values; the last entry varies fastest.
         named = {name: spec.enumerate(use_mask) for name, spec in self._specified()}
         picks = combinations([torch.arange(len(values)) for values in named.values()], Size((len(named),)))
-        # Of the entries' own lists, by their positions: an entry may be a tensordict or a text.
+        # Combines positions and indexes the values with them: an entry may be a tensordict or a string.
         entries = {name: values[pick] for (name, values), pick in zip(named.items(), picks.unbind(1), strict=True)}
         return self._wrap(entries, (len(picks), *self.shape), self._device)
 
@@ -365,7 +363,7 @@ class Composite(NamedSpec):
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         new = super()._shaped(op, ndim)
         new._shape = Size((*lead, *self.shape[ndim:]))
-        if self._dim_names is not None:  # a tensordict knows which names the new dims have
+        if self._dim_names is not None:  # a tensordict derives the names of the new dims
             named = TensorDict(batch_size=measured, names=self._dim_names[:ndim])
             new._dim_names = [*op.apply(named, Size()).names, *self._dim_names[ndim:]]
         return new
@@ -374,7 +372,7 @@ class Composite(NamedSpec):
         return self.empty()
 
     def _to(self, dest: torch.device | str | int | torch.dtype) -> Self:
-        """Every entry moved to a device, or cast to a dtype."""
+        """A copy with every entry moved to a device or cast to a dtype."""
         new = super()._to(dest)
         if not isinstance(dest, torch.dtype):
             new._device = as_device(dest)
@@ -413,7 +411,7 @@ class Composite(NamedSpec):
         return td if self.data_cls is None else self.data_cls.from_tensordict(td)
 
     def _row(self, stack: LazyStackedTensorDict) -> Composite:
-        # The spec of one member of a stack; a stack over extra leading dims has members of this very spec.
+        # The spec of one member of a stack. The members of a stack over an extra leading dim have this same spec.
         dim = stack.stack_dim - (stack.ndim - len(self.shape))
         row = self.clone() if dim < 0 else self._shaped(select(dim, 0), len(self.shape))
         row.data_cls = None

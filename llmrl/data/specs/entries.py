@@ -1,4 +1,4 @@
-"""`NamedSpec`: keys, views and the lock of a spec of named entries, however it stores them."""
+"""`NamedSpec`: keys, views and lock of a spec with named entries; subclasses decide how to store them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MISSING: Any = object()
 
 
 class NamedSpec(TensorSpec):
-    """A spec of named entries. It refuses writes while it is locked, as a whole or as a part of another one."""
+    """A spec of named entries. It rejects writes while it is locked, on its own or as part of another spec."""
 
     is_locked = False
     _leaf_keys: tuple[NestedKey, ...] | None = None
     _holders: tuple[weakref.ref[NamedSpec], ...] = ()
-    """The specs that it was locked as a part of."""
+    """The specs whose `lock_` also locked this one."""
 
     @abc.abstractmethod
     def _entry(self, name: str) -> Any:
-        """The entry of that name, or MISSING."""
+        """The entry called ``name``, or MISSING."""
 
     @abc.abstractmethod
     def _entry_names(self) -> Sequence[str]: ...
@@ -38,7 +38,7 @@ class NamedSpec(TensorSpec):
         return default if found is MISSING else found
 
     def __contains__(self, item: Any) -> bool:
-        """True if a key is there; for a value, if it `is_in`."""
+        """True if ``item`` is a key of an entry, or a value that `is_in`."""
         return self.get(item, MISSING) is not MISSING if is_key(item) else self.is_in(item)
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
@@ -58,36 +58,36 @@ class NamedSpec(TensorSpec):
 
     @property
     def leaf_keys(self) -> tuple[NestedKey, ...]:
-        """The keys of all leaves, nested ones included; kept while the spec is locked with all that it holds."""
+        """The keys of all leaves, nested ones included; cached while the spec is locked recursively."""
         return tuple(self.keys(True, True)) if self._leaf_keys is None else self._leaf_keys
 
     def lock_(self, recurse: bool = True) -> Self:
-        """Refuses writes from now on, also in nested ones if ``recurse``. Returns self."""
+        """Makes the spec read-only; with ``recurse``, nested specs too. Returns self."""
         for part in self._parts(recurse):
             part.is_locked = True
-            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None  # else nested keys can still change
+            part._leaf_keys = tuple(part.keys(True, True)) if recurse else None  # otherwise nested keys can change
             for child in part._locked_along(recurse):
-                # Weak references: a part is free again once the spec that it was locked in is gone.
+                # Weak references: a part can be unlocked once the spec that locked it has been deleted.
                 others = [ref for ref in child._holders if (holder := ref()) is not None and holder is not part]
                 child._holders = (*others, weakref.ref(part))
         return self
 
     def unlock_(self, recurse: bool = True) -> Self:
-        """Allows writes again, also in nested ones if ``recurse``. Returns self.
+        """Makes the spec writable again; with ``recurse``, nested specs too. Returns self.
 
-        Raises  RuntimeError for a part of another spec that is locked, which would go on answering for it
+        Raises  RuntimeError for a part of another locked spec, whose cached `leaf_keys` could become wrong
         """
         parts = self._parts(recurse)
-        for part in parts:  # all are checked before one is unlocked
+        for part in parts:  # check all before unlocking any
             holders = [holder for ref in part._holders if (holder := ref()) is not None and holder.is_locked]
             if not all(any(holder is other for other in parts) for holder in holders):
-                raise RuntimeError("Composite: cannot unlock a part of a locked spec; unlock_() the whole of it.")
+                raise RuntimeError("Composite: cannot unlock a part of a locked spec; unlock_() the whole spec.")
         for part in parts:
             part.is_locked, part._leaf_keys = False, None
         return self
 
     def _locked_along(self, recurse: bool) -> Sequence[NamedSpec]:
-        """The specs that are locked and unlocked with this one."""
+        """The nested specs that are locked and unlocked together with this one."""
         return [spec for spec in self._children() if recurse and isinstance(spec, NamedSpec)]
 
     def _parts(self, recurse: bool) -> list[NamedSpec]:
@@ -102,12 +102,12 @@ class NamedSpec(TensorSpec):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.is_locked:  # the copies of its parts do not know their holder yet
+        if self.is_locked:  # sets _holders in the copies of its parts
             self.lock_(recurse=self._leaf_keys is not None)
 
 
 class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
-    # The flat mapping behind keys(), values() and items(); nested entries, if asked for, are under tuples.
+    # The flat mapping behind keys(), values() and items(); nested entries, if included, have tuple keys.
 
     def __init__(self, spec: NamedSpec, include_nested: bool, leaves_only: bool):
         self._spec, self._nested, self._leaves = spec, include_nested, leaves_only
@@ -121,7 +121,7 @@ class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
 
     def __iter__(self) -> Iterator[NestedKey]:
         for name in self._spec._entry_names():
-            # Not looked at without need: the entry of a stack is built at each access.
+            # Skipped where not needed: a stack builds its entries on each access.
             entry = self._spec._entry(name) if self._nested or self._leaves else None
             is_named = isinstance(entry, NamedSpec)
             if not (is_named and self._leaves):
@@ -139,5 +139,5 @@ def is_key(item: Any) -> bool:
 
 def path_of(key: NestedKey) -> tuple[str, ...]:
     if not is_key(key):
-        raise TypeError(f"Composite: a key is a string or a tuple of strings: got {key!r}.")
+        raise TypeError(f"Composite: a key must be a string or a tuple of strings: got {key!r}.")
     return (key,) if isinstance(key, str) else key

@@ -1,7 +1,7 @@
 """`LeafSpec`: the base class of all specs of a single tensor.
 
-A leaf class adds its domain in four methods (`_sample`, `_outside`, `_nearest`, `_entry_values`) and names the tensors
-that describe it in `_fields`; the rest is written here.
+A subclass defines its domain in four methods (`_sample`, `_outside`, `_nearest`, `_entry_values`) and lists the tensors
+that describe it in `_fields`; everything else is here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MEMO_SIZE = 4096
 class LeafSpec(TensorSpec):
     """The spec of one tensor.
 
-    ``_fields`` names the attributes that hold the tensors of the domain (bounds, a mask), with the number of dims they
-    have beyond the spec's own (without those it keeps). They are None, or unexpanded: size 1 if they do not vary.
+    ``_fields`` maps each attribute that holds a tensor of the domain (bounds, a mask) to the number of its dims after
+    the spec's dims (the last ``_kept`` not counted). A field is None, or unexpanded: size 1 where it does not vary.
     """
 
     _fields: ClassVar[dict[str, int]] = {}
@@ -36,28 +36,28 @@ class LeafSpec(TensorSpec):
     def __init__(self, shape: Shape, device: Device, dtype: torch.dtype | None):
         self.shape = as_size(shape)
         if any(size < -1 for size in self.shape):
-            raise ConfigError(f"{type(self).__name__}: a dim is a size, or -1 for any: got shape {tuple(self.shape)}.")
+            raise ConfigError(f"{type(self).__name__}: dims must be sizes or -1 (any): got shape {tuple(self.shape)}.")
         self._device = torch.get_default_device() if device is None else as_device(device)
         self.dtype = dtype
 
     # -- what a domain defines -----------------------------------------------------------------------------------------
 
     _sample: Callable[[Size, torch.Generator | None, torch.device], Tensor]
-    """Draws values of any dtype. Not abstract: a `Bounded` becomes its subclass only once it is made."""
+    """Draws values of any dtype. Not abstract: a `Bounded` changes to its subclass in ``__init__``."""
 
     def _outside(self, value: Tensor) -> Tensor | None:
-        """bool, True where an entry of ``value`` is outside the domain; None: nowhere."""
+        """bool tensor, True where ``value`` is outside the domain; None if no value can be outside."""
         return None
 
     def _nearest(self, value: Tensor) -> Tensor:
-        """The nearest value of the domain, of the spec's dtype, for a value of any."""
+        """The nearest value in the domain, in the spec's dtype; ``value`` may have any dtype."""
         return cast(value, self.dtype)
 
     def _domain_text(self) -> str:
         return ""
 
     def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range | Tensor] | None:
-        """The values of each entry that ``field`` has, or of all alike; None: infinitely many."""
+        """The possible values of each entry of ``field(name)``, or one set for all entries; None if infinite."""
         return None
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -72,9 +72,9 @@ class LeafSpec(TensorSpec):
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Tensor:
         size = self._full_shape(shape)
-        if 0 in size:  # an emptied one-hot vector has no room for its choices
+        if 0 in size:  # a one-hot vector of size 0 cannot hold a choice
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        device = self.device if generator is None else generator.device  # a generator draws on its own device only
+        device = self.device if generator is None else generator.device  # a generator only works on its own device
         return self._sample(size, generator, device).to(self.device, self.dtype)
 
     def _filled(self, number: int, shape: Size) -> Tensor:
@@ -93,12 +93,12 @@ class LeafSpec(TensorSpec):
             yield Mismatch(key, "domain", f"declared {self._domain_text()}, got {bad} at {list(where)}")
 
     def project(self, value: Tensor) -> Tensor:
-        """The nearest value of the domain, entry by entry; ``value`` itself if it `is_in`.
+        """The nearest value in the domain, entry by entry; ``value`` itself if it `is_in`.
 
-        Raises  ShapeError for another shape, TypeError for another kind of value
+        Raises  ShapeError for a wrong trailing shape; TypeError unless ``value`` is a tensor
         """
         if not isinstance(value, Tensor):
-            raise TypeError(f"{type(self).__name__}.project: takes a tensor: got {type(value).__name__}.")
+            raise TypeError(f"{type(self).__name__}.project: value must be a tensor: got {type(value).__name__}.")
         if not fits(value.shape, self.shape):
             raise ShapeError(
                 f"{type(self).__name__}.project: the trailing shape must be the spec's: got {tuple(value.shape)}, "
@@ -109,7 +109,7 @@ class LeafSpec(TensorSpec):
         return self._nearest(value) if value.numel() else value.to(self.dtype)
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
-        """A number, list, array or tensor as a tensor of the spec's dtype and device.
+        """Converts a number, list, array or tensor to a tensor of the spec's dtype and device.
 
         Raises  ShapeError unless the trailing shape is the spec's, up to dims of size 1; DataError for a value outside
                 the domain, and for a fraction if the dtype is an integer
@@ -120,10 +120,10 @@ class LeafSpec(TensorSpec):
         if key is None:
             return self._encode(value)
         if key not in self._memo:
-            if len(self._memo) >= _MEMO_SIZE:  # values that do not come again must not fill the memory
+            if len(self._memo) >= _MEMO_SIZE:  # bounds the memory if values do not repeat
                 self._memo.clear()
             self._memo[key] = self._encode(value)
-        return self._memo[key].clone()  # the caller may write to what it gets
+        return self._memo[key].clone()  # the caller may modify the result
 
     def memoize_encode(self, mode: bool = True) -> None:
         self._memo = {} if mode else None
@@ -136,7 +136,7 @@ class LeafSpec(TensorSpec):
         if values is None:
             return math.inf
         counts = [each.stop - each.start if isinstance(each, range) else len(each) for each in values]
-        return math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))  # unexpanded: entries repeat
+        return math.prod(counts) ** (self.shape.numel() // max(len(counts), 1))  # unexpanded: each stands for several
 
     def _enumerate(self, use_mask: bool) -> Tensor:
         values = [torch.as_tensor(each) for each in self._entry_values(use_mask, self._expanded)]
@@ -148,15 +148,15 @@ class LeafSpec(TensorSpec):
 
     def _encode(self, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else torch.tensor(np.asarray(value))
-        tensor = given.to(self.device, self.dtype, copy=True)  # the caller may write to the value again
-        # Rounding to a float is expected, to an integer it would change the value: cast back and compare.
+        tensor = given.to(self.device, self.dtype, copy=True)  # the caller may modify ``value`` later
+        # Rounding to a float is expected. A cast to an integer must be exact, so the result is cast back and compared.
         exact = self.dtype.is_floating_point or self.dtype.is_complex or tensor.is_meta
         if not exact and not bool((tensor.to(given.dtype) == given.to(self.device)).all()):
             raise DataError(
-                f"{type(self).__name__}.encode: {self.dtype} holds whole numbers within its range only: got {value!r}."
+                f"{type(self).__name__}.encode: {self.dtype} only holds whole numbers within its range: got {value!r}."
             )
         if not fits(tensor.shape, self.shape):
-            # (4,) as (4, 1) is what was meant; (4, 3) as (3, 4) would mix up the entries.
+            # Reading (4,) as (4, 1) is safe; reading (4, 3) as (3, 4) would mix up the entries.
             if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
                 raise ShapeError(
                     f"{type(self).__name__}.encode: the trailing shape must be the spec's: got {tuple(tensor.shape)}, "
@@ -203,7 +203,7 @@ class LeafSpec(TensorSpec):
         return new
 
     def _field(self, value: Tensor, name: str, label: str) -> Tensor:
-        """``value`` as a field: on the spec's device, with all of its dims, size 1 if it does not vary.
+        """``value`` as a field: on the spec's device, with all dims, of size 1 where it does not vary.
 
         Raises  ShapeError unless it broadcasts to the spec's shape
         """
@@ -220,14 +220,14 @@ class LeafSpec(TensorSpec):
         return unexpanded(value.to(self.device).reshape((*sizes, *tail)), lead, type(self).__name__).clone()
 
     def _expanded(self, name: str) -> Tensor:
-        """A field at full shape, as a view: size 1 if the spec has any size."""
+        """A field expanded to the spec's shape, as a view; size 1 where the spec has -1."""
         field: Tensor = getattr(self, name)
         extra = self._fields[name]
         lead = self._full_shape(())[: len(self.shape) - self._kept]
         return field.expand((*lead, *field.shape[field.ndim - extra :]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles remember for themselves: what is encoded depends on shape, dtype and device.
+        # Copies and pickles start with an empty cache: encoded values depend on shape, dtype and device.
         state = dict(vars(self))
         if state.get("_memo") is not None:
             state["_memo"] = {}
@@ -238,7 +238,7 @@ class LeafSpec(TensorSpec):
         if same is not True:
             return same
         pairs = [(getattr(self, name), getattr(other, name)) for name in self._fields]
-        # The shapes are equal here, so that unexpanded fields broadcast to each other.
+        # The shapes are equal here, so unexpanded fields broadcast to each other.
         return all(a is b if a is None or b is None else bool((a == b).all()) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
@@ -255,7 +255,7 @@ class LeafSpec(TensorSpec):
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest value of another dtype: rounded for a whole-number dtype, and kept within its range."""
+    """``value`` in another dtype; for an integer dtype, rounded and clamped to its range."""
     if value.dtype == dtype:
         return value
     if value.is_complex() and not dtype.is_complex:
@@ -271,12 +271,12 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
         own = torch.iinfo(value.dtype)
         if limits.min <= own.min and own.max <= limits.max:
             return value.to(dtype)
-    over = value >= limits.max  # as a double the largest int64 is one too large, and would overflow in the cast
+    over = value >= limits.max  # as a double the largest int64 rounds up by one and would overflow in the cast
     return value.clamp(min=limits.min).masked_fill(over, 0).to(dtype).masked_fill(over, limits.max)
 
 
 def field_text(field: Tensor) -> str:
-    """A field in an error message or a repr: short, however large it is."""
+    """Short text of a field of any size, for error messages and reprs."""
     if field.is_meta or not field.numel():
         return "?"
     if field.numel() > 16:
@@ -285,7 +285,7 @@ def field_text(field: Tensor) -> str:
 
 
 def _memo_key(value: Any) -> Any:
-    # None if remembering would cost more than encoding again, or the value can change.
+    # None if a cache entry would cost more than encoding again, or if the value is mutable.
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     return (type(value), value) if isinstance(value, (bool, int, float, str, np.generic)) else None

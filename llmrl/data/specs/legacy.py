@@ -1,4 +1,4 @@
-"""Deprecated names of specs. Calling one warns and makes its successor; `isinstance` and subclassing work too."""
+"""Deprecated names of specs. Calling one warns and builds its successor; `isinstance` and subclassing also work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl.data.specs.stacked import Stacked, StackedComposite
 
 
 class _OldName(type(TensorSpec)):
-    """The class of the old names: calling one makes its successor, whose instances count as instances of the old name.
+    """Metaclass of the old names: calling one builds its successor, whose instances count as instances of the old name.
 
     A subclass of an old name is an ordinary class.
     """
@@ -30,7 +30,7 @@ class _OldName(type(TensorSpec)):
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         successor = vars(cls).get("_successor")
-        # not issubclass(): an abstract class asks all its subclasses, and this is one of them
+        # not issubclass(): ABCMeta checks all subclasses of the successor, and cls is one of them: endless recursion
         return super().__subclasscheck__(subclass) if successor is None else successor in subclass.__mro__
 
 
@@ -48,7 +48,7 @@ _SUCCESSORS: dict[str, type[TensorSpec]] = {
     "UnboundedContinuousTensorSpec": UnboundedContinuous,
     "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
 }
-__all__ = list(_SUCCESSORS)  # the names are in the table once
+__all__ = list(_SUCCESSORS)
 for _name, _class in _SUCCESSORS.items():
     _doc = f"Deprecated: `{_class.__name__}`."
     globals()[_name] = _OldName(_name, (_class,), {"__doc__": _doc, "__module__": __name__, "_successor": _class})

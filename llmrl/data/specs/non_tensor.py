@@ -1,4 +1,4 @@
-"""`NonTensor`: the spec of an entry that is not a tensor, such as a text: a shape and an example."""
+"""`NonTensor`: the spec of an entry that is not a tensor, such as a string."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from llmrl.errors import ConfigError
 
 
 class NonTensor(LeafSpec):
-    """Any Python object per entry, a container of the right batch size included; with ``example_data``, one of its
-    type, or None.
+    """Any Python object per entry, or a tensor collection of the right batch size. With ``example_data``, each entry
+    must be of its type, or None.
 
-    Returns (`rand`, `zero`, `one`) the example: as one NonTensorData of the asked shape (no cost per row); with
+    Returns (`rand`, `zero`, `one`) the example as one NonTensorData of the requested shape (no cost per row); with
             ``batched`` as a NonTensorStack whose rows share it; with ``feature_dims`` as a NonTensorStack over all dims
             but the last ``feature_dims``
 
@@ -39,8 +39,8 @@ class NonTensor(LeafSpec):
         super().__init__((1,) if shape is None else shape, device, dtype)
         if feature_dims is not None and (batched or not 0 <= feature_dims <= len(self.shape)):
             raise ConfigError(
-                f"NonTensor: feature_dims is a number of dims of the shape, and without batched: got {feature_dims}, "
-                f"shape {tuple(self.shape)}, batched={batched}."
+                f"NonTensor: feature_dims must be at most the number of dims, and needs batched=False: got "
+                f"{feature_dims}, shape {tuple(self.shape)}, batched={batched}."
             )
         self.example_data = example_data
         self.batched = batched
@@ -93,12 +93,12 @@ class NonTensor(LeafSpec):
 
     def _example(self, shape: Size) -> Any:
         features = self._feature_dims if self._feature_dims is not None else 0 if self.batched else len(shape)
-        if len(shape) > features:  # the very same row, many times: building each would cost per row
+        if len(shape) > features:  # repeats one row object: building every row would be slow
             return NonTensorStack(*[self._example(shape[1:])] * shape[0])
         return NonTensorData(self.example_data, batch_size=shape, device=self.device)
 
     def _rows(self, value: Any, shape: Size) -> Any:
-        if isinstance(value, list) and shape:  # deeper lists are entries
+        if isinstance(value, list) and shape:  # lists nested deeper than the spec has dims are entries
             return NonTensorStack(*[self._rows(row, shape[1:]) for row in value])
         return NonTensorData(value, batch_size=self._full_shape(())[len(self.shape) - len(shape) :])
 
@@ -110,7 +110,7 @@ class NonTensor(LeafSpec):
 
 
 def _entries(value: Any) -> list[Any]:
-    # By the structure of the stack: an entry may be a list itself.
+    # Follows the nesting of the stack, because an entry may itself be a list.
     if not isinstance(value, NonTensorStack):
         return [value.data]
     return [entry for row in value.tensordicts for entry in _entries(row)]

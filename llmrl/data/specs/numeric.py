@@ -1,7 +1,7 @@
-"""Numeric domains: `Bounded` between a low and a high, `Unbounded` over everything that the dtype holds, `Discrete`.
+"""Numeric domains: `Bounded` (low to high), `Unbounded` (any value of the dtype) and `Discrete` (0 to a count).
 
 A `Bounded` or `Unbounded` is an instance of its ``...Continuous`` or ``...Discrete`` subclass, chosen by the dtype or
-by ``domain``, as `pathlib.Path` picks its flavour.
+by ``domain``, just as `pathlib.Path` picks its subclass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Domain = Literal["continuous", "discrete"]
 
 
 class _Numeric(LeafSpec):
-    # The dtype says whether a domain is continuous, unless the caller does.
+    # The dtype determines whether the domain is continuous, unless the caller passes ``domain``.
 
     _domain: ClassVar[Domain | None] = None
 
@@ -39,8 +39,8 @@ class _Numeric(LeafSpec):
         return new
 
     def _settle(self, domain: Domain | None, dtype: torch.dtype | None) -> torch.dtype:
-        """Gives the spec its subclass. Returns the dtype, int64 for a discrete domain and float else if None is
-        given."""
+        """Sets the spec's subclass. Returns the dtype; None becomes int64 for a discrete domain, else the default
+        float dtype."""
         own, fixed = type(self).__name__, self._domain
         if domain not in (None, "continuous", "discrete") or (fixed and domain and fixed != domain):
             raise ConfigError(f"{own}: domain must be {fixed or 'continuous or discrete'}: got {domain!r}.")
@@ -49,19 +49,19 @@ class _Numeric(LeafSpec):
             dtype = torch.int64 if domain == "discrete" else torch.get_default_dtype()
         if domain is None:
             domain = "continuous" if dtype.is_floating_point or dtype.is_complex else "discrete"
-        if type(self) in _FLAVOURS:  # a subclass, also a user's, has its domain already
+        if type(self) in _FLAVOURS:  # subclasses, also those of users, keep their class
             self.__class__ = _flavour(self, domain)
         return dtype
 
 
 class Bounded(_Numeric):
-    """A box: ``low`` and ``high`` are numbers or tensors that broadcast to ``shape``; both belong to the domain.
+    """A box: ``low`` and ``high`` are numbers or tensors that broadcast to ``shape``; both are inclusive.
 
-    Raises  ConfigError if a low exceeds its high or ``domain`` is not a domain; ShapeError if bounds do not fit
+    Raises  ConfigError if a low exceeds its high or ``domain`` is unknown; ShapeError if bounds do not broadcast to
             ``shape``
 
-    Without ``shape`` it is the bounds' own; without ``dtype`` that of tensor bounds, else float (int64 if ``domain`` is
-    "discrete", whose bounds are rounded inwards).
+    ``shape`` defaults to that of the bounds; ``dtype`` to that of tensor bounds, else float (int64 if ``domain`` is
+    "discrete"). The bounds of a discrete domain are rounded inwards.
 
     >>> spec = Bounded(-1, 1, shape=(2,))
     >>> type(spec).__name__, spec.project(torch.tensor([0.5, 3.0]))
@@ -85,11 +85,11 @@ class Bounded(_Numeric):
         dtype = self._settle(domain, dtype)
         low, high = (b if isinstance(b, Tensor) else torch.tensor(np.asarray(b)) for b in (low, high))
         if self.domain == "discrete":
-            low, high = low.ceil(), high.floor()  # inwards: rounding outwards would allow what the caller excludes
+            low, high = low.ceil(), high.floor()  # inwards: rounding outwards would allow excluded values
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)
-        if not bool((low <= high.to(low.device)).all()):  # even if one of them is NaN
+        if not bool((low <= high.to(low.device)).all()):  # also catches NaN
             raise ConfigError(
                 f"{type(self).__name__}: low must not exceed high: got low={low.tolist()}, high={high.tolist()}."
             )
@@ -97,12 +97,12 @@ class Bounded(_Numeric):
 
     @property
     def low(self) -> Tensor:
-        """The lower bound at the spec's shape: a view, size 1 if the spec has any size."""
+        """The lower bound expanded to the spec's shape, as a view; size 1 where the spec has -1."""
         return self._expanded("_low")
 
     @property
     def high(self) -> Tensor:
-        """The upper bound at the spec's shape: a view, size 1 if the spec has any size."""
+        """The upper bound expanded to the spec's shape, as a view; size 1 where the spec has -1."""
         return self._expanded("_high")
 
     def _entry_values(self, use_mask: bool, field: Callable[[str], Tensor]) -> Sequence[range] | None:
@@ -117,7 +117,7 @@ class Bounded(_Numeric):
         held = bound.to(self.dtype)
         if not self.dtype.is_floating_point and not bool((held.to(bound.dtype) == bound).all()):
             raise ConfigError(
-                f"{type(self).__name__}: {name} must be a number that {self.dtype} holds: got {bound.tolist()}."
+                f"{type(self).__name__}: {name} must be a number that {self.dtype} can hold: got {bound.tolist()}."
             )
         return self._field(held, f"_{name}", name)
 
@@ -137,7 +137,7 @@ class Bounded(_Numeric):
 
 
 class BoundedContinuous(Bounded):
-    """A `Bounded` whose values are uniform between the bounds; an infinite bound is approached by a normal tail."""
+    """A `Bounded` sampled uniformly between its bounds, with a normal tail towards an infinite bound."""
 
     _domain = "continuous"
 
@@ -151,7 +151,7 @@ class BoundedContinuous(Bounded):
             value = torch.where(low.isfinite() & high.isinf(), low + tail.abs(), value)
             value = torch.where(low.isinf() & high.isfinite(), high - tail.abs(), value)
             value = torch.where(low.isinf() & high.isinf(), tail, value)
-        return torch.minimum(torch.maximum(value, low), high)  # rounding can go past a bound
+        return torch.minimum(torch.maximum(value, low), high)  # rounding can exceed a bound
 
 
 class BoundedDiscrete(Bounded):
@@ -165,9 +165,9 @@ class BoundedDiscrete(Bounded):
 
     def _sample(self, shape: Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
         low, high = self._low.to(device, torch.int64), self._high.to(device, torch.int64)
-        width = high - low + 1  # wraps to 0 or below if more than 2**63 numbers are in the domain
+        width = high - low + 1  # wraps to 0 or below if the domain has 2**63 numbers or more
         drawn = torch.empty(shape, dtype=torch.int64, device=device)
-        # The remainder of a number below 2**63: each entry has a range of its own, which torch.randint cannot take.
+        # The remainder of a number below 2**63, because torch.randint does not accept a range per entry.
         value = low + drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % width.clamp(min=1)
         if bool((width <= 0).any()):
             anything = drawn.random_(torch.iinfo(torch.int64).min, None, generator=generator)
@@ -223,11 +223,11 @@ def _flavour(spec: _Numeric, domain: str) -> type:
 
 
 class Discrete(LeafSpec):
-    """The domain behind `Categorical`, `MultiCategorical` and `Binary`; one-hot vectors are another way to write it.
+    """The domain behind `Categorical`, `MultiCategorical` and `Binary`; one-hot specs encode it as vectors.
 
-    Whole numbers from 0 to a count: ``_width`` for all entries, or at most that in ``_counts`` (int64, a field).
-    ``_mask`` (bool, a field with one dim more, of size ``_width``) is True where a number is allowed, and then has the
-    counts in it too."""
+    Whole numbers from 0 to below a count: ``_width`` for all entries, or the field ``_counts`` (int64, at most
+    ``_width``). The field ``_mask`` (bool, with an extra last dim of size ``_width``) is True where a number is
+    allowed, and False beyond the counts."""
 
     _fields: ClassVar[dict[str, int]] = {"_counts": 0, "_mask": 1}
 
@@ -248,7 +248,7 @@ class Discrete(LeafSpec):
         number = drawn.random_(0, torch.iinfo(torch.int64).max, generator=generator) % counts
         if self._mask is None:
             return number
-        # The numbers that the mask allows, in order, then the others: the k-th allowed one is entry k.
+        # Sorts the numbers that the mask allows to the front, in order, so that entry k is the k-th allowed number.
         return _take((~self._mask.to(device)).to(torch.uint8).argsort(dim=-1, stable=True), number)
 
     def _outside(self, value: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Discrete(LeafSpec):
         if value.is_floating_point():
             outside |= value != value.round()
         if self._mask is not None:
-            safe = torch.where(outside, torch.zeros_like(number), number).long()  # the mask has no place for the others
+            safe = torch.where(outside, torch.zeros_like(number), number).long()  # the mask has no other entries
             outside |= ~_take(self._mask.to(value.device), safe)
         return outside
 
@@ -286,7 +286,7 @@ class Discrete(LeafSpec):
 
 
 class Binary(Discrete):
-    """A vector of zeros and ones. Made from its length ``n``, or from a ``shape`` that ends with it.
+    """A vector of zeros and ones, given by its length ``n`` or by a ``shape`` that ends with it.
 
     >>> spec = Binary(4)
     >>> spec.shape, spec.project(torch.tensor([0.2, 0.9, 7.0, -1.0]))
@@ -314,11 +314,11 @@ def _take(table: Tensor, number: Tensor) -> Tensor:
 
 
 def _nearest_allowed(mask: Tensor) -> Tensor:
-    # For every number the allowed one that is nearest to it, the lower if two are as near.
+    # For every number the nearest allowed one; the lower one if two are equally near.
     width = mask.shape[-1]
     numbers = torch.arange(width, device=mask.device)
-    # The last allowed number at or before each one, and the first at or after it; without one, a number farther off
-    # than every real distance.
+    # The last allowed number at or before each one, and the first at or after it; if there is none, a number
+    # farther away than any allowed one can be.
     below = torch.where(mask, numbers, -2 * width).cummax(-1).values
     above = torch.where(mask, numbers, 3 * width).flip(-1).cummin(-1).values.flip(-1)
     return torch.where(numbers - below <= above - numbers, below, above)

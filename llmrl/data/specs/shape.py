@@ -1,14 +1,13 @@
-"""Shape algebra for specs: each shape operation is written once, for a spec, its bounds and its mask.
+"""Shape algebra for specs: each shape operation is written once and serves a spec, its bounds and its mask.
 
-A `ShapeOp` is a tensor operation on the leading dims of whatever it is applied to; dims after those (a nested leaf's
-own dims, the ``n`` of a mask) stay as they are. A spec finds its new shape by applying the operation to a meta tensor,
-then applies it to the tensors that describe its domain, which are stored *unexpanded*: size 1 in every dim along which
-they do not vary.
+A `ShapeOp` is a tensor operation on leading dims; later dims (a nested leaf's own dims, the ``n`` of a mask) do not
+change. A spec applies the operation to a meta tensor to find its new shape, then to the tensors that describe its
+domain. These are stored *unexpanded*: with size 1 in every dim along which they do not vary.
 
-The last ``kept`` dims of a spec may belong to its domain, such as the entries of a one-hot vector: arguments count
-them, as for the values, and may not touch them.
+The last ``kept`` dims of a spec may belong to its domain, such as the entries of a one-hot vector. Dim arguments count
+them, as they do for values, but must not address them.
 
-A dim of -1 ("any size") is measured with a stand-in prime, so that what it is merged into comes out as -1 too.
+A prime stands in for a dim of -1 ("any size"), so that a dim into which it is merged becomes -1 as well.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _STAND_INS = (7919, 7927, 7933, 7937)
 
 @dataclass(frozen=True)
 class ShapeOp:
-    """``apply(tensor of shape lead + tail, tail)`` acts on ``lead``; ``text`` says what it does, for errors. The new
-    dim ``any_dim`` is then of any size."""
+    """``apply(tensor of shape lead + tail, tail)`` acts on ``lead``; ``text`` describes it in errors. In the
+    result, dim ``any_dim`` gets size -1."""
 
     text: str
     apply: Callable[[Any, Size], Any]
@@ -39,7 +38,7 @@ class ShapeOp:
     error: type[ShapeError] = ShapeError
 
     def on_shape(self, lead: Size, owner: str) -> tuple[Size, Size]:
-        """Returns the new shape, and ``lead`` with the stand-in for -1.
+        """Returns the new shape, and ``lead`` with the stand-in in place of -1.
 
         Raises  ShapeError, naming ``owner``, if the operation does not fit
         """
@@ -47,7 +46,7 @@ class ShapeOp:
         stand_in = next(prime for prime in _STAND_INS if all(size <= 0 or size % prime for size in lead))
         measured = Size(stand_in if size == -1 else size for size in lead)
         try:
-            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)  # no memory, torch's own rules
+            sizes = list(self.apply(torch.empty(measured, device="meta"), Size()).shape)  # meta: no memory
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise self.error(f"{owner}: cannot {self.text} a spec of shape {tuple(lead)}: {error}") from error
         if stand_in in measured:
@@ -57,7 +56,7 @@ class ShapeOp:
         return Size(sizes), measured
 
     def on_field(self, field: Tensor, lead: Size, measured: Size, owner: str) -> Tensor:
-        """The operation on an unexpanded tensor whose first ``len(measured)`` dims are those of the spec.
+        """Applies the operation to an unexpanded tensor whose first ``len(measured)`` dims are those of the spec.
 
         ``lead`` is the new shape of those dims. The result is unexpanded again.
         """
@@ -66,7 +65,7 @@ class ShapeOp:
 
 
 def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
-    """``field`` with size 1 in each of its first dims along which it is a broadcast, or which are -1 in ``lead``."""
+    """``field`` with size 1 in each leading dim along which it is a broadcast, or that is -1 in ``lead``."""
     for dim, size in enumerate(lead):
         if field.shape[dim] <= 1:
             continue
@@ -80,23 +79,22 @@ def unexpanded(field: Tensor, lead: Size, owner: str) -> Tensor:
 
 
 def as_size(shape: Shape) -> Size:
-    """The size in ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None has no dims."""
+    """Size from ``3``, ``(2, 3)`` or ``torch.Size([2, 3])``; None means no dims."""
     return Size(() if shape is None else (shape,) if isinstance(shape, int) else shape)
 
 
 def of_arguments(shape: Sequence[Any]) -> Size:
-    """The size in ``(2, 3)`` or ``((2, 3),)``: shape operations take either spelling."""
+    """Size from ``(2, 3)`` or ``((2, 3),)``: shape operations accept both."""
     return as_size(shape[0] if len(shape) == 1 else shape)
 
 
 def resize(shape: Size, kept: int, method: str, sizes: Size) -> ShapeOp:
-    """``expand`` or ``reshape``, by name; dims that belong to the domain are repeated or -1 in ``sizes``."""
+    """``method`` is "expand" or "reshape"; ``sizes`` ends with the dims of the domain, unchanged or -1."""
     own, asked = shape[len(shape) - kept :], sizes[max(0, len(sizes) - kept) :]
     text = f"{method} to {tuple(sizes)}"
     if len(asked) < kept or any(size not in (-1, mine) for size, mine in zip(asked, own, strict=True)):
         raise ShapeError(
-            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and stays as it "
-            "is."
+            f"spec: cannot {text} a spec of shape {tuple(shape)}: its last dim belongs to its domain and cannot change."
         )
     lead = sizes[: len(sizes) - kept]
     return ShapeOp(text, lambda t, tail: getattr(t, method)((*lead, *tail)))
@@ -130,7 +128,7 @@ def unsqueeze(shape: Size, kept: int, dim: int) -> ShapeOp:
 
 
 def repeat(shape: Size, kept: int, dim: int, size: int) -> ShapeOp:
-    """A new dim of ``size`` at ``dim``, as `torch.stack` makes of equal tensors."""
+    """Inserts a dim of ``size`` at ``dim``, as `torch.stack` does for equal tensors."""
     at = lead_dim(dim, Size((*shape, 1)), kept, text := f"stack along dim {dim}")
     return ShapeOp(text, lambda t, tail: t.unsqueeze(at).expand((*t.shape[:at], size, *t.shape[at:])))
 
@@ -141,41 +139,41 @@ def select(dim: int, position: int) -> ShapeOp:
 
 
 def empty(dim: int) -> ShapeOp:
-    """Size 0 in every dim from ``dim`` on."""
+    """Sets size 0 in every dim from ``dim`` on."""
     before = (slice(None),) * dim
-    return ShapeOp(f"empty dims {dim} on of", lambda t, tail: t[(*before, *(slice(0),) * (t.ndim - dim - len(tail)))])
+    return ShapeOp(f"empty dims >= {dim} of", lambda t, tail: t[(*before, *(slice(0),) * (t.ndim - dim - len(tail)))])
 
 
 def any_size(shape: Size, kept: int, dim: int) -> ShapeOp:
-    """Makes a dim -1."""
-    text = f"forget the size of dim {dim} of"
+    """Sets the size of ``dim`` to -1."""
+    text = f"set dim {dim} to -1 in"
     return ShapeOp(text, lambda t, tail: t, lead_dim(dim, shape, kept, text))
 
 
 def index(shape: Size, kept: int, item: Any) -> ShapeOp:
-    """``spec[item]`` with everything a tensor can be indexed with; an Ellipsis stands for dims of ``shape`` only."""
+    """``spec[item]`` for any index that tensors accept; an Ellipsis covers dims of ``shape`` only."""
     full = full_index(shape, item)
     if any(not isinstance(part, slice) or part != slice(None) for part in full[len(full) - kept :]):
         raise SpecIndexError(
             f"spec: cannot index with {item!r} a spec of shape {tuple(shape)}: its last dim belongs to its domain and "
-            "stays whole."
+            "cannot be indexed."
         )
     lead = full[: len(full) - kept]
     return ShapeOp(f"index with {item!r}", lambda t, tail: t[lead], error=SpecIndexError)
 
 
 def lead_dim(dim: int, shape: Size, kept: int, text: str) -> int:
-    """``dim`` counted from the front. Raises ShapeError if ``shape`` has no such dim, or its domain keeps it."""
+    """``dim`` counted from 0. Raises ShapeError for a dim that is absent or belongs to the domain."""
     ndim = len(shape)
     if not -ndim <= dim < ndim:
-        raise SpecIndexError(f"spec: cannot {text} a spec with {ndim} dims to choose from.")
+        raise SpecIndexError(f"spec: cannot {text} a spec with {ndim} possible dims.")
     if dim % ndim >= ndim - kept:
-        raise ShapeError(f"spec: cannot {text} a spec whose last dim belongs to its domain: it stays where it is.")
+        raise ShapeError(f"spec: cannot {text} a spec whose last dim belongs to its domain: that dim cannot change.")
     return dim % ndim
 
 
 def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
-    """``item`` with a part for every dim of ``shape``: without Ellipsis, and with masks as the positions they pick."""
+    """``item`` with one part per dim of ``shape``: Ellipsis expanded, masks replaced by the positions they select."""
     items = [_as_index(part) for part in (item if isinstance(item, tuple) else (item,))]
     wanted = sum(_dims_used(part) for part in items)
     if wanted > len(shape):
@@ -183,7 +181,7 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
     missing = [slice(None)] * (len(shape) - wanted)
     holes = [position for position, part in enumerate(items) if part is Ellipsis]
     if len(holes) > 1:
-        raise SpecIndexError("spec: an index can hold one Ellipsis at most.")
+        raise SpecIndexError("spec: an index can hold at most one Ellipsis.")
     at = holes[0] if holes else len(items)
     items[at : at + len(holes)] = missing  # in place of the Ellipsis, or at the end without one
     full: list[Any] = []
@@ -193,14 +191,14 @@ def full_index(shape: Size, item: Any) -> tuple[Any, ...]:
         if isinstance(part, Tensor) and part.dtype == torch.bool:
             if part.shape != shape[dim : dim + used]:
                 raise SpecIndexError(
-                    f"spec: a mask index must have the shape of what it masks: got {tuple(part.shape)}, expected "
+                    f"spec: a mask index must have the shape of the dims it masks: got {tuple(part.shape)}, expected "
                     f"{tuple(shape[dim : dim + used])}."
                 )
             full.extend(part.nonzero(as_tuple=True))  # a meta tensor cannot be masked
         elif isinstance(part, Tensor) and bool(((part >= (size := shape[dim])) | (part < -size)).any()) and size >= 0:
             raise SpecIndexError(f"spec: an index must be below the size of its dim: got {part.tolist()}, size {size}.")
         elif isinstance(part, slice) and shape[dim] == -1:
-            full.append(slice(None))  # a slice of any size is of any size
+            full.append(slice(None))  # a slice of a dim of any size also has any size
         else:
             full.append(part)
         dim += used

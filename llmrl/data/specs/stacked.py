@@ -1,8 +1,8 @@
 """`torch.stack` of specs: one dense spec if they are equal, else a stack that keeps its members.
 
-`Stacked` holds leaves, `StackedComposite` composites; what they share is in `_Stack`. The functions at the end find
-stacks in a whole tree of specs, compare the keys of their members, and complete them. A shape operation finds out which
-member each row of the result comes from by acting on the members' numbers, as it would on a bound or a mask.
+`Stacked` holds leaves, `StackedComposite` composites; `_Stack` is their common base. The functions at the end find
+stacks in a tree of specs, compare the keys of their members and add missing ones. A shape operation is also applied to
+the members' indices, as to a bound or a mask, which shows the member that each row of the result comes from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     """
     specs = tuple(specs)
     if not specs:
-        raise RuntimeError("stack: needs at least one spec.")  # RuntimeError, as of torch.stack
+        raise RuntimeError("stack: needs at least one spec.")  # RuntimeError, like torch.stack
     first = specs[0]
     if all(spec is first or spec == first for spec in specs[1:]):
         return first._reshaped(repeat, dim, len(specs))
@@ -46,7 +46,7 @@ TORCH_FUNCTIONS[torch.stack] = stack
 
 
 class _Stack(TensorSpec):
-    # `members` are the specs along dim `stack_dim`; a dim in which they differ is -1.
+    # `members` are the specs along dim `stack_dim`; a dim whose size differs between them is -1.
 
     members: tuple[Any, ...]
     stack_dim: int
@@ -71,7 +71,7 @@ class _Stack(TensorSpec):
 
     @property
     def shape(self) -> Size:  # type: ignore[override]
-        """The members' shape, -1 where they differ, with their number at ``stack_dim``."""
+        """The members' shape, -1 where they differ, with the number of members inserted at ``stack_dim``."""
         sizes = [
             first if all(size == first for size in rest) else -1
             for first, *rest in zip(*(spec.shape for spec in self.members), strict=True)
@@ -99,7 +99,7 @@ class _Stack(TensorSpec):
         """The stack of one value per member."""
 
     def _split(self, value: Any) -> Sequence[Any]:
-        """One value per member; `_join`, undone."""
+        """One value per member; the inverse of `_join`."""
         return value.unbind(self.stack_dim - len(self.shape))
 
     def _rand(self, shape: Size, generator: torch.Generator | None) -> Any:
@@ -110,7 +110,7 @@ class _Stack(TensorSpec):
 
     @abc.abstractmethod
     def _refusal(self, value: Any) -> str | None:
-        """The reason that ``value`` cannot be split into one value per member, or None."""
+        """The reason why ``value`` cannot be split into one value per member, or None."""
 
     def mismatches(self, value: Any, key: tuple[str, ...] = ()) -> Iterator[Mismatch]:
         if (text := self._refusal(value)) is not None:
@@ -130,17 +130,17 @@ class _Stack(TensorSpec):
         return self._join(projected, projected[0].ndim - self.members[0].ndim)
 
     def encode(self, value: Sequence[Any], *, ignore_device: bool = False) -> Any:
-        """One value per member, in a list or in any array that has them along its first dim."""
+        """Encodes one value per member, given as a list or along the first dim of an array."""
         if len(value) != len(self.members):
             raise ShapeError(
-                f"{type(self).__name__}.encode: takes one value per member: got {len(value)}, expected "
+                f"{type(self).__name__}.encode: needs one value per member: got {len(value)}, expected "
                 f"{len(self.members)}."
             )
         pairs = zip(self.members, value, strict=True)
         return self._join([spec.encode(part, ignore_device=ignore_device) for spec, part in pairs], 0)
 
     def _to_numpy(self, value: Any) -> list[Any]:
-        """One array per member: they may differ in shape."""
+        """One array per member, because their shapes may differ."""
         return [spec.to_numpy(part) for spec, part in zip(self.members, self._split(value), strict=True)]
 
     def _enumerate(self, use_mask: bool) -> Any:
@@ -151,18 +151,18 @@ class _Stack(TensorSpec):
     # -- shapes and copies ---------------------------------------------------------------------------------------------
 
     def _shaped(self, op: ShapeOp, ndim: int) -> Any:
-        if self.stack_dim >= ndim:  # the operation does not reach the stack's dim
+        if self.stack_dim >= ndim:  # the operation does not affect the stack dim
             members = [spec._shaped(op, ndim) for spec in self.members]
             return stack(members, self.stack_dim + members[0].ndim - self.members[0].ndim)
-        # 1. The members' numbers, as a field that varies along the stack's dim, go through the operation.
+        # 1. Apply the operation to the members' indices, as a field that varies along the stack dim.
         lead, measured = op.on_shape(self.shape[:ndim], type(self).__name__)
         numbers = torch.arange(len(self.members)).view([-1 if d == self.stack_dim else 1 for d in range(ndim)])
         numbers = op.on_field(numbers, lead, measured, type(self).__name__)
-        # 2. Each member that is left, repeated along the stack's dim, goes through it too: the result if it were alone.
+        # 2. Apply it to each remaining member, repeated along the stack dim: the result if all members were that one.
         widen = repeat(self.shape[: ndim - 1], 0, self.stack_dim, len(self.members))
-        needed = set(numbers.flatten().tolist()) or {0}  # an empty result still has a type
+        needed = set(numbers.flatten().tolist()) or {0}  # an empty result still needs a type
         whole = {n: self.members[n]._shaped(widen, ndim - 1)._shaped(op, ndim) for n in needed}
-        # 3. The rows are put together along the dims in which their member changes.
+        # 3. Assemble the rows along the dims in which the member changes.
         varying = [
             dim
             for dim, size in enumerate(numbers.shape)
@@ -171,14 +171,14 @@ class _Stack(TensorSpec):
         return _arranged(numbers, whole, varying)
 
     def _emptied(self, ndim: int) -> Any:
-        at = ndim if self.stack_dim >= ndim else ndim - 1  # the members lack the stack's dim
+        at = ndim if self.stack_dim >= ndim else ndim - 1  # the members lack the stack dim
         return stack([spec._emptied(at) for spec in self.members], self.stack_dim)
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         return self.members if dim in (self.stack_dim, self.stack_dim - self.ndim) else super().unbind(dim)
 
     def __getitem__(self, item: Any) -> Any:
-        # A number in the stack's dim alone gives the member itself, not a copy.
+        # An integer index in the stack dim alone returns the member itself, not a copy.
         full = full_index(self.shape, item)
         picked = full[self.stack_dim] if len(full) == self.ndim else None
         inside = isinstance(picked, int) and -len(self.members) <= picked < len(self.members)
@@ -200,7 +200,7 @@ class _Stack(TensorSpec):
 
 
 def _arranged(numbers: Tensor, specs: Mapping[int, Any], dims: Sequence[int]) -> Any:
-    # The spec whose row i, along the dims in which ``numbers`` varies, is that row of the spec that numbers[i] counts.
+    # The spec whose row i, along the dims in which ``numbers`` varies, is row i of specs[numbers[i]].
     if not dims:
         return specs[int(numbers.flatten()[0])] if numbers.numel() else next(iter(specs.values()))
     dim, *below = dims
@@ -227,8 +227,8 @@ def _kind(spec: TensorSpec) -> type[_Stack]:
 class Stacked(_Stack):
     """Leaf specs along a dim in which they differ. Made by `torch.stack`.
 
-    Its values are tensors: if shapes differ nested ones (jagged), which exist for a stack of the first dim, without
-    extra leading dims, whose members differ in one dim.
+    Its values are tensors. If the members' shapes differ, they are nested (jagged), which requires a stack along the
+    first dim, no extra leading dims, and members that differ in one dim.
 
     >>> from llmrl.data.specs import Bounded
     >>> spec = torch.stack([Bounded(0, 1, (2,)), Bounded(5, 6, (2,))])
@@ -244,13 +244,13 @@ class Stacked(_Stack):
     def _join(self, values: Sequence[Tensor], dim: int) -> Tensor:
         if all(value.shape == values[0].shape for value in values):
             return torch.stack(list(values), self.stack_dim + dim)
-        try:  # torch's jagged layout is ragged in one dim, directly after the first
+        try:  # torch's jagged layout is ragged in one dim only, right after the first
             if self.stack_dim + dim:
                 raise ValueError("the stack is not the first dim")
             return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
         except (ValueError, RuntimeError) as error:
             raise ShapeError(
-                f"Stacked: values of the shapes {[tuple(value.shape) for value in values]} make no tensor along dim "
+                f"Stacked: values of shapes {[tuple(value.shape) for value in values]} do not form a tensor along dim "
                 f"{self.stack_dim + dim} ({error}); use the members one by one, or composites."
             ) from error
 
@@ -270,8 +270,8 @@ class Stacked(_Stack):
 class StackedComposite(_Stack, Composite):
     """Composites along a dim in which they differ. Made by `torch.stack`.
 
-    Its keys are those that all members have, and reading or writing one acts on all of them: what is written is unbound
-    along the stack's dim. The others are in the members. Its values are lazy stacks.
+    Its keys are those that all members have; other keys are only in the members. Reading or writing an entry acts on
+    all members: a written spec is unbound along the stack dim. Its values are lazy stacks.
 
     >>> from llmrl.data.specs import Bounded
     >>> spec = torch.stack([Composite(x=Bounded(0, 1), y=Bounded(0, 1)), Composite(x=Bounded(5, 6))])
@@ -298,7 +298,7 @@ class StackedComposite(_Stack, Composite):
         return [*names[: self.stack_dim], None, *names[self.stack_dim :]]
 
     def _to_resize(self, shape: Size) -> list[Composite]:
-        assert_begins("stack", self, shape)  # its shape is that of its members
+        assert_begins("stack", self, shape)  # its shape is fixed by its members
         return []
 
     @names.setter
@@ -311,7 +311,7 @@ class StackedComposite(_Stack, Composite):
             spec._set_names([*names[: self.stack_dim], *names[self.stack_dim + 1 :]])
 
     def refine_names(self, *names: Any) -> Self:
-        raise ConfigError("StackedComposite.refine_names: the dims get their names from the members; name theirs.")
+        raise ConfigError("StackedComposite.refine_names: names come from the members; set names on the members.")
 
     def _entry(self, name: str) -> Any:
         found = [spec._entry(name) for spec in self.members]
@@ -319,7 +319,7 @@ class StackedComposite(_Stack, Composite):
             if any(entry is nothing for entry in found):
                 return nothing
         if isinstance(found[0], Composite):
-            return StackedComposite(*found, dim=self.stack_dim)  # never dense: what is written to it is written here
+            return StackedComposite(*found, dim=self.stack_dim)  # never dense, so that writes to it reach the members
         return stack(found, self.stack_dim)
 
     def _entry_names(self) -> Sequence[str]:
@@ -339,14 +339,14 @@ class StackedComposite(_Stack, Composite):
             parts = spec.unbind(self.stack_dim)
         elif spec is not None:
             raise TypeError(f"StackedComposite: {key!r} must be a spec or None: got {type(spec).__name__}.")
-        written = [member.clone() for member in self.members]  # all of them or none
+        written = [member.clone() for member in self.members]  # tried on copies: all members are written, or none
         for member, part in zip(written, parts, strict=True):
             member[key] = part
         for member, part in zip(self.members, parts, strict=True):
             member[key] = part
 
     def _drop(self, path: Sequence[str]) -> bool:
-        # From every member that has it: an entry of some of them is not the stack's, but it can be deleted.
+        # Removes the entry from every member that has it, also if only some do and it is not a key of the stack.
         for spec in (self, *self.members):
             spec._assert_unlocked()
         return any([spec._drop(path) for spec in self.members])
@@ -371,7 +371,7 @@ class StackedComposite(_Stack, Composite):
         return self.empty()
 
     def _join(self, values: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-        if any(value.device != values[0].device for value in values):  # a lazy stack needs one for all, or none
+        if any(value.device != values[0].device for value in values):  # a lazy stack has one device or none
             values = [value.copy().clear_device_() for value in values]
         return lazy_stack(list(values), self.stack_dim + dim)
 
@@ -387,14 +387,14 @@ class StackedComposite(_Stack, Composite):
 
 
 def contains_lazy_spec(spec: TensorSpec) -> bool:
-    """True if there is a `Stacked` or `StackedComposite` in ``spec``, however deep."""
+    """True if ``spec`` is or contains, at any depth, a `Stacked` or `StackedComposite`."""
     if isinstance(spec, (Stacked, StackedComposite)):
         return True
     return isinstance(spec, Composite) and any(contains_lazy_spec(child) for child in spec.values())
 
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
-    """True if the members of every stack in ``spec`` have the same keys; without ``recurse``, those of ``spec`` itself.
+    """True if the members of every stack in ``spec`` have the same keys; ``recurse=False`` checks only ``spec`` itself.
 
     >>> from llmrl.data.specs import Unbounded
     >>> spec = torch.stack([Composite(x=Unbounded(), y=Unbounded()), Composite(x=Unbounded())])
@@ -414,12 +414,12 @@ def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
 def consolidate_spec(
     spec: Composite, recurse_through_entries: bool = True, recurse_through_stack: bool = True
 ) -> Composite:
-    """A copy in which the members of a `StackedComposite` have every key that one of them has.
+    """A copy in which the members of a `StackedComposite` have every key that any of them has.
 
-    A key that was absent gets a spec of the same type as elsewhere, with size 0 in the dims beyond the member's own
-    (if it has none, the very spec); a `Composite` comes without entries, to be filled in the same way.
+    A missing key gets a spec of the same type as in another member, with size 0 in the dims after the member's own
+    (without such dims, an equal spec); a `Composite` is added without entries and then filled in the same way.
 
-    ``recurse_through_entries`` goes on in nested composites, ``recurse_through_stack`` in the members of stacks.
+    ``recurse_through_entries`` continues in nested composites, ``recurse_through_stack`` in the members of stacks.
 
     >>> from llmrl.data.specs import Unbounded
     >>> spec = torch.stack([Composite(x=Unbounded((3,))), Composite()])
@@ -428,7 +428,7 @@ def consolidate_spec(
     """
     spec = spec.clone()
     if isinstance(spec, StackedComposite):
-        if recurse_through_stack:  # inside out: stacks within a member first
+        if recurse_through_stack:  # stacks within a member first
             members = [consolidate_spec(member, recurse_through_entries) for member in spec.members]
             spec = StackedComposite(*members, dim=spec.stack_dim)
         _complete(spec, recurse_through_entries)
@@ -440,7 +440,7 @@ def consolidate_spec(
 
 
 def _complete(spec: StackedComposite, recurse: bool) -> None:
-    names = dict.fromkeys(name for member in spec.members for name in member.keys())  # a set that keeps the order
+    names = dict.fromkeys(name for member in spec.members for name in member.keys())  # an ordered set
     for name in names:
         known = next(member[name] for member in spec.members if name in member)
         for member in spec.members:

@@ -108,7 +108,7 @@ def test_names_of_dims_follow_them_and_are_those_of_the_values():
     assert (spec.expand(3, 2, 1).names, spec.squeeze().names) == ([None, "env", "time"], ["env"])
     assert (spec[0].names, spec.clone().names) == (["time"], ["env", "time"])
     assert spec == Composite(x=Unbounded((2, 1, 4)), shape=(2, 1))
-    for wrong, match in ((("env",), "one name per dim"), (("agent", "time"), "keeps its name")):
+    for wrong, match in ((("env",), "one name per dim"), (("agent", "time"), "cannot be renamed")):
         with pytest.raises(ConfigError, match=match):
             spec.refine_names(*wrong)
     assert spec.names == ["env", "time"]

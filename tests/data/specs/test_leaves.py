@@ -289,7 +289,7 @@ test_impossible_domains_are_refused = refusals(
     (ShapeError, "last dim of mask must be .* 2", lambda: Categorical(2, mask=torch.ones(3, dtype=torch.bool))),
     (ConfigError, "at least one choice", lambda: Categorical(2, mask=torch.zeros(2, dtype=torch.bool))),
     (ConfigError, "mask must be bool", lambda: Categorical(2, mask=torch.ones(2))),
-    (ConfigError, "a dim is a size", lambda: Unbounded(shape=(-2,))),
+    (ConfigError, "dims must be sizes", lambda: Unbounded(shape=(-2,))),
     (ConfigError, "high .*torch.int8", lambda: Bounded(0, 255, dtype=torch.int8)),
     (ConfigError, "high .*torch.int64", lambda: Bounded(0, math.inf, dtype=torch.int64)),
     (ConfigError, "low must not exceed high", lambda: Bounded(0.5, 0.7, dtype=torch.int64)),

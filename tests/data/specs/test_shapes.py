@@ -233,7 +233,7 @@ def test_every_class_takes_a_dim_of_any_size(name):
         (lambda spec: spec[0, 0, 0], "cannot have more dims than the spec"),
         (lambda spec: spec[5], "cannot index with 5"),
         (lambda spec: spec[[0, 5]], "below the size of its dim: got"),
-        (lambda spec: spec[torch.ones(3, dtype=torch.bool)], "must have the shape of what it masks"),
+        (lambda spec: spec[torch.ones(3, dtype=torch.bool)], "must have the shape of the dims it masks"),
         (lambda spec: spec[..., 0, ...], "one Ellipsis"),
         (lambda spec: spec[True], "cannot hold True"),
     ],

@@ -94,7 +94,7 @@ def test_a_stack_of_other_shapes_has_nested_values():
     assert spec.encode(spec.to_numpy(value)).unbind()[1].equal(value.unbind()[1])
     assert not spec.is_in(torch.zeros(2, 3))
     assert not spec.is_in(torch.nested.as_nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged))
-    with pytest.raises(ShapeError, match="make no tensor along dim 1"):
+    with pytest.raises(ShapeError, match="do not form a tensor along dim 1"):
         spec.rand((4,))
     assert (spec.unsqueeze(1).shape, spec[1].low.tolist()) == ((2, 1, -1), [5, 5, 5])
     with pytest.raises(ShapeError, match="has any size"):
