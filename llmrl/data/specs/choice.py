@@ -31,7 +31,8 @@ class Choice(TensorSpec):
         kinds = {str((tuple(spec.shape), spec.dtype, spec.device)) for spec in self.choices}
         if len(kinds) != 1:
             raise ConfigError(
-                f"Choice: needs at least one spec, all of one shape, dtype and device: got {', '.join(sorted(kinds))}."
+                "Choice: needs at least one spec, all of one shape, dtype and device: got "
+                f"{', '.join(sorted(kinds)) or 'none'}."
             )
         first = self.choices[0]
         self.shape, self.dtype, self._kept = first.shape, first.dtype, max(spec._kept for spec in self.choices)
