@@ -63,7 +63,7 @@ class MCTSForest:
              ``excluded_keys``
     Raises   DataError, and stores nothing, if an action leads to another observation than before, or a reward is not
              finite
-    data_map   (observation, action) -> the step, with "next"; also indexed by position. Default storage: `LazyStackStorage`
+    data_map   (observation, action) -> the step, with "next"; also by position. Default storage: `LazyStackStorage`
     node_map   observation -> "_index", the positions of the steps taken from there
     counts, returns   for each position: how often the step was taken, and its returns (sums of rewards) added up
 
