@@ -107,7 +107,7 @@ class MCTSForest:
             self._make_maps()
         self.counts: list[int] = []
         self.returns: list[float] = []
-        self._ends: list[int] = []  # the node that a step leads to
+        self._ends: list[int] = []  # per position: the node that the step leads to
 
     def _make_maps(self) -> None:
         both = [*self.observation_keys, *self.action_keys]
@@ -118,7 +118,7 @@ class MCTSForest:
     def get_keys_from_env(self, env: Any) -> None:
         """Reads all key names from the specs of ``env``. Raises ConfigError if the forest already has trajectories."""
         if len(self):
-            raise ConfigError("MCTSForest.get_keys_from_env: must come before the first trajectory.")
+            raise ConfigError("MCTSForest.get_keys_from_env: must be called before the first trajectory is added.")
         self.observation_keys = list(env.observation_spec.keys(True, True))
         self.action_keys, self.reward_keys, self.done_keys = env.action_keys, env.reward_keys, env.done_keys
         self.data_map = self.node_map = None

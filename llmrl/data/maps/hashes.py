@@ -156,7 +156,7 @@ class HashToInt(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
-            raise CheckpointError(f"HashToInt: a state must be the hashes, int64: got {state!r:.80}.")
+            raise CheckpointError(f"HashToInt: a state must be an int64 tensor of hashes: got {state!r:.80}.")
         self._numbers = {value: place for place, value in enumerate(state.tolist())}
 
 

@@ -258,7 +258,7 @@ class TensorDictMap(TensorMap):
             if len(self) > self.storage.max_size:
                 raise RuntimeError(
                     f"TensorDictMap: at most {self.storage.max_size} keys fit: got {len(self) - before} new ones "
-                    f"beside {before}; give the storage a larger max_size, or clear()."
+                    f"in addition to {before}; give the storage a larger max_size, or clear()."
                 )
             self._write(index, value)
         except BaseException:
