@@ -1,9 +1,9 @@
-"""The Atari DQN replay datasets: what five agents per game saw, in checkpoints of a ring
+"""The Atari DQN replay datasets: the experience of five agents per game, in checkpoints of a ring buffer
 (https://offline-rl.github.io).
 
 A checkpoint is a set of gzipped ``.npy`` files, ``$store$_observation_ckpt.7.gz`` and the same for ``action``,
-``reward`` and ``terminal``: one row per step. The rows are a ring, and ``add_count_ckpt.7.gz`` is the number of steps
-that were ever added: once the ring is full, the oldest row is at ``add_count % rows``.
+``reward`` and ``terminal``: one row per step. The rows are a ring buffer, and ``add_count_ckpt.7.gz`` is the number of
+steps ever added: once the ring is full, the oldest row is at ``add_count % rows``.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ MsPacman NameThisGame Phoenix Pitfall Pong Pooyan PrivateEye Qbert Riverraid Roa
 SpaceInvaders StarGunner Tennis TimePilot Tutankham UpNDown Venture VideoPinball WizardOfWor YarsRevenge Zaxxon"""
 _STORED = ("observation", "action", "reward", "terminal")
 _CHECKPOINTS = 50
-_PART = 4096  # rows that are read at a time
+_PART = 4096  # rows per read
 
 
 class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     """A game and an agent, as in ``"Pong/5"``: 50 checkpoints of a million steps.
 
     *Rows* ``observation`` uint8[84, 84], ``action`` int32; under ``"next"`` also ``observation`` and ``reward``. A
-    frame is stored once: ``("next", "observation")`` is the frame of the following row when it is read, zeros where the
-    episode ends, which the files do not tell; a last step that ends no episode is left out. The frames of zeros before
-    each episode, which the recorder added, are rows too.
+    frame is stored once: on reading, ``("next", "observation")`` is the frame of the following row, or zeros at the end
+    of an episode, where the files have no next frame. A last step that does not end an episode is left out. The zero
+    frames that the recorder added before each episode are rows too.
 
     num_slices, slice_len  one of them makes the sampler a ``SliceSampler``; ``strict_len`` is its ``strict_length``
     replacement            False: a sampler without replacement
     num_checkpoints        how many of the checkpoints to download; default all
 
-    ``num_procs`` and ``mp_start_method`` have no effect. ``episodes`` has the number of the episode of every row,
-    ``metadata`` the facts that each checkpoint holds. Other arguments are those of ``BaseDatasetExperienceReplay``.
+    ``num_procs`` and ``mp_start_method`` have no effect. ``episodes`` has the episode number of every row,
+    ``metadata`` the add count and invalid range of each checkpoint. Other arguments are those of
+    ``BaseDatasetExperienceReplay``.
     """
 
     kind = "atari"
@@ -96,27 +97,27 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
         notes["following"] = ["observation"]
         notes["metadata"] = {"dataset_id": self.dataset_id, "checkpoints": []}
-        # Steps that were added before this checkpoint, and the newest row: the next observation of a row is the
-        # observation of the row that follows, so a row is given out only when it is known what follows.
+        # ``seen``: steps read so far. ``held``: the newest row, yielded only once its following row is known, because
+        # its next observation is read from there.
         seen, held = 0, None
         for number, paths in _checkpoints(files):
             where = f"{paths['observation'].parent}, checkpoint {number}"
             shapes = {name: _npy_shape(paths[name])[0] for name in _STORED}
             count = shapes["observation"]
             if set(shapes.values()) != {count}:
-                raise DataError(f"{where}: the files must have as many rows each: got {shapes}.")
+                raise DataError(f"{where}: the files must have the same number of rows: got {shapes}.")
             if "add_count" in paths:
                 added = int(_npy(paths["add_count"]))
-                oldest = max(added - count, 0)  # the ring has overwritten those before
+                oldest = max(added - count, 0)  # earlier steps were overwritten
                 runs = _runs(max(oldest, seen), added, count)
             else:
-                added, oldest, runs = seen + count, seen, [(0, count)]  # taken to go on where the last one ended
+                added, oldest, runs = seen + count, seen, [(0, count)]  # assumed to continue the previous checkpoint
             about = {"number": number, "add_count": added}
             if "invalid_range" in paths:
                 about["invalid_range"] = _npy(paths["invalid_range"]).tolist()
             notes["metadata"]["checkpoints"].append(about)
             if held is not None and oldest > seen and not bool(held["next", "done"]):
-                held = None  # steps are missing between the checkpoints: what followed this row is not known
+                held = None  # steps are missing between the checkpoints, so the following row is unknown
             for start, stop in runs:
                 for rows in _rows(where, paths, start, stop):
                     if held is not None:
@@ -130,7 +131,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
 
 
 def _checkpoints(files: list[Path]) -> list[tuple[int, dict[str, Path]]]:
-    """The files of each checkpoint by what they hold, in the order of time."""
+    """(checkpoint number, files by content name), in order of time."""
     found: dict[int, dict[str, Path]] = {}
     for path in files:
         name, _, number = path.name.removesuffix(".gz").rpartition("_ckpt.")
@@ -144,13 +145,13 @@ def _checkpoints(files: list[Path]) -> list[tuple[int, dict[str, Path]]]:
             )
     if not found:
         raise DataError(
-            f"AtariDQNExperienceReplay: files must be named as $store$_observation_ckpt.0.gz: got {files[0].name}."
+            f"AtariDQNExperienceReplay: files must be named like $store$_observation_ckpt.0.gz: got {files[0].name}."
         )
     return sorted(found.items())
 
 
 def _runs(first: int, end: int, size: int) -> list[tuple[int, int]]:
-    """The places of the steps ``first .. end - 1`` in a ring of ``size`` rows, oldest first."""
+    """The (start, stop) row ranges of the steps ``first .. end - 1`` in a ring of ``size`` rows, oldest first."""
     if first >= end:
         return []
     start, stop = first % size, (end - 1) % size + 1
@@ -166,14 +167,14 @@ def _rows(where: str, paths: dict[str, Path], start: int, stop: int) -> Iterator
 
 
 def _npy_rows(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
-    """The rows of a gzipped array, some at a time: a checkpoint has 7 GB of frames."""
+    """Yields the rows of a gzipped array in parts, because a checkpoint has 7 GB of frames."""
     count, row, dtype = _npy_shape(path)
     size = int(np.prod(row)) * dtype.itemsize
     with reading(path), gzip.open(path, "rb") as file:
         _header(path, file)
         at = 0
         while at < stop:
-            # A gzip file has no positions to seek to: rows before ``start`` are read and left.
+            # gzip has no random access: rows before ``start`` are read and dropped.
             wanted = min(_PART, (start if at < start else stop) - at)
             content = file.read(wanted * size)
             if len(content) < wanted * size:

@@ -1,9 +1,9 @@
-"""The base of all offline datasets: files of a public format become memory-mapped rows, whole or not at all.
+"""The base of all offline datasets: converts files of a public format to memory-mapped rows, atomically.
 
 <root>/<dataset_id>/
-  checkpoint.current  checkpoint.1/    the rows, see rows.py; replaced as a whole
-  downloads/                           files on their way; removed when the rows are complete
-  build.lock                           one process builds, others wait for it
+  checkpoint.current  checkpoint.1/    the rows, see rows.py; replaced atomically
+  downloads/                           downloaded files; removed when the rows are complete
+  build.lock                           held by the process that builds; others wait
 <root>/<dataset_id>_split/             the same rows, one per trajectory, for ``split_trajs``
 """
 
@@ -29,29 +29,29 @@ from llmrl.data.replay_buffers.process_lock import ProcessLock
 from llmrl.data.trajectories import split_trajectories
 from llmrl.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
-_CHUNK = 1000  # rows that ``preprocess`` gives to the function at a time
+_CHUNK = 1000  # rows per call of the function of ``preprocess``
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
-    """Rows of a public dataset in TED, as a buffer that is not written to.
+    """Rows of a public dataset in TED, as a read-only buffer.
 
-    The rows are mapped from files below ``root`` (default ``~/.cache/llmrl/<kind of dataset>``). If they are not there,
-    they are built: from the files of ``source`` (a file or folder of the public format on this machine), else from such
-    files in ``<root>/<dataset_id>``, else from a download. ``download=False`` never uses the network, ``"force"``
-    builds again. With ``split_trajs`` a row is a trajectory, padded with zeros, ``"mask"`` True on its steps, and
+    The rows are mapped from files below ``root`` (default ``~/.cache/llmrl/<kind of dataset>``). If they do not
+    exist, they are built: from ``source`` (a local file or folder in the public format), else from such files in
+    ``<root>/<dataset_id>``, else from a download. ``download=False`` never uses the network, ``"force"`` rebuilds the
+    rows. With ``split_trajs`` a row is a trajectory, padded with zeros, with ``"mask"`` (True on its steps) and
     ``"traj_ids"``. Other arguments are those of ``TensorDictReplayBuffer``.
 
-    A sub-class has ``kind``, ``suffixes`` and `_read`, which makes rows of its files; what can be downloaded is in
-    ``available_datasets`` and `_remote_files`.
+    A subclass defines ``kind``, ``suffixes`` and `_read`, which converts its files to rows; ``available_datasets`` and
+    `_remote_files` list the downloads.
 
     Raises   ConfigError for an unknown name, or rows that were built with other options or from other files; DataError
-             for files that are missing or broken; DeadlineError if another process builds for too long
+             for missing or broken files; DeadlineError if another process holds the build lock for too long
     """
 
     kind: ClassVar[str]  # the name of the folder below ~/.cache/llmrl
-    suffixes: ClassVar[tuple[str, ...]]  # how the names of the files end
+    suffixes: ClassVar[tuple[str, ...]]  # file name suffixes
     available_datasets: Sequence[str] = ()
-    repository: ClassVar[str | None] = None  # of the dataset, on the Hugging Face hub
+    repository: ClassVar[str | None] = None  # the dataset repository on the Hugging Face hub
     lock_timeout_s: float = 6 * 3600.0
 
     def __init__(
@@ -71,7 +71,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
             raise ConfigError(f"{self._who}: download must be True, False or 'force': got {download!r}.")
         parts = Path(dataset_id).parts
         if not parts or ".." in parts or Path(dataset_id).is_absolute():
-            raise ConfigError(f"{self._who}: dataset_id must be a name, below root: got {dataset_id!r}.")
+            raise ConfigError(f"{self._who}: dataset_id must be a relative path below root: got {dataset_id!r}.")
         self.dataset_id, self.split_trajs = dataset_id, split_trajs
         self.root = Path(root).expanduser() if root else Path.home() / ".cache" / "llmrl" / self.kind
         self._source = None if source is None else Path(source).expanduser()
@@ -90,37 +90,37 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
 
     @property
     def data_path(self) -> Path:
-        """The folder of the rows as they are delivered: with ``split_trajs``, one beside that of the dataset."""
+        """The folder of the rows that are read; with ``split_trajs`` a sibling of the dataset's folder."""
         return self.root / f"{self.dataset_id}_split" if self.split_trajs else self.data_path_root
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Facts about the dataset as a whole, from its files."""
+        """Metadata of the whole dataset, from its files."""
         return self._storage.notes.get("metadata", {})
 
     # --- what a format defines ---
 
     @abstractmethod
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDictBase, str]]:
-        """The rows of the files, part by part, each with the name of its source; may add to the ``notes``.
+        """Yields (rows, name of their source) part by part; may add to the ``notes``.
 
-        Notes: "metadata", and "following": entries whose value under ``"next"`` is that of the following row.
+        Notes: "metadata", and "following": entries whose value under ``"next"`` is read from the following row.
         """
 
     def _remote_files(self) -> list[RemoteFile]:
-        """The addresses of the files of the dataset; by default those in its folder of ``repository``."""
+        """The files to download; by default those in the dataset's folder of ``repository``."""
         return hub_files(self._who, self.repository, self.dataset_id, self.suffixes) if self.repository else []
 
     def _download(self, folder: Path) -> list[Path]:
-        """The files of the dataset, downloaded to the folder."""
+        """Downloads the files of the dataset to the folder; returns their paths."""
         return fetch(self._who, self._remote_files(), folder)
 
     def _check_name(self) -> None:
         if self.dataset_id not in self.available_datasets:
             raise ConfigError(
-                f"{self._who}: a dataset that is downloaded must be one of {self._who}.available_datasets: got "
-                f"{self.dataset_id!r}.{did_you_mean(self.dataset_id, self.available_datasets)} Files on this machine "
-                "are read with source=..., under any name."
+                f"{self._who}: a dataset to download must be one of {self._who}.available_datasets: got "
+                f"{self.dataset_id!r}.{did_you_mean(self.dataset_id, self.available_datasets)} To read local "
+                "files, give source=...; the name is then free."
             )
 
     # --- opening and building ---
@@ -128,7 +128,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     def _open(self, download: bool | str) -> DatasetStorage:
         if download == "force" or not self._is_built():
             with self._lock():
-                # Asked again inside: another process may have built it while this one waited.
+                # Checked again under the lock: another process may have built it while this one waited.
                 if download == "force" or self._notes_of(self.data_path_root) is None:
                     self._build(bool(download))
                 if self.split_trajs and not self._is_built():
@@ -141,12 +141,12 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         rows = self._notes_of(self.data_path)
         if rows is None or not self.split_trajs:
             return rows is not None
-        # Trajectories of rows that have changed are made again; those of rows that were removed are kept.
+        # If the rows were rebuilt, the trajectories are rebuilt too. If the rows were removed, trajectories are kept.
         whole = self._notes_of(self.data_path_root)
         return whole is None or rows["split_of"] == whole["id"]
 
     def _notes_of(self, path: Path) -> dict[str, Any] | None:
-        """The notes of the rows at ``path``; None if there are none, or they are not complete."""
+        """The notes of the rows at ``path``; None if the rows are missing or incomplete."""
         try:
             folder = current_directory(path)
         except CheckpointError:
@@ -159,7 +159,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         if not files:
             if not download:
                 raise DataError(
-                    f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download be True: there is "
+                    f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download must be True: found "
                     f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or "
                     "give source=..., a file or folder."
                 )
@@ -170,7 +170,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         remove_downloads(downloads)
 
     def _build_split(self) -> None:
-        """One row per trajectory, which ends where ``("next", "done")`` is True."""
+        """Writes one row per trajectory; trajectories end where ``("next", "done")`` is True."""
         storage = DatasetStorage(self._who, current_directory(self.data_path_root))
         kept = {name: value for name, value in storage.notes.items() if name not in ("following", "id", "preprocessed")}
         rows = split_trajectories(storage.get(slice(0, len(storage))), prefix=())
@@ -181,13 +181,13 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         with replace_directory(path) as draft, RowWriter(self._who, draft) as writer:
             for rows, source in parts:
                 writer.write(rows, source)
-            writer.complete({**notes, **own})  # only now: reading the parts may have added to the notes
+            writer.complete({**notes, **own})  # last: reading the parts may have added to the notes
 
     def _local_files(self) -> list[Path]:
         where = self._source or self.data_path_root
         if where.is_file():
             return [where]
-        # What llmrl wrote below the folder: half a download is not a file of the dataset.
+        # Skips what llmrl itself wrote below the folder: a partial download is not a file of the dataset.
         own = [self.data_path_root / "downloads", *self.data_path_root.glob("checkpoint.*")]
         found = [
             path
@@ -213,11 +213,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         about = file.stat()
         if (file.name, about.st_size) != (entry["name"], entry["bytes"]):
             return False
-        # Hashing takes long, so it is for copies alone, which have another time.
+        # Hashing is slow: only files with another modification time (copies) are hashed.
         return about.st_mtime_ns == entry["changed"] or file_digest(file) == entry["sha256"]
 
     def _check_notes(self, notes: dict[str, Any]) -> None:
-        again = "give download='force' to build it again, or another root"
+        again = "give download='force' to rebuild it, or another root"
         if notes["options"] != self._options:
             raise ConfigError(
                 f"{self._who}: {self.data_path} must have been built with {self._options}: got {notes['options']}; "
@@ -234,7 +234,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
     def _lock(self) -> ProcessLock:
         self.data_path_root.mkdir(parents=True, exist_ok=True)
         lock = ProcessLock(self.data_path_root / "build.lock", self.lock_timeout_s)
-        lock.hand_over()  # it excludes unrelated processes too, not only those that inherit it
+        lock.hand_over()  # excludes unrelated processes too, not only those that inherit it
         return lock
 
     # --- changing and removing ---
@@ -251,13 +251,13 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         dest: str | Path | None = None,
         **pool: Any,
     ) -> TensorStorage:
-        """Replaces the stored rows with those that ``fn`` returns, also for later users of the dataset.
+        """Replaces the stored rows on disk with those that ``fn`` returns.
 
         ``fn`` gets ``chunksize`` rows (default 1000; 0 gives it single rows without a batch dimension), or one of
-        ``num_chunks`` parts, and returns as many. ``num_workers`` processes share the work (default: this one alone);
+        ``num_chunks`` parts, and returns as many rows. ``num_workers`` processes share the work (default: this one);
         ``pool``, ``generator``, ``max_tasks_per_child``, ``worker_threads``, ``index_with_generator``, ``pbar`` and
-        ``mp_start_method`` are those of ``TensorDict.map_iter``. ``num_frames`` keeps the first rows only. With
-        ``dest`` the rows are written to that folder, and the dataset stays as it is.
+        ``mp_start_method`` are those of ``TensorDict.map_iter``. ``num_frames`` keeps only the first rows. With
+        ``dest`` the rows are written to that folder, and the dataset is unchanged.
 
         Returns  a storage of the new rows
         """
@@ -265,14 +265,14 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
             raise ConfigError(f"{self._who}: dim must be 0, the dimension of the rows: got {dim}.")
         count = min(num_frames or len(self), len(self))
         task = _Task(self._who, current_directory(self.data_path), fn)
-        at = TensorDict(at=torch.arange(count), batch_size=[count])  # processes get positions, and map the files
+        at = TensorDict(at=torch.arange(count), batch_size=[count])  # workers get positions and map the files
         size = chunksize if chunksize is not None or num_chunks else _CHUNK
         if num_workers or pool.get("pool") is not None:
             made = at.map_iter(task, 0, num_workers, chunksize=size, num_chunks=num_chunks, **pool)
         else:
             size = size if size is not None else -(-count // num_chunks)
             made = map(task, at.split(size) if size else at.unbind(0))
-        # ``fn`` gets the next observations too, so they are written like all other entries.
+        # ``fn`` receives and returns the next observations too, so they are stored like all other entries.
         notes = {name: value for name, value in self._storage.notes.items() if name != "following"}
         notes |= {"preprocessed": True}
         path = self.data_path if dest is None else Path(dest).expanduser()
@@ -284,7 +284,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
         return storage
 
     def delete(self) -> None:
-        """Removes the rows from the disk, and what was downloaded for them; files that llmrl did not write stay."""
+        """Removes the rows and downloads from disk; keeps files that llmrl did not write."""
         with self._lock():
             for path in {self.data_path, self.data_path_root}:
                 _remove(path)
@@ -314,7 +314,7 @@ class _Task:
         return made if index.ndim else made.unsqueeze(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The function may be a lambda, which pickle refuses; the storage is opened again.
+        # cloudpickle, because pickle rejects lambdas. The storage is not sent: each process opens it.
         return {"who": self.who, "folder": self.folder, "fn": cloudpickle.dumps(self.fn)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,21 +18,21 @@ from llmrl.data.replay_buffers import Sampler, Writer
 from llmrl.data.ted_utils import expand_right
 from llmrl.errors import DataError, UnsupportedError
 
-_PART = 1 << 16  # rows that are read at a time
+_PART = 1 << 16  # rows per read
 
 
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     """A dataset of D4RL, as in ``"hopper-medium-v2"``, from the published HDF5 file.
 
     *Rows* ``observation``, ``action``, ``timeouts`` and ``infos`` if the file has them; under ``"next"`` also
-    ``observation`` and ``reward``. Terminals are ``("next", "terminated")``, timeouts ``("next", "truncated")``. Where
-    the file has no ``next_observations``, that of a row is the observation of the following row, and zeros at the end
-    of an episode, if the file does not tell it; a last row that does not end its episode is left out.
+    ``observation`` and ``reward``. Terminals are ``("next", "terminated")``, timeouts ``("next", "truncated")``. If
+    the file has no ``next_observations``, the next observation is that of the following row, or zeros at the end of an
+    episode; then a last row that does not end its episode is left out.
 
     use_truncated_as_done  False: only ``terminated`` is ``done``
-    terminate_on_end       False: steps at a timeout whose next observation is not known are left out
+    terminate_on_end       False: steps at a timeout whose next observation is unknown are left out
 
-    ``direct_download=False`` and ``from_env=True``, which ask the package d4rl, are not supported. Other arguments are
+    ``direct_download=False`` and ``from_env=True``, which use the package d4rl, are not supported. Other arguments are
     those of ``BaseDatasetExperienceReplay``; needs the extra ``h5``.
     """
 
@@ -83,14 +83,14 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 for start in range(0, count, _PART):
                     stop = min(start + _PART, count)
                     with reading(f"{path}, rows {start} to {stop - 1}"):
-                        # One row more than is kept: its observation is the next one of the last row.
+                        # One extra row: its observation is the next observation of the last row.
                         part = {key: value[start : stop + 1] for key, value in columns.items() if key[0] != "metadata"}
                     rows = self._rows(str(path), part, stop - start)
                     if len(rows):
                         yield rows, str(path)
 
     def _rows(self, where: str, columns: dict[tuple[str, ...], np.ndarray], count: int) -> TensorDict:
-        """TED rows of ``count`` rows of the file; the columns have one more, unless the file ends with them."""
+        """Converts ``count`` rows of the file to TED; the columns have one extra row, except at the end of the file."""
         own = {key: torch.from_numpy(np.ascontiguousarray(value[:count])) for key, value in columns.items()}
         terminals = own[("terminals",)].reshape(-1).to(torch.bool)
         timeouts = own.get(("timeouts",), torch.zeros_like(terminals)).reshape(-1).to(torch.bool)
@@ -109,7 +109,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         flags = {"terminated": terminals, "truncated": timeouts, "done": done}
         rows = ted_rows(where, now, {("observation",): then}, reward=own[("rewards",)], **flags)
         kept = torch.ones_like(ends)
-        if not known:  # then the last row of the file is left out, unless it ends its episode
+        if not known:  # the last row of the file has no next observation; it is kept only if it ends its episode
             kept[-1] = bool(ends[-1]) or len(columns[("observations",)]) > count
             if self._options["drop_timeouts"]:
                 kept &= ~timeouts | terminals

@@ -1,4 +1,4 @@
-"""The names of D4RL's datasets, and where their files are below http://rail.eecs.berkeley.edu/datasets/offline_rl."""
+"""The names of D4RL's datasets, and their file paths below http://rail.eecs.berkeley.edu/datasets/offline_rl."""
 
 from __future__ import annotations
 

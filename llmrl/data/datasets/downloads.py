@@ -1,7 +1,7 @@
-"""Downloads files: resumed after a broken connection, checked by size and checksum, renamed when they are complete.
+"""Downloads files: resumes broken connections, checks size and checksum, renames each file when it is complete.
 
 `downloads.json` in the folder lists what was downloaded, with the SHA-256 of every complete file. A file without a
-published checksum must have, if it is downloaded again from the same address, the one that it had the first time.
+published checksum that is downloaded again from the same address must have the same SHA-256 as the first time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llmrl.data.replay_buffers.directory import file_digest
 from llmrl.errors import DataError
 
 LEDGER = "downloads.json"
-ATTEMPTS = 5  # in a row without a single new byte
-PAUSE_S = 1.0  # before the second attempt; each further one waits as much longer
+ATTEMPTS = 5  # consecutive failures without a new byte
+PAUSE_S = 1.0  # before the second attempt; each further pause is longer by this
 _TIMEOUT_S = 60.0
 _PIECE = 1 << 20
 
 
 class RemoteFile(NamedTuple):
-    """A file to download: its name in the folder, its address, and where they are published, checksum and size."""
+    """A file to download: its name in the folder, its address, and the checksum and size if they are published."""
 
     name: str
     url: str
@@ -40,10 +40,10 @@ class RemoteFile(NamedTuple):
 
 
 def fetch(who: str, files: Sequence[RemoteFile], folder: Path) -> list[Path]:
-    """Downloads what is not in the folder yet; returns the paths in the same order. One caller per folder at a time.
+    """Downloads the files that the folder lacks; returns the paths in order. Only one caller per folder at a time.
 
-    Raises   DataError for an address that cannot be read, a connection that stays broken (what has arrived is kept for
-             the next call), a disk that is full, and content that is not what was published or downloaded before
+    Raises   DataError for an unreadable address, a connection that keeps failing (the bytes received are kept for the
+             next call), a full disk, and content that differs from what was published or downloaded before
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
@@ -51,15 +51,15 @@ def fetch(who: str, files: Sequence[RemoteFile], folder: Path) -> list[Path]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             return [_fetch_one(who, file, folder, progress) for file in files]
-        except OSError as error:  # those of the connection are DataErrors by now
+        except OSError as error:  # connection errors are DataErrors already
             raise DataError(
-                f"{who}: {folder} must take what is downloaded: {error}; make room, or choose another root. What has "
-                "arrived is kept for the next call."
+                f"{who}: cannot write the download to {folder}: {error}; make room, or choose another root. "
+                "The bytes received are kept for the next call."
             ) from error
 
 
 def note_files(folder: Path) -> list[Path]:
-    """Lists what another program has downloaded to the folder, so that it is removed with the rest; its files."""
+    """Records files that another program downloaded to the folder, for `remove_downloads`; returns their paths."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LEDGER]
     for path in files:
         _note(folder, path.relative_to(folder).as_posix(), {"bytes": path.stat().st_size})
@@ -75,7 +75,7 @@ def read_ledger(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def remove_downloads(folder: Path, *, forget: bool = False) -> None:
-    """Removes the files that were downloaded, and no others; with ``forget`` also their checksums."""
+    """Removes only the downloaded files; with ``forget`` also their checksums."""
     for name in read_ledger(folder):
         for path in (folder / name, _part(folder / name)):
             path.unlink(missing_ok=True)
@@ -97,11 +97,11 @@ def open_url(who: str, url: str) -> bytes:
 
 def hub_files(who: str, repo: str, folder: str, suffixes: tuple[str, ...]) -> list[RemoteFile]:
     """The files below a folder of a dataset on the Hugging Face hub, named without that folder."""
-    from huggingface_hub import HfApi, RepoFile, hf_hub_url  # here and not above: it takes longer to import than torch
+    from huggingface_hub import HfApi, RepoFile, hf_hub_url  # imported late: it takes longer to import than torch
 
     try:
         tree = list(HfApi().list_repo_tree(repo, folder, recursive=True, repo_type="dataset"))
-    except (OSError, ValueError, RuntimeError) as error:  # of the hub, of httpx, or of the offline mode
+    except (OSError, ValueError, RuntimeError) as error:  # from the hub, httpx, or the offline mode
         raise DataError(f"{who}: {repo} on the hub must list its folder {folder}: {error}") from error
     return [
         RemoteFile(
@@ -133,15 +133,15 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
             _receive(file, part, folder, known, lambda done, total: progress.update(task, completed=done, total=total))
             break
         except (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
-            # A connection may break any number of times as long as each attempt brings bytes. Three of the 4xx answers
-            # may differ next time: 408 (too slow), 416 (a range that does not fit) and 429 (too many requests).
+            # A connection may break any number of times as long as each attempt brings bytes. Three 4xx codes are worth
+            # a retry: 408 (request timeout), 416 (range not satisfiable) and 429 (too many requests).
             grew = part.exists() and part.stat().st_size > had
             failures = 1 if grew else failures + 1
             fatal = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
             if fatal or failures >= ATTEMPTS:
                 raise DataError(
                     f"{who}: {file.url} must be readable: {_reason(error)}; check the address and the connection. "
-                    f"{part.stat().st_size if part.exists() else 0:,} bytes have arrived and are kept."
+                    f"{part.stat().st_size if part.exists() else 0:,} bytes were received and are kept."
                 ) from error
             time.sleep(PAUSE_S * failures)
     _check(who, file, part, known)
@@ -151,26 +151,26 @@ def _fetch_one(who: str, file: RemoteFile, folder: Path, progress: Progress) -> 
 
 
 def _receive(file: RemoteFile, part: Path, folder: Path, known: dict[str, Any], report: Any) -> None:
-    """Appends the rest of the file to ``part``, or starts again if the server has another file by now."""
+    """Appends the rest of the file to ``part``, or starts over if the file on the server has changed."""
     validator = read_ledger(folder).get(file.name, {}).get("validator")
     start = part.stat().st_size if part.exists() and validator else 0
-    # With If-Range a server sends the whole file if it has changed, and not a rest that does not fit.
+    # With If-Range the server sends the whole file if it has changed, instead of a range of the new file.
     headers = {"Range": f"bytes={start}-", "If-Range": validator} if start else {}
     try:
         response = urlopen(Request(file.url, headers=headers), timeout=_TIMEOUT_S)
     except HTTPError as error:
         if error.code != 416:
             raise
-        part.unlink()  # longer than the file is
+        part.unlink()  # the partial file is longer than the file
         response = urlopen(file.url, timeout=_TIMEOUT_S)
     with response:
         resumed = response.status == 206
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        weak = validator is not None and validator.startswith("W/")  # does not promise the same bytes
+        weak = validator is not None and validator.startswith("W/")  # a weak ETag does not guarantee the same bytes
         length = response.headers.get("Content-Length")
-        start = start if resumed else 0  # the server ignored the range
+        start = start if resumed else 0  # 0: the server ignored the range
         total = None if length is None else start + int(length)
-        # Noted before the first byte arrives, so that a later process can resume what this one leaves.
+        # Recorded before the first byte arrives, so that a later process can resume an interrupted download.
         _note(folder, file.name, {**known, "url": file.url, "validator": None if weak else validator, "bytes": None})
         with part.open("ab" if resumed else "wb") as out:
             while piece := response.read(_PIECE):
@@ -200,7 +200,7 @@ def _check(who: str, file: RemoteFile, part: Path, known: dict[str, Any]) -> Non
 
 def _note(folder: Path, name: str, entry: dict[str, Any]) -> None:
     ledger = {**read_ledger(folder), name: entry}
-    draft = folder / f"{LEDGER}.draft"  # renamed: a process that is killed leaves a whole ledger
+    draft = folder / f"{LEDGER}.draft"  # renamed atomically: a killed process leaves a complete ledger
     draft.write_text(json.dumps(ledger, indent=1))
     draft.replace(folder / LEDGER)
 

@@ -1,4 +1,4 @@
-"""Helpers for several file formats: rows in TED, errors that name the place, HDF5, archives, pickles without code."""
+"""Helpers for several file formats: rows in TED, errors with the file name, HDF5, archives, safe unpickling."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def ted_rows(
     """Transitions as rows of TED.
 
     Reads    ``now``: entries of the root, [T, ...]; ``then``: entries of ``"next"``, [T, ...]; reward and flags [T] or
-             [T, 1], of which done is terminated or truncated if it is not given
+             [T, 1]; done defaults to terminated or truncated
     Returns  TensorDict [T] with reward and flags [T, 1]; the flags at the root are False
-    Raises   DataError for entries of different lengths, and for a reward that is not finite, naming the row
+    Raises   DataError for entries of different lengths, or a reward that is not finite, naming the row
 
     >>> rows = ted_rows("a.npz", {("observation",): [0.0, 1.0]}, {("observation",): [1.0, 2.0]}, reward=[0.0, 1.0],
     ...                 terminated=[False, True], truncated=[False, False])
@@ -79,7 +79,7 @@ def following(values: Any) -> Tensor:
 
 
 def column(where: str, columns: Mapping[Any, Any], key: Any) -> Any:
-    """One column. Raises: DataError that names those that there are."""
+    """One column. Raises: DataError that lists the existing columns if it is missing."""
     if key not in columns:
         known = sorted(".".join(name) if isinstance(name, tuple) else str(name) for name in columns)
         name = ".".join(key) if isinstance(key, tuple) else str(key)
@@ -91,14 +91,14 @@ def column(where: str, columns: Mapping[Any, Any], key: Any) -> Any:
 
 @contextmanager
 def reading(where: Path | str) -> Iterator[None]:
-    """Turns every error of a broken or truncated file into a DataError that names the place."""
+    """Turns every error of a broken or truncated file into a DataError that names ``where``."""
     try:
         yield
     except LLMRLError:
-        raise  # it names its place already
+        raise  # already names the file
     except (OSError, EOFError, ValueError, KeyError, RuntimeError, *_BROKEN) as error:
         raise DataError(
-            f"{where}: the file must be complete and of its format: {error}; download it again, or check what wrote it."
+            f"{where}: the file must be complete and valid: {error}; download it again, or check how it was written."
         ) from error
 
 
@@ -116,7 +116,7 @@ def open_h5(who: str, path: Path) -> Iterator[Any]:
 
 
 def h5_columns(group: Any, path: Key = ()) -> dict[Key, Any]:
-    """The datasets of a group and of the groups inside of it, by their keys."""
+    """The datasets of a group and its subgroups, by their keys."""
     columns: dict[Key, Any] = {}
     for name, value in group.items():
         columns |= h5_columns(value, (*path, name)) if hasattr(value, "items") else {(*path, name): value}
@@ -127,19 +127,19 @@ def h5_columns(group: Any, path: Key = ()) -> dict[Key, Any]:
 
 
 def tar_members(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """The files of an archive with such an ending: the place for messages, and the content.
+    """Yields (location for messages, content) for the files in an archive with one of the ``suffixes``.
 
-    Raises   DataError for an archive that ends early, also between two files
+    Raises   DataError for a truncated archive, even if it ends between two files
     """
     with reading(path), tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(suffixes):
                 yield f"{path}, {member.name}", archive.extractfile(member).read()
-        if path.suffix == ".tar":  # a compressed one says itself that it is cut
+        if path.suffix == ".tar":  # in a compressed one the decompressor detects truncation
             with path.open("rb") as file:
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError("it ends without the mark of its end")
+                    raise tarfile.ReadError("the archive has no end-of-archive marker")
 
 
 # --- pickles ---
@@ -155,16 +155,16 @@ _HARMLESS = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Reads plain Python values and numpy arrays; any other class would run code of the file."""
+    """Unpickles plain Python values and numpy arrays only; other classes could run code from the file."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values and arrays are read")
+            raise pickle.UnpicklingError(f"it references {module}.{name}; only plain values and arrays are allowed")
         return super().find_class(module, name)
 
 
 def load_pickle(content: bytes) -> Any:
-    """The value of a pickle. Raises: UnpicklingError for one that would run code.
+    """The value of a pickle. Raises: UnpicklingError if the pickle could run code.
 
     >>> load_pickle(pickle.dumps({"a": [1, 2]}))
     {'a': [1, 2]}
@@ -173,19 +173,19 @@ def load_pickle(content: bytes) -> Any:
 
 
 def npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Reads the head of a ``.npy`` file: the shape, whether it is stored by columns, and the dtype."""
+    """Reads the header of a ``.npy`` file: (shape, is Fortran order, dtype)."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     return read(file)
 
 
 def load_pickled_array(content: bytes) -> Any:
-    """Reads what ``numpy.save`` wrote; of a Python value (an array of objects), the value."""
+    """Reads a ``numpy.save`` file; returns the Python value itself if it was saved as an array of objects."""
     file = io.BytesIO(content)
     shape, _, dtype = npy_header(file)
     if not dtype.hasobject:
         return np.load(io.BytesIO(content), allow_pickle=False)
-    # numpy would unpickle an array of objects with its own unpickler, which runs code.
+    # Not np.load: it would unpickle an array of objects with the unrestricted unpickler.
     value = load_pickle(content[file.tell() :])
     return value.item() if isinstance(value, np.ndarray) and not shape else value
 
@@ -201,6 +201,6 @@ def _as_tensor(value: Any) -> Any:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype in (np.uint16, np.uint32, np.uint64):
-        array = array.astype(np.int64)  # torch has hardly any operation for them
+        array = array.astype(np.int64)  # torch supports hardly any operations on them
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -32,13 +32,13 @@ _FOLDERS = {
 
 
 class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
-    """Procgen, a game and a category, as in ``"bigfish-1M_E"``.
+    """A Procgen game and a category, as in ``"bigfish-1M_E"``.
 
     *Rows* ``observation`` uint8[3, 64, 64], ``action``, ``episode``; under ``"next"`` also ``observation`` and
-    ``reward``. Procgen resets itself, so that the frame after the end of an episode is the first one of the next level:
-    ``("next", "observation")`` of those rows is zeros. Other arguments are those of ``BaseDatasetExperienceReplay``.
+    ``reward``. Procgen resets itself, so the frame after the end of an episode is the first one of the next level:
+    ``("next", "observation")`` is zeros there. Other arguments are those of ``BaseDatasetExperienceReplay``.
 
-    A local source is an archive (``.tar.xz``, ``.tar``), or the ``.npy`` and ``.npz`` files of one. Pickles in ``.npy``
+    A local source is an archive (``.tar.xz``, ``.tar``), or its ``.npy`` and ``.npz`` files. Pickles in ``.npy``
     files are read only if they hold plain values and arrays.
     """
 
@@ -80,9 +80,9 @@ def _episode(where: str, columns: dict[str, Any]) -> TensorDict:
     action = np.asarray(column(where, columns, "actions"))
     if len(frames) != len(action) + 1:
         raise DataError(
-            f"{where}: there must be one observation more than actions: got {len(frames)} and {len(action)}."
+            f"{where}: there must be one more observation than actions: got {len(frames)} and {len(action)}."
         )
-    # The frame after the end of an episode is of the next level.
+    # The frame after the end of an episode belongs to the next level.
     then = frames[1:].masked_fill(expand_right(done, frames.ndim), 0) if len(done) == len(action) else frames[1:]
     return ted_rows(
         where,

@@ -32,11 +32,11 @@ class _RemoteNames:
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """A dataset of Minari, as in ``"D4RL/door/human-v2"``.
 
-    *Rows* ``observation`` and ``action`` (nested as their spaces are; parts of a tuple are named "0", "1", ...),
+    *Rows* ``observation`` and ``action`` (nested like their spaces; parts of a tuple are named "0", "1", ...),
     ``info``, ``episode``; under ``"next"`` also ``observation``, ``info`` and ``reward``. An info that the environment
-    did not give at reset is only there. Texts stay texts.
+    did not return at reset is only under ``"next"``. Texts stay str.
 
-    A local source is the folder of a dataset, which has ``data/metadata.json``; ``load_from_local_minari`` takes it
+    A local source is the folder of a dataset, which has ``data/metadata.json``; ``load_from_local_minari`` reads it
     from Minari's own folder (``MINARI_DATASETS_PATH``). Other arguments are those of ``BaseDatasetExperienceReplay``;
     needs the extra ``minari``.
     """
@@ -71,7 +71,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         return files
 
     def _read(self, files: list[Path], notes: dict[str, Any]) -> Iterator[tuple[TensorDict, str]]:
-        # In the Arrow format each episode has a metadata.json of its own.
+        # In the Arrow format each episode has its own metadata.json too.
         about = {path.parent / "metadata.json" for path in files}
         found = sorted(path for path in about if path.exists() and "total_episodes" in json.loads(path.read_text()))
         folders = [path.parent for path in found]
@@ -100,7 +100,7 @@ def _rows(where: str, episode: Any) -> TensorDict:
     for key, values in [*_flat(episode.observations, ("observation",)), *_flat(episode.infos or {}, ("info",))]:
         if len(values) == steps + 1:
             now[key], then[key] = values[:-1], values[1:]
-        elif key[0] == "info" and len(values) == steps:  # the environment gives it in steps only
+        elif key[0] == "info" and len(values) == steps:  # the environment returns it from step only, not from reset
             then[key] = values
         else:
             raise DataError(
@@ -124,7 +124,7 @@ def _flat(value: Any, key: Key) -> list[tuple[Key, Any]]:
 
 @contextmanager
 def _datasets_path(folder: Path) -> Iterator[None]:
-    """Lets Minari download to the folder: it reads its place from the environment."""
+    """Makes Minari download to the folder, which it reads from an environment variable."""
     name = "MINARI_DATASETS_PATH"
     before = os.environ.get(name)
     os.environ[name] = str(folder)
@@ -141,11 +141,11 @@ def _asking_the_server(who: str) -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise  # of the package for the server, which Minari names
-    except Exception as error:  # each of Minari's servers has errors of its own
+        raise  # names the missing package for the server
+    except Exception as error:  # Minari's server backends raise different errors
         raise DataError(
             f"{who}: Minari's server must answer: {type(error).__name__}: {error}; check the connection, or give "
-            "source=..., a folder of Minari's."
+            "source=..., a Minari dataset folder."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""OpenML: tables of supervised learning as ARFF files, for contextual bandits."""
+"""OpenML: supervised learning tables from ARFF files, for contextual bandits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ATTRIBUTE = re.compile(r"@attribute\s+('[^']*'|\"[^\"]*\"|\S+)\s+(.+)", re.IGNO
 
 
 class _Table(NamedTuple):
-    """A dataset of OpenML: its id there, the column that is predicted (None: the one that the file ends with), whether
-    categories become one column each, and whether rows with missing values are left out."""
+    """An OpenML dataset: its OpenML id, the target column (None: the last one), and whether to one-hot encode
+    categories and drop rows with missing values."""
 
     number: int
     target: str | None = None
@@ -35,11 +35,11 @@ class _Table(NamedTuple):
 
 
 class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
-    """A table of OpenML: ``X`` float32[features], ``y`` int64, the number of the class in the order of their names.
+    """A table of OpenML: ``X`` float32[features]; ``y`` int64, the index of the class among the sorted class names.
 
-    Columns are scaled to mean 0 and variance 1. Categories are numbers in the order of their names, which are scaled
-    too (``adult_num``, ``mushroom_num``), or one column of 0 and 1 each behind the numeric ones (``..._onehot``).
-    ``adult`` predicts the occupation, without the class of income and without rows that miss a value. The default
+    Columns are scaled to mean 0 and variance 1. Categories are indices in the order of their names, scaled too
+    (``adult_num``, ``mushroom_num``), or one-hot columns after the numeric ones (``..._onehot``). The target of
+    ``adult`` is the occupation; the income class and rows with missing values are dropped. The default
     sampler is ``SamplerWithoutReplacement``. Other arguments are those of ``BaseDatasetExperienceReplay``.
 
     ``max_outcome_val`` is the largest ``y``. A local source is an ARFF file.
@@ -118,13 +118,13 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
 def _scaled(where: str, values: np.ndarray) -> np.ndarray:
     if np.isnan(values).any():
         row, number = np.argwhere(np.isnan(values))[0]
-        raise DataError(f"{where}: numeric values must be there: row {row} of the data misses number {number}.")
+        raise DataError(f"{where}: no numeric value may be missing: row {row} has none in feature {number}.")
     spread = values.std(0)
-    return (values - values.mean(0)) / np.where(spread == 0, 1, spread)  # a column of one value becomes zeros
+    return (values - values.mean(0)) / np.where(spread == 0, 1, spread)  # a constant column becomes zeros
 
 
 def _read_arff(path: Path) -> tuple[dict[str, str], list[list[str]]]:
-    """The type of every attribute, in the order of the file, and the rows as texts; "?" is a missing value."""
+    """The type of every attribute, in file order, and the rows as strings; "?" is a missing value."""
     types: dict[str, str] = {}
     with reading(path):
         if reason := why_not_text(path):
@@ -146,8 +146,8 @@ def _read_arff(path: Path) -> tuple[dict[str, str], list[list[str]]]:
 
 def _arff_row(where: str, line: str, types: dict[str, str]) -> list[str]:
     if line.startswith("{"):
-        raise DataError(f"{where}: rows must name every value: got a sparse row, {line.strip()!r:.60}.")
-    quote = '"' if '"' in line else "'"  # ARFF allows both; csv takes one
+        raise DataError(f"{where}: rows must list every value: got a sparse row, {line.strip()!r:.60}.")
+    quote = '"' if '"' in line else "'"  # ARFF allows both quotes, the csv module one at a time
     row = [value.strip() for value in next(csv.reader([line], quotechar=quote, escapechar="\\", skipinitialspace=True))]
     if len(row) != len(types):
         raise DataError(f"{where}: a row must have {len(types)} values, one per attribute: got {len(row)}.")

@@ -40,14 +40,14 @@ _FLAGS = ("is_first", "is_last", "is_terminal", "reward")
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     """Episodes of real robots, as in ``"cmu_stretch"``.
 
-    *Rows* ``observation`` (nested, images uint8[3, H, W]), ``action``, ``is_init``, ``episode``, and what else the
-    steps have (``discount``, texts as ``language_instruction``); under ``"next"`` also ``observation`` and ``reward``.
-    The observation after the last step of an episode is not known: it is zeros.
+    *Rows* ``observation`` (nested, images uint8[3, H, W]), ``action``, ``is_init``, ``episode``, and other entries of
+    the steps (``discount``, texts as ``language_instruction``); under ``"next"`` also ``observation`` and ``reward``.
+    The files lack the observation after the last step of an episode: it is zeros.
 
     num_slices, slice_len  one of them makes the sampler a ``SliceSampler``, with ``strict_length`` and ``shuffle``
     replacement            False: each trajectory once per pass; needed for ``shuffle=False``
-    streaming              True: nothing is stored; every slice is of the next trajectory of the files, which are
-                           downloaded one at a time. ``pad`` fills what a short trajectory lacks (True: with 0)
+    streaming              True: nothing is stored; each slice is from the next trajectory of the files, which are
+                           downloaded one at a time. ``pad`` is the fill value for short trajectories (True: 0)
 
     Without ``batch_size``, iterating gives one trajectory at a time, or one slice of each with ``slice_len``. Other
     arguments are those of ``BaseDatasetExperienceReplay``; encoded images need the extra ``vision``. Pickles are read
@@ -93,10 +93,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         own, stream = self._stream, self.streaming
         wrong = {
             "give num_slices or slice_len, not both": own["num_slices"] is not None and own["slice_len"] is not None,
-            "num_slices and slice_len make the sampler; leave sampler out": sliced and sampler is not None,
-            "shuffle=False needs replacement=False": not (self.shuffle or stream or replacement is False),
-            "pad goes with streaming=True": own["pad"] is not None and not stream,
-            "a stream takes no sampler, replacement=True or split_trajs=True": stream
+            "num_slices and slice_len define the sampler; leave sampler out": sliced and sampler is not None,
+            "shuffle=False requires replacement=False": not (self.shuffle or stream or replacement is False),
+            "pad requires streaming=True": own["pad"] is not None and not stream,
+            "streaming=True does not support sampler, replacement=True or split_trajs=True": stream
             and bool(sampler or replacement or split),
         }
         for what, is_so in wrong.items():
@@ -107,13 +107,13 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         return TrajectoryStream(self._who, self._pass, **self._stream) if self.streaming else super()._open(download)
 
     def _pass(self) -> Iterator[TensorDict]:
-        """The trajectories of all files; a file that was downloaded is removed after its last one."""
+        """Yields the trajectories of all files; removes a downloaded file after its last trajectory."""
         files: list[Any] = self._local_files()
         if not files:
             self._check_name()
             files = self._remote_files()
         for file in (files[number] for number in self._order(len(files))):
-            # Not a TemporaryDirectory, which warns where a loop leaves the stream before its end.
+            # Not a TemporaryDirectory, which warns if the caller abandons the stream before its end.
             folder = None if isinstance(file, Path) else Path(mkdtemp(prefix="llmrl-stream-"))
             try:
                 paths = [file] if folder is None else fetch(self._who, [file], folder)
@@ -175,12 +175,12 @@ def _rows(who: str, where: str, steps: list[dict[str, Any]]) -> TensorDict:
         key: following(values) for key, values in now.items() if key[0] == "observation" and torch.is_tensor(values)
     }
     last, terminal = flags["is_last"].to(torch.bool), flags["is_terminal"].to(torch.bool)
-    last[-1] = True  # whatever the file says: no step follows
+    last[-1] = True  # even if the file says False: no step follows
     return ted_rows(where, now, then, reward=flags["reward"], terminated=terminal, truncated=last & ~terminal)
 
 
 def _flat(who: str, value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """The entries of a step; encoded images as uint8[3, H, W], texts as str, entries that are None left out."""
+    """Yields the entries of a step: encoded images as uint8[3, H, W], texts as str; skips entries that are None."""
     if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
         image = require("PIL.Image", extra="vision", used_by=who).open(io.BytesIO(value["bytes"]))
         yield key, np.moveaxis(np.asarray(image.convert("RGB")), -1, 0)

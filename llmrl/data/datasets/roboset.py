@@ -22,8 +22,8 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
 
     *Rows* ``observation``, ``action``, ``time``, ``info`` (the ``env_infos``), ``episode`` and ``seed`` (the position
     of the file); under ``"next"`` also ``observation``, ``info`` and ``reward``. The file has no observation after the
-    last step of a trial: it is zeros, and a trial that does not end in ``done`` is truncated there. Other arguments are
-    those of ``BaseDatasetExperienceReplay``; needs the extra ``h5``.
+    last step of a trial: it is zeros. A trial that does not end in ``done`` is truncated at its last step.
+    Other arguments are those of ``BaseDatasetExperienceReplay``; needs the extra ``h5``.
     """
 
     kind = "roboset"
@@ -63,7 +63,7 @@ def _trial(where: str, columns: dict[tuple[str, ...], np.ndarray]) -> TensorDict
     cut[-1:] = ~ends[-1:]
     now, then = {}, {}
     for name in ("observations", "actions"):
-        column(where, columns, (name,))  # names the column if it is missing; all of them are copied below
+        column(where, columns, (name,))  # raises an error if the column is missing; all columns are copied below
     for key, values in columns.items():
         if key[0] not in ("rewards", "done"):
             now[(names.get(key[0], key[0]), *key[1:])] = values

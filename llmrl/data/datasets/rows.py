@@ -1,9 +1,9 @@
-"""Rows of a dataset in a folder: one file per entry, written batch by batch, mapped to memory when they are read.
+"""Rows of a dataset in a folder: one file per entry, written batch by batch, memory-mapped for reading.
 
-    dataset.json        written last: the entries, how many rows, the size of every file, and notes of the writer
+    dataset.json        written last: the entries, the number of rows, the size of every file, and the notes
     column_0.bin        the values of one entry, row after row
 
-Text is stored as an int64 per row into the list of the different texts, which `dataset.json` holds.
+Text is stored as one int64 per row, an index into the list of distinct texts in `dataset.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Column(NamedTuple):
 
 
 class RowWriter:
-    """Appends batches to the files of a folder; a context manager, which closes them.
+    """Appends batches to the files of a folder; a context manager that closes them.
 
     The first batch sets the entries, their dtypes and their shapes.
 
@@ -46,9 +46,9 @@ class RowWriter:
 
     def __init__(self, who: str, folder: Path) -> None:
         self.who, self.folder, self.rows = who, folder, 0
-        self._files = ExitStack()  # closes each of them, even if the disk is full
+        self._files = ExitStack()  # closes every file, even if closing one fails on a full disk
         self._columns: dict[Key, _Column] = {}
-        self._inside: torch.Size | None = None  # what the batch size of a row is
+        self._inside: torch.Size | None = None  # batch size of one row
         self._texts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -77,8 +77,8 @@ class RowWriter:
                     f"{list(values.shape[1:])} for {'.'.join(key)} in {source}, expected {column.dtype} "
                     f"{list(column.shape)}."
                 )
-            content = values.clone(memory_format=torch.contiguous_format)  # a row of one value may have any stride
-            # Not by numpy's tofile, which hides what a full disk did not take.
+            content = values.clone(memory_format=torch.contiguous_format)  # a single element may have any stride
+            # Not with numpy's tofile, which hides short writes on a full disk.
             column.file.write(content.reshape(-1).view(torch.uint8).numpy().data)
         self.rows += len(rows)
 
@@ -86,7 +86,7 @@ class RowWriter:
         """Completes the folder. Raises: DataError if nothing was written."""
         if not self.rows:
             raise DataError(f"{self.who}: a dataset must have at least one row: the files have none.")
-        self._files.close()  # before the marker, which promises that all rows are in the files
+        self._files.close()  # before the marker, which guarantees that all rows are in the files
         columns = []
         for key, column in self._columns.items():
             dtype = str(column.dtype).removeprefix("torch.")
@@ -111,12 +111,12 @@ class RowWriter:
 
 
 class DatasetStorage(TensorStorage):
-    """The rows of a folder that `RowWriter` filled. What is written to it stays in the memory of this process.
+    """The rows of a folder written by `RowWriter`. Writes stay in the memory of this process.
 
-    ``notes["following"]`` are entries whose ``"next"`` is not stored: it is the entry of the following row, or zeros
+    ``notes["following"]`` are entries whose ``"next"`` is not stored: it is read from the following row, or is zeros
     where ``("next", "done")`` ends the trajectory.
 
-    Raises   DataError if a file of the folder is missing or has not the size that it was written with
+    Raises   DataError if a file of the folder is missing or its size differs from the recorded one
     """
 
     def __init__(self, who: str, folder: Path) -> None:
@@ -132,7 +132,7 @@ class DatasetStorage(TensorStorage):
             if size != column["bytes"]:
                 raise DataError(
                     f"{who}: the dataset is damaged: {file} must have {column['bytes']} bytes: "
-                    f"{'it is missing' if size is None else f'got {size}'}; build it again with download='force'."
+                    f"{'it is missing' if size is None else f'got {size}'}; rebuild it with download='force'."
                 )
             if column["text"]:
                 self._texts[key] = texts
@@ -155,7 +155,7 @@ class DatasetStorage(TensorStorage):
 
     def _next(self, key: Key, index: int | slice | Tensor, rows: Any) -> Tensor:
         at = torch.arange(index.start, index.stop) if isinstance(index, slice) else torch.as_tensor(index)
-        last = len(self) - 1  # nothing follows it: zeros, as at the end of a trajectory
+        last = len(self) - 1  # has no following row: zeros, as at the end of a trajectory
         values = super().entry(key, (at + 1).clamp(max=last).reshape(-1)).reshape(rows.get(key).shape)
         ends = rows.get(("next", "done")).reshape(at.shape) | (at == last)
         return values.masked_fill(expand_right(ends, values.ndim), 0)
@@ -169,8 +169,7 @@ def read_marker(who: str, folder: Path) -> dict[str, Any]:
             raise ValueError(f"its format is {content['format']}, expected {_FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{who}: {folder} must be a dataset that llmrl has written: {error!r}; build it again with "
-            "download='force'."
+            f"{who}: {folder} must be a dataset that llmrl has written: {error!r}; rebuild it with download='force'."
         ) from error
     return content
 
@@ -178,7 +177,7 @@ def read_marker(who: str, folder: Path) -> dict[str, Any]:
 def _mapped(file: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not prod(shape):
         return torch.zeros(shape, dtype=dtype)
-    # Not shared: what a program writes to the rows stays in its memory, and never reaches the file.
+    # Not shared (copy-on-write): writes to the rows never reach the file.
     return torch.from_file(str(file), shared=False, size=prod(shape), dtype=dtype).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Trajectories that are read from their files when they are drawn, and not kept."""
+"""Trajectories that are read from their files when they are sampled, and not stored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmrl.data.replay_buffers import Sampler, Storage
 from llmrl.data.ted_utils import leaf_keys
 from llmrl.errors import DataError, UnsupportedError
 
-_WINDOW = 16  # trajectories among which the next one is drawn, if they are shuffled
+_WINDOW = 16  # size of the shuffle buffer, in trajectories
 
 
 class TrajectoryStream(Storage):
-    """Slices of one trajectory after the other; after the last one the first comes again.
+    """Slices of one trajectory after the other; starts over after the last one.
 
-    Reads    ``passes``: a function that begins a pass over the trajectories, TensorDicts [T] in TED; ``pad``: the value
-             behind the end of a trajectory shorter than a slice, None if that is an error
+    Reads    ``passes``: a function that starts a pass over the trajectories, TensorDicts [T] in TED; ``pad``: the fill
+             value for trajectories shorter than a slice; None raises an error for them
     """
 
     max_size = torch.iinfo(torch.int64).max
@@ -43,12 +43,12 @@ class TrajectoryStream(Storage):
         self.notes: dict[str, Any] = {}
 
     def trajectories(self) -> Iterator[TensorDict]:
-        """One pass; a trajectory is a slice of it if ``slice_len`` is given."""
+        """Yields the trajectories of one pass, each cut to a random slice if ``slice_len`` is given."""
         for rows in self._shuffled():
             yield rows if self.slice_len is None else cut(self.who, rows, self.slice_len, self.pad)
 
     def batch(self, index: slice | Tensor) -> TensorDict:
-        """The next rows, as many as ``index`` has: ``num_slices`` slices, each of another trajectory."""
+        """The next rows, as many as ``index`` has: ``num_slices`` slices, each from another trajectory."""
         count = len(index) if isinstance(index, Tensor) else index.stop - index.start
         parts = self._num_slices or (1 if self.slice_len is None else self.slice_len)
         if count % parts:
@@ -62,13 +62,13 @@ class TrajectoryStream(Storage):
         raise UnsupportedError(f"{self.who}: a stream has no positions; sample it, or leave out streaming=True.")
 
     def set(self, index: Any, data: Any, *, set_cursor: bool = True) -> NoReturn:
-        raise UnsupportedError(f"{self.who}: a stream is not written to.")
+        raise UnsupportedError(f"{self.who}: a stream is read-only.")
 
     def __len__(self) -> int:
         raise UnsupportedError(f"{self.who}: a stream has no length; leave out streaming=True to store its rows.")
 
     def _next(self) -> TensorDict:
-        for _ in range(2):  # the second time at the beginning of a new pass; if that is empty too, there is nothing
+        for _ in range(2):  # the second time in a new pass; if that is empty too, the dataset is
             if (rows := next(self._current, None)) is not None:
                 return rows
             self._current = self._shuffled()
@@ -77,7 +77,7 @@ class TrajectoryStream(Storage):
     def _shuffled(self) -> Iterator[TensorDict]:
         window: list[TensorDict] = []
         for rows in self._passes():
-            window.append(rows)  # a pass cannot be permuted without reading all of it: a window is
+            window.append(rows)  # shuffles in a window: a full permutation would have to read everything first
             if len(window) > (_WINDOW if self._shuffle else 0):
                 yield window.pop(int(torch.randint(len(window), ())))
         while window:
@@ -85,14 +85,14 @@ class TrajectoryStream(Storage):
 
 
 class StreamSampler(Sampler):
-    """Takes rows as they come."""
+    """Samples rows in the order of the stream."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         return torch.arange(batch_size), {}
 
 
 def cut(who: str, rows: TensorDict, length: int, pad: float | None) -> TensorDict:
-    """A random slice of a trajectory, truncated at its end; one that is too short is padded, or an error."""
+    """A random slice of a trajectory, marked as truncated at its end. Pads a short trajectory, or raises DataError."""
     missing = length - len(rows)
     if missing > 0 and pad is None:
         raise DataError(
@@ -101,7 +101,7 @@ def cut(who: str, rows: TensorDict, length: int, pad: float | None) -> TensorDic
         )
     start = int(torch.randint(max(-missing, 0) + 1, ()))
     rows = rows[start : start + length].clone()
-    for name in ("truncated", "done"):  # so that returns are not summed beyond the slice
+    for name in ("truncated", "done"):  # so that returns are not summed past the slice
         rows["next", name][-1] = True
     if missing <= 0:
         return rows

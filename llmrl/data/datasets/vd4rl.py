@@ -1,4 +1,4 @@
-"""V-D4RL: pixels of control tasks, as episodes in .npz files or shards of HDF5; hub: conglu/vd4rl."""
+"""V-D4RL: control tasks from pixels, as episodes in .npz files or HDF5 shards; hub: conglu/vd4rl."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KNOWN = ("image", "observation", "action", "reward", "discount", "step_type", "
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
-    """Tasks of the DeepMind control suite seen through pixels, as in ``"main/walker_walk/random/64px"``.
+    """Tasks of the DeepMind Control Suite with pixel observations, as in ``"main/walker_walk/random/64px"``.
 
-    *Rows* ``pixels``, ``action``, ``is_init``, ``episode`` and, if the file has more (``height``, ``velocity``,
-    ...), those under ``observation``; under ``"next"`` also ``pixels``, ``observation``, ``reward`` and ``discount``.
-    In the files an action stands beside the frame that it led to: here it is in the row of the frame before.
+    *Rows* ``pixels``, ``action``, ``is_init``, ``episode`` and, under ``observation``, other columns of the file
+    (``height``, ``velocity``, ...); under ``"next"`` also ``pixels``, ``observation``, ``reward`` and ``discount``.
+    The files store an action with the frame that it led to; here it is in the row of the previous frame.
 
-    totensor    pixels are delivered as float32 [3, H, W] in [0, 1], else as they are stored
+    totensor    True: pixels are read as float32 [3, H, W] in [0, 1], else as stored
     image_size  a number or (height, width): pixels are resized to it when they are read
 
-    ``num_workers`` changes nothing. Other arguments are those of ``BaseDatasetExperienceReplay``; the shards of HDF5
+    ``num_workers`` has no effect. Other arguments are those of ``BaseDatasetExperienceReplay``; HDF5 shards
     need the extra ``h5``.
     """
 
@@ -69,7 +69,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
 
 
 def _episodes(who: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The one of an .npz file, or those of a shard: it is cut where ``step_type`` is 0, the first step of one."""
+    """Yields the episode of an .npz file, or those of a shard, which is split where ``step_type`` is 0 (first step)."""
     if path.suffix == ".npz":
         with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             episode = dict(arrays)
@@ -98,7 +98,7 @@ def _rows(where: str, columns: dict[str, Any]) -> TensorDict:
     terminated = np.asarray(terminal).reshape(-1).astype(bool)[1:]
     truncated = np.zeros_like(terminated)
     truncated[-1:] = ~terminated[-1:]
-    # Row t of a file has the frame after step t and the action that led to it: actions, rewards and flags move by one.
+    # Row t of a file has a frame and the action that led to it, so actions, rewards and flags shift by one row.
     state = {name: np.asarray(values) for name, values in columns.items() if name not in _KNOWN}
     both = {("pixels",): np.asarray(pixels), **{("observation", name): values for name, values in state.items()}}
     first = np.arange(len(reward) - 1) == 0
@@ -109,7 +109,7 @@ def _rows(where: str, columns: dict[str, Any]) -> TensorDict:
 
 
 class _Pixels:
-    """Scales and resizes pixels that are read; those that a transform has made float already are only resized."""
+    """Scales and resizes pixels; pixels that another transform has converted to float are only resized."""
 
     def __init__(self, to_float: bool, size: list[int] | None) -> None:
         self.to_float, self.size = to_float, size
@@ -122,7 +122,7 @@ class _Pixels:
 
     def _converted(self, pixels: Tensor) -> Tensor:
         stored = pixels.dtype is torch.uint8
-        last = stored and pixels.shape[-1] == 3 and pixels.shape[-3] != 3  # channels last, as .npz files have them
+        last = stored and pixels.shape[-1] == 3 and pixels.shape[-3] != 3  # channels last, as in .npz files
         images = pixels.movedim(-1, -3) if last else pixels
         if stored and (self.to_float or self.size is not None):
             images = images / 255

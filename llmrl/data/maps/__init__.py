@@ -1,4 +1,4 @@
-"""Maps from tensordicts to tensordicts, hashes of rows, and trees of trajectories that share a beginning."""
+"""Maps from tensordicts to tensordicts, hashes of rows, and trees of trajectories with shared prefixes."""
 
 from llmrl.data.maps.forest import MCTSForest
 from llmrl.data.maps.hashes import BinaryToDecimal, HashToInt, RandomProjectionHash, SipHash

@@ -1,4 +1,4 @@
-"""`MCTSForest`: trajectories, each shared beginning once, from which trees can be read."""
+"""`MCTSForest`: trajectories with shared prefixes stored once, readable as trees."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from llmrl.errors import ConfigError, DataError, MissingKeyError
 
 
 class NodeMap(TensorMap):
-    """The branches of each observation: a forest writes it.
+    """The branches of each observation; written by the forest.
 
-    Returns  of ``map[td]``: the observation keys; "_index", int64[k], the positions in ``data_map`` of the steps that
-             were taken there; "_hash". A batch [B] is a lazy stack
+    Returns  from ``map[td]``: the observation keys; "_index", int64[k], the positions in ``data_map`` of the steps
+             taken from there; "_hash". For a batch [B] a lazy stack
     """
 
     def __init__(self, query_module: QueryModule) -> None:
@@ -38,7 +38,7 @@ class NodeMap(TensorMap):
         return self.query_module.index(item) < len(self)
 
     def node(self, item: TensorDictBase) -> int:
-        """The number of one observation. Raises MissingKeyError if it was never met."""
+        """The number of one observation. Raises MissingKeyError if it was never seen."""
         if (node := int(self.query_module.index(item))) >= len(self):
             key = item.select(*self.query_module.in_keys).to_dict()
             raise MissingKeyError(f"MCTSForest: no trajectory has this observation: {key!r:.200}.")
@@ -56,18 +56,19 @@ class NodeMap(TensorMap):
 
 
 class MCTSForest:
-    """Trajectories by their observations and actions. A step that several of them took is kept once.
+    """Trajectories indexed by observation and action. A step shared by several of them is stored once.
 
     Reads    of `extend`, a rollout [*B, T] (time last): ``observation_keys``, also under "next", ``action_keys`` and,
-             if they are there, ``reward_keys`` and ``done_keys`` under "next"; all else is kept too, but for
+             if present, ``reward_keys`` and ``done_keys`` under "next"; all other keys are stored too, except
              ``excluded_keys``
-    Raises   DataError, with nothing kept, if an action leads elsewhere than it did before, or a reward is not finite
-    data_map   (observation, action) -> the step, with "next"; by position too. By default in a `LazyStackStorage`
-    node_map   observation -> "_index", the positions of the steps that were taken there
-    counts, returns   for each position: how often it was taken, and the sum of what was earned from it on
+    Raises   DataError, and stores nothing, if an action leads to another observation than before, or a reward is not
+             finite
+    data_map   (observation, action) -> the step, with "next"; also by position. Default storage: `LazyStackStorage`
+    node_map   observation -> "_index", the positions of the steps taken from there
+    counts, returns   for each position: how often the step was taken, and its returns (sums of rewards) added up
 
     Keys are by default "observation", "action", "reward" and, if present, "done", "terminated" and "truncated";
-    `get_keys_from_env` reads them from an environment. ``max_size`` bounds the steps; ``consolidated`` has no effect.
+    `get_keys_from_env` reads them from an environment. ``max_size`` limits the steps; ``consolidated`` has no effect.
 
     >>> from tensordict import TensorDict
     >>> rollout = TensorDict(observation=torch.tensor([[0], [1]]), action=torch.tensor([1, 5]), batch_size=[2])
@@ -106,7 +107,7 @@ class MCTSForest:
             self._make_maps()
         self.counts: list[int] = []
         self.returns: list[float] = []
-        self._ends: list[int] = []  # the node that a step leads to
+        self._ends: list[int] = []  # per position: the node that the step leads to
 
     def _make_maps(self) -> None:
         both = [*self.observation_keys, *self.action_keys]
@@ -115,20 +116,20 @@ class MCTSForest:
         self.node_map = self.node_map or NodeMap(QueryModule(self.observation_keys))
 
     def get_keys_from_env(self, env: Any) -> None:
-        """Takes the names of all keys from the specs of ``env``. Raises ConfigError once there are trajectories."""
+        """Reads all key names from the specs of ``env``. Raises ConfigError if the forest already has trajectories."""
         if len(self):
-            raise ConfigError("MCTSForest.get_keys_from_env: must come before the first trajectory.")
+            raise ConfigError("MCTSForest.get_keys_from_env: must be called before the first trajectory is added.")
         self.observation_keys = list(env.observation_spec.keys(True, True))
         self.action_keys, self.reward_keys, self.done_keys = env.action_keys, env.reward_keys, env.done_keys
         self.data_map = self.node_map = None
         self._make_maps()
 
     def __len__(self) -> int:
-        """The number of different steps."""
+        """The number of distinct steps."""
         return len(self._ends)
 
     def extend(self, rollout: TensorDictBase, *, return_node: bool = False) -> Tree | None:
-        """Adds the trajectories of ``rollout``; ``return_node``: and returns the tree at its first step."""
+        """Adds the trajectories of ``rollout``; with ``return_node`` returns the tree at its first step."""
         if not rollout.batch_dims:
             raise DataError("MCTSForest.extend: a rollout must have a time dimension: got batch size []; use add.")
         earned = self._returns(rollout).flatten().tolist()
@@ -140,10 +141,10 @@ class MCTSForest:
             ends = nodes.index(after, extend=True).tolist()
             index = self.data_map.query_module.index(steps, extend=True).tolist()
             self._check_ends(index, ends)
-            # These numbers were for the check alone: writing gives the same ones, in the same order, with the rows.
+            # These numbers only served the check: the write below assigns the same ones again and stores the rows.
             self.data_map.query_module.forget(known)
             self.data_map[steps] = steps
-        except BaseException:  # an interruption too: both maps must know the same steps
+        except BaseException:  # KeyboardInterrupt too: both maps must have the same steps
             nodes.forget(before)
             self.data_map.query_module.forget(known)
             raise
@@ -159,27 +160,27 @@ class MCTSForest:
         return self.get_tree(rollout[(0,) * rollout.batch_dims]) if return_node else None
 
     def add(self, step: TensorDictBase, *, return_node: bool = False) -> Tree | None:
-        """Adds one step, or a batch of steps [*B] that do not follow each other."""
+        """Adds one step, or a batch [*B] of independent steps."""
         return self.extend(step.unsqueeze(-1), return_node=return_node)
 
     def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
         """The tree of all trajectories from the observation in ``root``, of batch size [].
 
         max_depth  most steps from the root; None: all
-        compact    steps that all trajectories take which come there are one vertex; else each step is a vertex
+        compact    merges consecutive steps that the same trajectories take into one vertex; else each step is a vertex
 
-        A path ends where it comes back to an observation that it has met (``is_repeated``).
+        A path ends where it returns to an observation already on it (``is_repeated``).
         Raises  MissingKeyError if no trajectory has the observation
         """
         if root.batch_dims:
             raise DataError(f"MCTSForest.get_tree: root must be one observation: got batch size {[*root.batch_size]}.")
-        limit = len(self) + 1 if max_depth is None else max_depth  # a path meets no observation twice
+        limit = len(self) + 1 if max_depth is None else max_depth  # a path never visits an observation twice
         start = self.node_map.node(root)
         root = root.select(*self.observation_keys)
         tree, made = None, 0
         on_path: dict[int, None] = {}
-        # An explicit stack: a trajectory may have more steps than Python allows calls. It holds a vertex to make (its
-        # parent, the first step, steps before it), or how many nodes were on the path before the vertex that is left.
+        # An explicit stack: a trajectory may be longer than Python's recursion limit. An entry is either a vertex to
+        # make (its parent, first step and depth), or the path length to restore after a vertex is done.
         waiting: list[tuple[Tree | None, int | None, int] | int] = [(None, None, 0)]
         while waiting:
             task = waiting.pop()
@@ -197,8 +198,8 @@ class MCTSForest:
                 is_repeated = node in on_path
                 on_path.setdefault(node)
                 choices = self.node_map.branches[node]
-                # A vertex grows while there is no choice and no trajectory ends: where some do, the rest is a child,
-                # with a value of its own.
+                # A vertex grows while there is one branch and no trajectory ends. Where some end (the counts differ),
+                # the other trajectories continue in a child, which has its own value.
                 if not compact or is_repeated or len(choices) != 1 or depth + len(branches) == limit:
                     continue
                 if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:
@@ -210,18 +211,18 @@ class MCTSForest:
             tree = tree or vertex
             if parent is not None:
                 parent.subtree = (*parent.subtree, vertex)
-            waiting.append(size)  # below the children, so that it is taken from the stack after them
+            waiting.append(size)  # below the children, so that it is popped after them
             depth += len(branches)
             if not is_repeated and depth < limit:
                 waiting += [(vertex, choice, depth) for choice in reversed(self.node_map.branches[node])]
         return tree
 
     def get_child(self, root: TensorDictBase) -> TensorDictBase:
-        """The steps that were taken at the observation in ``root``, [k]."""
+        """The steps [k] taken from the observation in ``root``."""
         return self.data_map[torch.tensor(self.node_map.branches[self.node_map.node(root)])]
 
     def valid_paths(self, root: TensorDictBase) -> list[tuple[int, ...]]:
-        """The paths of the leaves of `get_tree` of ``root``."""
+        """The paths to the leaves of ``get_tree(root)``."""
         return list(self.get_tree(root).valid_paths())
 
     def _check_ends(self, index: list[int], ends: list[int]) -> None:
@@ -230,19 +231,19 @@ class MCTSForest:
             if (self._ends[position] if position < len(self) else new.setdefault(position, end)) != end:
                 raise DataError(
                     f"MCTSForest: an action must always lead to the same observation: step {row} of the rollout leads "
-                    "elsewhere than before; if chance decides, put its outcome into action_keys."
+                    "elsewhere than before; in a stochastic env add the random outcome to action_keys."
                 )
 
     def _returns(self, rollout: TensorDictBase) -> Tensor:
         """float64 [*B, T]: the sum of the rewards from each step to the end of its trajectory."""
         after = rollout.get("next", None)
         if after is None:
-            raise MissingKeyError("MCTSForest: each step must have its successor under 'next': there is no such key.")
+            raise MissingKeyError("MCTSForest: each step must have its successor under 'next': the key is missing.")
         present = after.keys(True, True)
         rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in present]
         total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
         if not total.isfinite().all():
-            raise DataError("MCTSForest: rewards must be finite: got NaN or infinity; leave out what failed.")
+            raise DataError("MCTSForest: rewards must be finite: got NaN or infinity; leave out failed trajectories.")
         done = torch.zeros(rollout.batch_size, dtype=torch.bool)
         for key in self.done_keys:
             if key in present:

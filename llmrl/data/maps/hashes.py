@@ -1,4 +1,4 @@
-"""Numbers for rows of tensors: hashes that are the same in every process, and the order of first appearance."""
+"""Integers for rows of tensors: hashes that are the same in every process, and numbers by first appearance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def row_bytes(rows: Tensor) -> list[bytes]:
     """The bytes of each row of [N, F]. Equal numbers have equal bytes: -0.0 counts as 0.0."""
     rows = rows.detach().cpu()
     if rows.is_floating_point() or rows.is_complex():
-        rows = rows + 0.0  # makes 0.0 of -0.0
+        rows = rows + 0.0  # turns -0.0 into 0.0
     count, width = rows.shape[0], rows.shape[1] * rows.element_size()
     if not width:
         return [b""] * count
@@ -26,11 +26,11 @@ def row_bytes(rows: Tensor) -> list[bytes]:
 
 
 class BinaryToDecimal(nn.Module):
-    """Numbers from bits, most significant first; of several chunks of ``num_bits`` along the last dim, their sum.
+    """Converts bits, most significant first, to numbers; sums the chunks of ``num_bits`` along the last dim.
 
-    Reads    bits [..., F], F a multiple of ``num_bits``; ``convert_to_binary``: any numbers, where positive means 1
+    Reads    bits [..., F], F a multiple of ``num_bits``; ``convert_to_binary``: any numbers; positive ones count as 1
     Returns  ``dtype`` [...]
-    Raises   ShapeError if the last dim does not have whole chunks
+    Raises   ShapeError if the last dim is not a multiple of ``num_bits``
 
     >>> BinaryToDecimal(4, "cpu", torch.int32)(torch.tensor([[0, 0, 1, 0, 0, 0, 0, 1]])).tolist()  # 2 + 1
     [3]
@@ -57,8 +57,8 @@ class BinaryToDecimal(nn.Module):
 class SipHash(nn.Module):
     """The 64-bit BLAKE2b hash of each row: equal rows have equal hashes, in every process and on every machine.
 
-    The name is the documented one. Two of a million different rows have one hash with a probability of 3e-8; a
-    `TensorDictMap` compares the rows themselves.
+    Kept under its documented name, although it is not SipHash. Among a million distinct rows two collide with a
+    probability of 3e-8; a `TensorDictMap` compares the rows themselves.
 
     Reads    [*B, F]
     Returns  int64[*B]; with ``as_tensor=False`` a list of 8 bytes for each row
@@ -81,10 +81,10 @@ class SipHash(nn.Module):
 
 
 class RandomProjectionHash(SipHash):
-    """The hash of a row's projection on ``n_components`` random directions, in ``dtype_cast``: near rows may share it.
+    """Hashes a row's projection on ``n_components`` random directions, cast to ``dtype_cast``: close rows may collide.
 
-    Reads    [*B, F]; the first call, or `fit`, draws the projection [F, n_components] with ``init_method`` from
-             ``seed``, so that it is the same in every process
+    Reads    [*B, F]; the first call, or `fit`, draws the projection [F, n_components] with ``init_method`` and
+             ``seed``, so it is the same in every process
     Returns  as `SipHash`
     Raises   ShapeError for rows of another width
     """
@@ -106,7 +106,7 @@ class RandomProjectionHash(SipHash):
         self.register_buffer("transform", None)
 
     def fit(self, x: Tensor) -> None:
-        """Draws the projection for rows as wide as those of ``x``."""
+        """Draws the projection for rows of the width of ``x``."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             transform = torch.empty(x.shape[-1], self.n_components)
@@ -124,7 +124,7 @@ class RandomProjectionHash(SipHash):
         return super().forward((x.to(self.transform) @ self.transform).to(self.dtype_cast))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        self.transform = state_dict.get(prefix + "transform")  # its width is not known before
+        self.transform = state_dict.get(prefix + "transform")  # its shape is only known from the checkpoint
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -132,8 +132,8 @@ class HashToInt(nn.Module):
     """Numbers hashes 0, 1, 2 ... in the order in which they were first seen.
 
     Reads    int64 [*B]
-    Returns  int64 [*B]; a hash that is not known gets the next number with ``extend=True``, else the number of known
-             ones, which none of them has
+    Returns  int64 [*B]; an unknown hash gets the next number with ``extend=True``, else the count of known hashes,
+             which is not the number of any of them
 
     >>> numbers = HashToInt()
     >>> numbers(torch.tensor([7, 9, 7]), extend=True).tolist(), numbers(torch.tensor([9, 8])).tolist()
@@ -156,12 +156,12 @@ class HashToInt(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
-            raise CheckpointError(f"HashToInt: a state must be the hashes, int64: got {state!r:.80}.")
+            raise CheckpointError(f"HashToInt: a state must be an int64 tensor of hashes: got {state!r:.80}.")
         self._numbers = {value: place for place, value in enumerate(state.tolist())}
 
 
 def number(known: dict[Any, int], keys: list[Any], *, extend: bool) -> list[int]:
-    """The number of each key. ``extend``: those that are not known get the next ones; else ``len(known)``."""
+    """The number of each key. With ``extend`` unknown keys get the next numbers, else ``len(known)``."""
     if not extend:
         missing = len(known)
         return [known.get(key, missing) for key in keys]

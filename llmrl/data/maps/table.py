@@ -1,4 +1,4 @@
-"""`TensorDictMap`: rows of a storage under keys that are rows of tensordicts, found by their values."""
+"""`TensorDictMap`: a map from tensordict rows, compared by value, to rows of a storage."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.data.replay_buffers.storages import LazyTensorStorage, Storage
 from llmrl.errors import MissingKeyError, ShapeError
 
-_MAX_KEY_BYTES = 64  # of a row; a longer one is known by its 256-bit hash
+_MAX_KEY_BYTES = 64  # per row; a longer row is replaced by its 256-bit hash
 
 
 class QueryModule(nn.Module):
-    """The number of each row by the values of ``in_keys``: 0, 1, 2 ... in the order in which they were first seen.
+    """Numbers rows by the values of ``in_keys``: 0, 1, 2 ... in the order in which they were first seen.
 
-    Reads    ``in_keys``   tensors [*B, *F] of a dtype and a shape F that stay as they were in the first call
-    Writes   ``index_key`` int64[*B]  a new row gets the next number; with ``extend=False`` the number of known rows
+    Reads    ``in_keys``   tensors [*B, *F]; dtype and shape F must be those of the first call
+    Writes   ``index_key`` int64[*B]  a new row gets the next number; with ``extend=False`` the count of known rows
              ``hash_key``  int64[*B]  its hash, unless ``write_hash=False``
-    Returns  ``td``; with ``clone`` a shallow copy of it
-    Raises   MissingKeyError without one of ``in_keys``; ShapeError if its dtype or shape changed
+    Returns  ``td``, or with ``clone`` a shallow copy of it
+    Raises   MissingKeyError if one of ``in_keys`` is missing; ShapeError if its dtype or shape changed
 
-    Rows are the same if all of their numbers are: hashes do not decide, unless ``hash_to_int`` is given.
+    Rows are equal if all of their values are; hashes are compared only if ``hash_to_int`` is given.
 
-    hash_module   of the values of one key, [*B, F]: default `SipHash`
-    hash_to_int   numbers the hashes instead of the rows: rows with one hash get one number
-    aggregator    one hash from those of several keys, [*B, K]: default `SipHash`
+    hash_module   hashes the values [*B, F] of one key; default `SipHash`
+    hash_to_int   numbers the hashes instead of the rows: rows with equal hashes get the same number
+    aggregator    combines the hashes [*B, K] of several keys; default `SipHash`
 
     >>> from tensordict import TensorDict
     >>> query = QueryModule(["x"])
@@ -87,7 +87,7 @@ class QueryModule(nn.Module):
         return hashes[0] if len(hashes) == 1 else self.aggregator(torch.stack(hashes, -1))
 
     def forget(self, size: int = 0) -> None:
-        """Keeps the first ``size`` rows alone."""
+        """Forgets all but the first ``size`` rows."""
         numbers = self._numbers if self.hash_to_int is None else self.hash_to_int._numbers
         while len(numbers) > size:
             numbers.popitem()
@@ -131,11 +131,11 @@ class TensorMap(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets all keys and values."""
+        """Removes all keys and values."""
 
     @abstractmethod
     def __getitem__(self, item: Any) -> Any:
-        """The value of each row. Raises MissingKeyError for a row that has none."""
+        """The value of each row. Raises MissingKeyError if a row has none."""
 
     @abstractmethod
     def __setitem__(self, item: Any, value: Any) -> None:
@@ -154,16 +154,16 @@ class TensorMap(ABC):
 
 
 class TensorDictMap(TensorMap):
-    """A tensordict of values for each different row of some keys.
+    """A map from distinct rows of some keys to tensordicts of values.
 
-    Reads    ``query_module.in_keys`` of the tensordict [*B] that indexes; an integer index is a position in the storage
-    Writes   rows of ``storage``, all of them or, after an error, none
-    Raises   MissingKeyError for a row that is read and not there, naming it; RuntimeError if the storage is full
+    Reads    ``query_module.in_keys`` of the index, a tensordict [*B]; an integer index is a position in the storage
+    Writes   rows of ``storage``: all of them, or none after an error
+    Raises   MissingKeyError, naming the row, if a row that is read is missing; RuntimeError if the storage is full
 
-    out_keys    those that are read; None: all
-    write_fn    (rows that are there, new ones for them) -> what is written; None: the new ones. Where a key is twice in
-                one write, its rows come one after the other
-    collate_fn  of what the storage returns
+    out_keys    value keys that are written and read; None: all
+    write_fn    (stored rows, new rows) -> the rows to store; None: the new rows. If a key occurs several times in one
+                write, its rows are merged one after the other
+    collate_fn  applied to the rows that the storage returns
 
     >>> from tensordict import TensorDict
     >>> map_ = TensorDictMap(query_module=QueryModule(["x"]), storage=LazyTensorStorage(100))
@@ -208,7 +208,7 @@ class TensorDictMap(TensorMap):
         query._values(source)
         if missing := [key for key in out_keys or () if dest.get(key, None) is None]:
             raise MissingKeyError(
-                f"TensorDictMap: dest must have the out_keys: {missing[0]!r} is not there; keys present: "
+                f"TensorDictMap: dest must have the out_keys: {missing[0]!r} is missing; keys present: "
                 f"{present_keys(dest)}."
             )
         storage = (storage_constructor or LazyTensorStorage)(max_size)
@@ -223,7 +223,7 @@ class TensorDictMap(TensorMap):
         self.storage.empty()
 
     def contains(self, item: TensorDictBase) -> Tensor:
-        """bool [*B]."""
+        """bool [*B]: True for each row that has a value."""
         return self.query_module.index(item) < len(self)
 
     def __getitem__(self, item: Any) -> Any:
@@ -247,7 +247,7 @@ class TensorDictMap(TensorMap):
             )
         if not item.batch_size.numel():
             return
-        before = len(self)  # to return to after an error: rows get their numbers before they are written
+        before = len(self)  # for the rollback after an error: rows get their numbers before they are written
         if not item.batch_dims:
             item, value = item.unsqueeze(0), value.unsqueeze(0)
         if self.out_keys is not None:
@@ -258,7 +258,7 @@ class TensorDictMap(TensorMap):
             if len(self) > self.storage.max_size:
                 raise RuntimeError(
                     f"TensorDictMap: at most {self.storage.max_size} keys fit: got {len(self) - before} new ones "
-                    f"beside {before}; give the storage a larger max_size, or clear()."
+                    f"in addition to {before}; give the storage a larger max_size, or clear()."
                 )
             self._write(index, value)
         except BaseException:
@@ -271,11 +271,11 @@ class TensorDictMap(TensorMap):
         return rows if self.out_keys is None else rows.select(*self.out_keys)
 
     def _write(self, index: Tensor, value: TensorDictBase) -> None:
-        """One write to the storage. Of the rows of one key the last one counts, or what ``write_fn`` makes of all."""
+        """Writes to the storage once. Of several rows with one key the last one is stored, or ``write_fn`` of all."""
         places: dict[int, list[int]] = {}
         for place, position in enumerate(index.tolist()):
             places.setdefault(position, []).append(place)
-        positions = sorted(places)  # new ones, the highest, must follow each other in the storage
+        positions = sorted(places)  # new rows (the highest positions) must be appended in order
         if self.write_fn is None:
             rows = value[torch.tensor([places[position][-1] for position in positions], dtype=torch.int64)]
         else:
@@ -289,7 +289,7 @@ class TensorDictMap(TensorMap):
         if stored.any():
             old = self._read(torch.tensor(positions)[stored])
             rows[stored] = self.write_fn(old, rows[stored])
-        # Turn by turn, all keys at once: each pass takes the next row of those that have one.
+        # Repeated keys: each pass merges the next row of every key that has another one.
         for turn in range(1, max(map(len, places.values()))):
             again = torch.tensor([len(places[position]) > turn for position in positions])
             news = value[torch.tensor([where[turn] for _, where in sorted(places.items()) if len(where) > turn])]

@@ -1,4 +1,4 @@
-"""`Tree`: the trajectories of a forest that begin at one observation, each shared beginning once."""
+"""`Tree`: the trajectories of a forest that start from one observation, with shared prefixes merged."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Path = tuple[int, ...]
 
 
 class Tree:
-    """A vertex and all that grows from it. `MCTSForest.get_tree` makes them; they read the steps of their forest.
+    """A vertex and its descendants. Made by `MCTSForest.get_tree`; reads its steps from the forest.
 
-    rollout    the steps [L] that lead here from the parent's observation, the first one the choice between branches; of
-               the root, in a compact tree, the steps before the first choice. None if there are none
+    rollout    the steps [L] that lead here from the parent's observation; the first one selects the branch. For the
+               root of a compact tree, the steps before the first branching. None if there are none
     subtree    the children, in the order in which they were first taken
-    node_id    0 for the root, then in the order of a walk that goes to the first child first
-    count      how often trajectories came this way; of the root, how often they started from it
-    wins       the sum of what they earned from here on, rewards of ``rollout`` included, without discount
-    hash       of the observation, int64; two vertices of one observation share it
+    node_id    the depth-first (preorder) number of the vertex; 0 for the root
+    count      how often trajectories took this branch; for the root, how often they took any step from it
+    wins       the sum of their undiscounted returns from here on, including the rewards of ``rollout``
+    hash       int64 hash of the observation; vertices with the same observation share it
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class Tree:
     ) -> None:
         self._forest, self._node, self.branches, self.node_id = forest, node, branches, id_
         self._root_data = node_data
-        self._parent = None if parent is None else ref(parent)  # weak: a circle would wait for the garbage collector
+        self._parent = None if parent is None else ref(parent)  # weak: avoids a reference cycle
         self.subtree: tuple[Tree, ...] = ()
         self.is_repeated = False
 
-    # --- what it holds ---
+    # --- contents ---
 
     @property
     def parent(self) -> Tree | None:
-        """None for the root, and where the tree that this is a part of is gone."""
+        """The parent vertex; None for the root, and after the enclosing tree was freed."""
         return None if self._parent is None else self._parent()
 
     @property
@@ -59,7 +59,7 @@ class Tree:
 
     @property
     def node_observation(self) -> Any:
-        """The observation of this vertex, after its rollout; a tuple of them with several keys."""
+        """The observation of this vertex, after its rollout; a tuple if there are several keys."""
         values = tuple(self.node_data.get(key) for key in self._forest.observation_keys)
         return values[0] if len(values) == 1 else values
 
@@ -78,18 +78,18 @@ class Tree:
         return self._sum(self._forest.returns)
 
     def _sum(self, of_steps: list[Any]) -> Any:
-        # All trajectories of a vertex take its first step. Those of a root without steps take any from its observation.
+        # All trajectories of a vertex take its first step. At a root without steps they may take any step from there.
         steps = self.branches[:1] or self._forest.node_map.branches[self._node]
         return sum(of_steps[step] for step in steps)
 
     @property
     def value(self) -> float:
-        """The mean of what trajectories earned from here on."""
+        """The mean return of the trajectories from here on."""
         return self.wins / self.count if self.count else float("nan")
 
     @property
     def selected_actions(self) -> Any:
-        """The actions of the rollout; None without one."""
+        """The actions of the rollout; None without a rollout."""
         return self._actions(slice(None))
 
     @property
@@ -99,7 +99,7 @@ class Tree:
 
     @property
     def branching_action(self) -> Any:
-        """The action by which this vertex differs from its siblings."""
+        """The first action of the rollout, which distinguishes this vertex from its siblings."""
         return self._actions(0)
 
     def _actions(self, index: Any) -> Any:
@@ -109,7 +109,7 @@ class Tree:
         values = tuple(steps.get(key) for key in self._forest.action_keys)
         return values[0] if len(values) == 1 else values
 
-    # --- its shape ---
+    # --- structure ---
 
     @property
     def num_children(self) -> int:
@@ -129,7 +129,7 @@ class Tree:
         return self.num_children == spec.cardinality()
 
     def walk(self) -> Iterator[tuple[Path, Tree]]:
-        """Each vertex and its path, the numbers of the children that lead to it: this one first, in order of ids."""
+        """Yields (path, vertex) in order of ids, this vertex first; a path lists child indices."""
         waiting: list[tuple[Path, Tree]] = [((), self)]
         while waiting:
             path, tree = waiting.pop()
@@ -137,7 +137,7 @@ class Tree:
             waiting += [((*path, place), child) for place, child in reversed(list(enumerate(tree.subtree)))]
 
     def vertices(self, *, key_type: str = "hash") -> dict[Any, Tree]:
-        """The vertices by "hash" (one of those that share it), "id" or "path"."""
+        """The vertices by "hash" (the last one of those that share it), "id" or "path"."""
         keys: dict[str, Callable[[Path, Tree], Any]] = {
             "hash": lambda path, tree: tree.hash,
             "id": lambda path, tree: tree.node_id,
@@ -148,16 +148,16 @@ class Tree:
         return {keys[key_type](path, tree): tree for path, tree in self.walk()}
 
     def num_vertices(self, *, count_repeat: bool = False) -> int:
-        """The number of different observations; ``count_repeat``: of vertices."""
+        """The number of distinct observations; with ``count_repeat`` of vertices."""
         nodes = [tree._node for _, tree in self.walk()]
         return len(nodes) if count_repeat else len(set(nodes))
 
     def edges(self) -> list[tuple[int, int]]:
-        """The ids of each parent and child."""
+        """The (parent id, child id) pairs."""
         return [(tree.node_id, child.node_id) for _, tree in self.walk() for child in tree.subtree]
 
     def valid_paths(self) -> Iterator[Path]:
-        """The paths of the leaves."""
+        """The paths to the leaves."""
         return (path for path, tree in self.walk() if not tree.subtree)
 
     def max_length(self) -> int:
@@ -189,10 +189,10 @@ class Tree:
         raise MissingKeyError(f"Tree: no vertex has {what}.")
 
     def __contains__(self, other: Tree) -> bool:
-        """True if there is a vertex of the same observation."""
+        """True if a vertex of this tree has the same observation."""
         return any(tree._node == other._node and tree._forest is other._forest for _, tree in self.walk())
 
-    # --- as a picture ---
+    # --- display ---
 
     def to_string(self, node_format_fn: Callable[[Tree], Any] | None = None) -> str:
         """One line for each vertex, children below their parent; by default id, count and value."""
@@ -207,7 +207,7 @@ class Tree:
         return "\n".join(lines)
 
     def to_svg(self, node_format_fn: Callable[[Tree], Any] | None = None) -> str:
-        """The same as a drawing: the root on the left, a vertex's color from red (lowest value) to green (highest)."""
+        """An SVG drawing: the root on the left, vertices colored from red (lowest value) to green (highest)."""
         depth, row, width, height = {}, {}, 150, 24
         leaves = 0
         for path, tree in self.walk():
@@ -215,10 +215,10 @@ class Tree:
             if not tree.subtree:
                 row[tree.node_id], leaves = leaves, leaves + 1
         vertices = [tree for _, tree in self.walk()]
-        for tree in reversed(vertices):  # children before their parents, which stand in the middle of them
+        for tree in reversed(vertices):  # children first: a parent is centered on its children
             if tree.subtree:
                 row[tree.node_id] = sum(row[child.node_id] for child in tree.subtree) / len(tree.subtree)
-        values = [tree.value for tree in vertices if tree.value == tree.value] or [0.0]  # NaN: nothing came this way
+        values = [tree.value for tree in vertices if tree.value == tree.value] or [0.0]  # NaN: no trajectory came here
         low, span = min(values), (max(values) - min(values)) or 1.0
         at = {id_: (20 + depth[id_] * width, 20 + row[id_] * height) for id_ in row}
         parts = [

@@ -90,7 +90,7 @@ def test_a_broken_download_resumes_where_it_broke(server, tmp_path):
 def test_a_full_disk_is_told_and_the_next_call_goes_on(server, tmp_path, largest_file):
     server.files["/a.bin"] = CONTENT
     file = RemoteFile("a.bin", f"{server.url}/a.bin")
-    with largest_file(50_000), pytest.raises(DataError, match=r"test: .* must take what is downloaded: .*make room"):
+    with largest_file(50_000), pytest.raises(DataError, match=r"test: cannot write the download to .*: .*make room"):
         fetch("test", [file], tmp_path)
     assert not (tmp_path / "a.bin").exists()
     (path,) = fetch("test", [file], tmp_path)

@@ -402,5 +402,5 @@ def test_an_archive_that_ends_between_two_episodes_is_noticed(tmp_path):
     with tarfile.open(path) as archive:
         second = archive.getmembers()[1].offset
     path.write_bytes(path.read_bytes()[:second])
-    with pytest.raises(DataError, match="ends without the mark of its end"):
+    with pytest.raises(DataError, match="no end-of-archive marker"):
         OpenXExperienceReplay("a", root=tmp_path / "root", source=path)
