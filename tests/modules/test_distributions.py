@@ -178,7 +178,9 @@ def test_a_model_of_one_piece_is_called_as_it_is():
 
 
 def test_an_engine_without_logits_says_what_to_use_instead(tokenizer):
-    with pytest.raises(NotImplementedError, match=r"FakeEngine gives log-probs.*get_new_version\(generate=False\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"FakeEngine gives only log-probs.*get_new_version\(generate=False\)"
+    ):
         fake_policy(tokenizer, ["a"]).get_dist(THREE_IDS)
 
 

@@ -153,16 +153,21 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer, ABC):
             return None
         return read_marker(self._who, folder)["notes"] if (folder / MARKER).exists() else None
 
+    def _files_here(self, download: bool) -> list[Path]:
+        """The local files; none if they must be downloaded. Raises DataError if that is not allowed."""
+        files = self._local_files()
+        if not files and not download:
+            raise DataError(
+                f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download must be True: found "
+                f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or "
+                "give source=..., a file or folder."
+            )
+        return files
+
     def _build(self, download: bool) -> None:
         downloads = self.data_path_root / "downloads"
-        files = self._local_files()
+        files = self._files_here(download)
         if not files:
-            if not download:
-                raise DataError(
-                    f"{self._who}: {self.dataset_id} must be in {self.data_path_root}, or download must be True: found "
-                    f"neither a dataset nor a file that ends in {' or '.join(self.suffixes)}; put the files there, or "
-                    "give source=..., a file or folder."
-                )
             self._check_name()
             files = self._download(downloads)
         notes = {"sources": [self._source_entry(file) for file in files]}

@@ -104,7 +104,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 raise ConfigError(f"{self._who}: the arguments must fit each other: {what}.")
 
     def _open(self, download: bool | str) -> Any:
-        return TrajectoryStream(self._who, self._pass, **self._stream) if self.streaming else super()._open(download)
+        if not self.streaming:
+            return super()._open(download)
+        self._files_here(bool(download))
+        return TrajectoryStream(self._who, self._pass, **self._stream)
 
     def _pass(self) -> Iterator[TensorDict]:
         """Yields the trajectories of all files; removes a downloaded file after its last trajectory."""

@@ -241,10 +241,11 @@ class MCTSForest:
             raise MissingKeyError("MCTSForest: each step must have its successor under 'next': the key is missing.")
         present = after.keys(True, True)
         rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in present]
-        total = sum(rewards).double() if rewards else torch.zeros(rollout.batch_size, dtype=torch.float64)
+        zero = torch.zeros(rollout.batch_size, dtype=torch.float64, device=rollout.device)
+        total = sum(rewards, zero)
         if not total.isfinite().all():
             raise DataError("MCTSForest: rewards must be finite: got NaN or infinity; leave out failed trajectories.")
-        done = torch.zeros(rollout.batch_size, dtype=torch.bool)
+        done = torch.zeros(rollout.batch_size, dtype=torch.bool, device=total.device)
         for key in self.done_keys:
             if key in present:
                 done |= reduce_right(after.get(key), rollout.batch_size)

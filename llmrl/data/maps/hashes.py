@@ -149,7 +149,7 @@ class HashToInt(nn.Module):
 
     def forward(self, hash_value: Tensor, extend: bool = False) -> Tensor:
         numbers = number(self._numbers, hash_value.flatten().tolist(), extend=extend)
-        return torch.tensor(numbers, dtype=torch.int64).reshape(hash_value.shape)
+        return torch.tensor(numbers, dtype=torch.int64, device=hash_value.device).reshape(hash_value.shape)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(list(self._numbers), dtype=torch.int64)

@@ -236,6 +236,9 @@ def test_a_stream_downloads_one_file_at_a_time_and_keeps_none(server, hub, tmp_p
         files[f"cmu_stretch_{number}.tar"] = (tmp_path / "a.tar").read_bytes()
     hub("jxu124/OpenX-Embodiment", "cmu_stretch", files)
     arguments = {"root": tmp_path / "root", "streaming": True, "shuffle": False}
+    with pytest.raises(DataError, match="download must be True"):
+        OpenXExperienceReplay("cmu_stretch", download=False, **arguments)
+    assert not server.requests, "no request without permission"
     dataset = OpenXExperienceReplay("cmu_stretch", **arguments)
     stream = iter(dataset)
     assert [len(next(stream)) for _ in range(2)] == [3, 4]
