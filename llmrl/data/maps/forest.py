@@ -61,8 +61,7 @@ class MCTSForest:
     Reads    of `extend`, a rollout [*B, T] (time last): ``observation_keys``, also under "next", ``action_keys`` and,
              if present, ``reward_keys`` and ``done_keys`` under "next"; all other keys are stored too, except
              ``excluded_keys``
-    Raises   DataError, and stores nothing, if an action leads to another observation than before, or a reward is not
-             finite
+    Raises   DataError, storing nothing, if an action leads to another state than before, or a reward is not finite
     data_map   (observation, action) -> the step, with "next"; also by position. Default storage: `LazyStackStorage`
     node_map   observation -> "_index", the positions of the steps taken from there
     counts, returns   for each position: how often the step was taken, and its returns (sums of rewards) added up
