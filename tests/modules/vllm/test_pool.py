@@ -61,7 +61,7 @@ def run_settings(folder, model, url, **rollout):
         ({"architecture": "gemma", "heads": 2, "hidden_size": 32}, {}, r"its hidden_size is 64, expected 32"),
         ({"architecture": "qwen2", "heads": 2}, {}, r"its model_type is gemma, expected qwen2"),
         ({"architecture": "gemma", "heads": 2, "vocab_size": 600}, {}, r"its vocab_size is \d+, expected 600"),
-        ({"architecture": "gemma", "heads": 2}, {"sleep": True}, r"sleep is decided when a server is started"),
+        ({"architecture": "gemma", "heads": 2}, {"sleep": True}, r"sleep is fixed when a server is started"),
     ],
     ids=["size", "kind", "vocabulary", "setting"],
 )

@@ -417,7 +417,7 @@ def test_a_bfloat16_engine_in_a_process_gets_half_the_bytes_by_memory_and_by_bro
                 engine.score(PROMPTS)
             fault[0] = None
             publish(model, engine)
-        with pytest.raises(WeightSyncError, match="got 3, 1 answer"):
+        with pytest.raises(WeightSyncError, match="got 3, but 1 answer"):
             engine.update_weights(model.state_dict(), version=engine.version + 1, backend=NCCL(num_workers=3))
         SameScores(PROMPTS, 0.02)(engine.score, scorer(model))
 
