@@ -351,7 +351,7 @@ class DataCollectorBase(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The state from which a collection continues; unfinished trajectories are not part of it and start anew."""
+        """The state from which a collection continues; unfinished trajectories are not in it and start again."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class LazyWeight:
 
 class WeightGroups:
     """Named weights in groups of at most ``max_bytes``; a larger weight is a group of its own. Every iteration builds
-    the weights anew.
+    the weights again.
 
     ``metadata``  {name: (dtype, shape)} of all weights, available before any is built
 

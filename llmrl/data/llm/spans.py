@@ -186,7 +186,7 @@ class SpanFinder:
             if text.startswith(prompt):
                 return len(prompt)
             # The prompt may have more than the text, such as an opened thought: then the turn starts where that of a
-            # probe does. The answer itself is no probe: "<tool_call>" shares its beginning with an opened "<think>".
+            # probe does. The answer itself cannot be the probe: "<tool_call>" begins like an opened "<think>".
             probe = {"role": "assistant", "content": chr(STAND_IN)}
             other = self._render([*chat[:turn], probe], False, tools)
             before = self._render(chat[:turn], False, tools)

@@ -43,7 +43,7 @@ class ProcessLock:
         _locks.add(self)
 
     def _begin(self) -> None:
-        """Opens the file anew in this process: a descriptor inherited from the parent would share the parent's lock."""
+        """Opens the file again in this process: an inherited descriptor would share the parent's lock."""
         import fcntl  # POSIX only, like shared buffers; imported here so that the package imports on other systems
 
         self._fcntl = fcntl

@@ -118,7 +118,7 @@ class Mode(ABC):
         return None
 
     def encode_prompts(self, prompts: Prompts, stream: TokenStream | None) -> dict[int, RewriteError]:
-        """Sets the ids of each row: its stream and the ids appended since, or the whole conversation, encoded anew.
+        """Sets the ids of each row: its stream and the ids appended since, or the whole conversation, encoded again.
 
         Returns  row -> the reason that its stream could not be continued
         """

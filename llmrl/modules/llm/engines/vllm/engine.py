@@ -169,7 +169,7 @@ class VLLMEngine(SeededEngine):
         answers = [Answer(row, seed, images) for row, seed, images in zip(rows, seeds, images, strict=True)]
         left = answers
         # One pass, or with in_flight="continue" another one after each update that interrupts it. Each pass takes the
-        # lock anew, so that the update can run in between.
+        # lock again, so that the update can run in between.
         while True:
             end = self._end(params.max_new_tokens)
             with self._lock.holding("requests", end, "generating"):
