@@ -23,9 +23,7 @@ from llmrl.objectives.llm.settings import PRESETS, Surrogate
 from llmrl.run import cli
 from llmrl.run.config import recipe_names
 from llmrl.train.settings import GRPOConfig
-
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.support.documents import EXAMPLES, PAGES, ROOT
 
 
 def commands() -> list[str]:
@@ -33,24 +31,6 @@ def commands() -> list[str]:
     lines = [line.partition("  #")[0].strip() for line in text.splitlines()]
     launched = [re.sub(r"^torchrun .*-m llmrl\.recipes\.", "llmrl ", line) for line in lines]
     return [line for line in launched if line.startswith("llmrl ")]
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A block with a file name above it, and what the block below it says that it prints."""
-
-    name: str
-    text: str
-    prints: str | None
-
-
-def examples() -> list[Example]:
-    block = r"^`([\w.]+)`\n\n```\w+\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?"
-    text = "\n".join(page.read_text() for page in PAGES)
-    return [Example(name, body, prints or None) for name, body, prints in re.findall(block, text, re.M | re.S)]
-
-
-EXAMPLES = examples()
 
 
 def examples_of(suffix: str) -> pytest.MarkDecorator:

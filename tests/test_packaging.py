@@ -3,11 +3,14 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from importlib import resources
 from pathlib import Path
 
 import pytest
+
+from tests.support.documents import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"llmrl": "llmrl"} | {f"llmrl.{name}": name for name in ("chat_templates", "tools", "recipes")}
@@ -36,32 +39,62 @@ def run(script: str, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkout(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for folder in FOLDERS.values():
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what is packaged, in which builds may leave files."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in (*FOLDERS.values(), "src"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source / name)
+        shutil.copy(ROOT / name, source / name)
+    return source
+
+
+def build(kind: str, source: Path, site: Path) -> set[str]:
+    """Installs llmrl in ``site`` as pip does, from a "wheel" or "editable". Returns the names of the wheel's files."""
     # setuptools itself, not pip: the environment may have been made without pip, and nothing is to be downloaded
-    build = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
-    run(build, str(tmp_path), cwd=source)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    script = f"import setuptools.build_meta as backend, sys; print(backend.build_{kind}(sys.argv[1]))"
+    wheel = site / run(script, str(site), cwd=source).split()[-1]
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+        return set(files.namelist())
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module_and_data_file_and_runs_away_from_the_checkout(source, tmp_path):
+    names = build("wheel", source, tmp_path)
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".jinja", ".yaml", ".typed", ".html", ".css", ".js"):
                 assert f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}" in names
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
     script = (
-        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
-        f"sys.path.insert(0, {str(site)!r}); from llmrl.run.config import recipe_names; import llmrl, llmrl.tools; "
-        "print(llmrl.__file__, llmrl.tools.__file__, *recipe_names())"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from llmrl.run.config import recipe_names; "
+        "import llmrl, llmrl.tools; print(llmrl.__file__, llmrl.tools.__file__, *recipe_names())"
     )
     package_file, tools_file, *recipes = run(script, cwd=tmp_path).split()
-    assert package_file == str(site / "llmrl" / "__init__.py")
-    assert tools_file == str(site / "llmrl" / "tools" / "__init__.py")
+    assert package_file == str(tmp_path / "llmrl" / "__init__.py")
+    assert tools_file == str(tmp_path / "llmrl" / "tools" / "__init__.py")
     assert recipes == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_type_checkers_accept_the_programs_of_the_documents(kind, source, tmp_path, tmp_path_factory):
+    venv = tmp_path / "venv"
+    run("import sys, venv; venv.create(sys.argv[1])", str(venv), cwd=tmp_path)
+    site = next(venv.glob("lib/python*/site-packages"))
+    build(kind, source, site)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files are not read from here
+    programs = [shutil.copy(ROOT / "recipes/grpo_minimal.py", tmp_path)]
+    for example in EXAMPLES:
+        if example.name.endswith(".py"):
+            programs.append(tmp_path / example.name)
+            programs[-1].write_text(example.text)
+    python, cache = str(venv / "bin/python"), tmp_path_factory.getbasetemp() / "mypy_cache"
+    for checker in (
+        ["pyright", "--pythonpath", python],
+        ["mypy", "--python-executable", python, "--ignore-missing-imports", "--cache-dir", str(cache)],
+    ):
+        command = [sys.executable, "-m", *checker, *map(str, programs)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -197,7 +197,7 @@ class DataCollectorBase(abc.ABC):
         self.total_frames, self.replay_buffer = self.options.total_frames, self.options.replay_buffer
         self._batches_out = 0
         self._version: int | str = 0
-        self._iterator: Iterator[TensorDictBase | None] | None = None
+        self._iterator: Iterator[TensorDictBase] | None = None
         self._weight_updater: WeightUpdaterBase | None = None
 
     def _register_updater(self) -> None:
@@ -208,14 +208,16 @@ class DataCollectorBase(abc.ABC):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    # The annotations are those without a replay buffer: with one, each batch is None, and the caller does not read it.
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
         return self.iterator()
 
     @abc.abstractmethod
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDictBase]:
         """Batches until ``total_frames``; None for each batch that goes into a replay buffer."""
 
-    def next(self) -> TensorDictBase | None:
+    def next(self) -> TensorDictBase:
         """The next batch. Raises StopIteration at the end."""
         if self._iterator is None:
             self._iterator = self.iterator()

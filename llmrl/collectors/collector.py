@@ -102,7 +102,7 @@ class SyncDataCollector(HasBackground, DataCollectorBase):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDictBase]:
         while not self._ended() and not self.background.stopped.is_set():
             check_not_started(self, self.background.is_elsewhere)
             if (batch := self.collect()) is None:

@@ -100,7 +100,7 @@ class PooledCollector(DataCollectorBase):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDictBase]:
         while not self._ended():
             self._check_iterates()
             self._push_due_weights()

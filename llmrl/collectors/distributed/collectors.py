@@ -258,7 +258,7 @@ class _RemoteDataCollector(_MultiDataCollector):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDictBase]:
         check_not_started(self, self.background.is_elsewhere)
         return super().iterator()
 

@@ -131,7 +131,7 @@ class LLMCollector(HasBackground):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
             try:
                 with self._dropping():
@@ -146,7 +146,7 @@ class LLMCollector(HasBackground):
                 return
             yield data if self.replay_buffer is None else None
 
-    def next(self) -> TensorDictBase | None:
+    def next(self) -> TensorDictBase:
         """The next batch (None with a replay buffer). Raises StopIteration at the end of the budget or of the data."""
         return next(iter(self))
 

@@ -98,7 +98,7 @@ class RayLLMCollector(ActorOwner):
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDictBase]:
         while (batches := self._collect()) is not None:
             yield cat_rows(batches) if self.replay_buffer is None else None
 

@@ -8,7 +8,7 @@ cost more than the rest of the step, so the rows are built on first access (``un
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorStack, TensorDict, TensorDictBase
@@ -28,6 +28,12 @@ from llmrl.data.ragged.tensordicts import (
 
 FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses", "extra")
 Message = dict[str, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """``torch.compiler.disable`` for methods: its own annotations lose ``self``, so type checkers refuse the call."""
+    return torch.compiler.disable(function)
 
 
 class LazyRows(LazyStackedTensorDict):
@@ -73,7 +79,7 @@ class LazyRows(LazyStackedTensorDict):
         self._rows = list(rows)
         self.source = None
 
-    @torch.compiler.disable  # compiled code must not specialise on how a source builds its rows
+    @not_compiled  # compiled code must not specialise on how a source builds its rows
     def _build_rows(self) -> None:
         self._rows = self._build()
         self.source = None

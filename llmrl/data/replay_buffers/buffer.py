@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from llmrl.data.ragged.layout import tree_map
-from llmrl.data.ragged.stack import set_entry
+from llmrl.data.ragged.stack import not_compiled, set_entry
 from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.grid_index import (
     cells_in_row,
@@ -177,7 +177,7 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._storage)
 
-    @torch.compiler.disable
+    @not_compiled
     def add(self, data: Any) -> int | Tensor:
         """Writes one row; on a grid, one time step of all its streams.
 
@@ -187,7 +187,7 @@ class ReplayBuffer:
         with self._storage.lock:
             return self._write_row(data)
 
-    @torch.compiler.disable
+    @not_compiled
     def extend(self, data: Any) -> Tensor:
         """Writes a batch: a list of single rows, or data whose dimension ``dim_extend`` counts rows.
 
@@ -274,7 +274,7 @@ class ReplayBuffer:
 
     # --- reads ---
 
-    @torch.compiler.disable
+    @not_compiled
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next batch, or ``(batch, info)`` where ``info["index"]`` is the position of every row, int64[N].
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from llmrl.data.ragged.stack import set_entry
+from llmrl.data.ragged.stack import not_compiled, set_entry
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
 from llmrl.data.replay_buffers.samplers import Sampler
 from llmrl.data.replay_buffers.storages.base import read_entry
@@ -41,7 +41,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = priority_key
         super().__init__(**arguments)
 
-    @torch.compiler.disable
+    @not_compiled
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Writes one row, and its priority if it has one; see ``ReplayBuffer.add``."""
         _check(data)
@@ -52,7 +52,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 self._set_priorities(torch.tensor([index]) if isinstance(index, int) else index, priority)
             return index
 
-    @torch.compiler.disable
+    @not_compiled
     def extend(self, data: TensorDictBase, *, update_priority: bool = True) -> Tensor:
         """Writes a batch, or a list of rows; with ``update_priority`` also their priorities, if they have them."""
         for part in data if isinstance(data, list) else [data]:
@@ -63,6 +63,16 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if priority is not None:
                 self._set_priorities(index, priority)
             return index
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
+    ) -> TensorDictBase: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True], include_info: bool | None = None
+    ) -> tuple[TensorDictBase, dict[Any, Any]]: ...
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
