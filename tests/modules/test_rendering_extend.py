@@ -175,3 +175,25 @@ def test_template_that_drops_thinking_is_refused_and_reported():
     assert not report.prefix_preserving
     assert "with thinking" in report.reason
     assert Renderer(tiny_tokenizer()).check().prefix_preserving
+
+
+@pytest.mark.parametrize("after", ["\n\n", "\n", " ", ""])
+@pytest.mark.parametrize("answer", ["It is 42.", "It is 42. ", " 42\n", "42\n\n"])
+def test_white_space_of_an_answer_without_end_marker_is_written_once(after: str, answer: str):
+    """Regression: a space stood before each further question, behind the answer and its eos."""
+    words = "{% for m in messages %}### {{ m.role }}: {{ m.content }}AFTER{% endfor %}".replace("AFTER", after)
+    prompt = "{% if add_generation_prompt %}### assistant: {% endif %}"
+    renderer = Renderer(tiny_tokenizer(), chat_template=words + prompt)
+    chat, expected = [USER_1], f"### user: {USER_1['content']}{after}### assistant: "
+    [stream] = renderer.prompt_ids([chat])
+    for question in (USER_2, USER_3, USER_1):
+        said = renderer.tokenizer(answer + "<|endoftext|>", return_tensors="pt").input_ids[0]
+        stream, chat = torch.cat([stream, said]), [*chat, {"role": "assistant", "content": answer}, question]
+        [delta] = renderer.extend([stream], [chat], [1])
+        stream = torch.cat([stream, delta])
+        expected += f"{answer}<|endoftext|>{after}### user: {question['content']}{after}### assistant: "
+        assert renderer.tokenizer.decode(stream) == expected
+    if not after:  # no token holds white space of the answer and of what follows
+        [row] = renderer.render([chat])
+        spans = [renderer.tokenizer.decode(row.ids[slice(*span)]) for span in row.spans]
+        assert all(span and answer.endswith(span) for span in spans)  # " It" begins before the answer

@@ -1,6 +1,7 @@
 """Every built-in chat template, by property: its text, its mask, its inverse, its prefixes, its markers."""
 # ruff: noqa: RUF001 (DeepSeek writes its markers with full-width bars)
 
+import json
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from llmrl.data.llm.templates import _BUILT_IN
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
+from tests.support.published_templates import PUBLISHED, Published, published_tokenizer
 from tests.support.template_families import (
     ANSWER,
     CALL,
@@ -356,3 +358,51 @@ def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
     report = renderer.check()
     assert not report.stop_token_trained
     assert "not learn to stop" in report.reason
+
+
+def random_conversation(generator: random.Random, shape: Published) -> tuple[list[dict[str, Any]], list[str]]:
+    """A conversation that the template supports, and what it writes for each assistant message, thoughts left out."""
+    pieces = ["Oslo", "é 漢", "42.", "a b", "It is", "<tool", "yes,\tno", "</"]
+
+    def words() -> str:
+        return f"{generator.choice(pieces)}{generator.randrange(10**6)}"
+
+    def said(message: dict[str, Any], text: str) -> None:
+        thought = shape.thinks and generator.random() < 0.5
+        chat.append({"role": "assistant"} | message | ({"reasoning_content": words()} if thought else {}))
+        answers.append(text)
+
+    chat: list[dict[str, Any]] = []
+    answers: list[str] = []
+    if shape.system and generator.random() < 0.5:
+        chat.append({"role": "system", "content": words()})
+    for _ in range(generator.randrange(1, 4)):
+        chat.append({"role": "user", "content": words()})
+        while shape.calls and generator.random() < 0.5:
+            arguments = {"city": words().replace("\t", " ")}
+            held = json.dumps(arguments, ensure_ascii=False) if shape.arguments_as_text else arguments
+            call = {"type": "function", "function": {"name": "get", "arguments": held}}
+            said({"content": "", "tool_calls": [call]}, shape.calls.replace("CITY", arguments["city"]))
+            chat.append({"role": "tool", "content": words()})
+        said({"content": (answer := words())}, answer)
+    return chat, answers
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_answer_and_call_is_trained_once_with_its_end_and_nothing_else_is(name: str):
+    """Regression: the call of a thinking model, followed by a question, was refused: its thought is dropped then."""
+    tokenizer, shape, generator = published_tokenizer(name), PUBLISHED[name], random.Random(name)
+    renderer = Renderer(tokenizer)
+    for _ in range(40):
+        chat, answers = random_conversation(generator, shape)
+        [row] = renderer.render([chat])
+        assert row.ids.tolist() == tokenizer.apply_chat_template(chat)["input_ids"]
+        spans = [tokenizer.decode(row.ids[start:end]) for start, end in row.spans]
+        thoughts = [message.get("reasoning_content", "") for message in chat if message["role"] == "assistant"]
+        for span, answer, thought in zip(spans, answers, thoughts, strict=True):
+            assert span.endswith(renderer.codec.end_of_turn)
+            before, _, kept = span.removesuffix(renderer.codec.end_of_turn).rpartition("</think>")
+            assert kept.strip() == answer.strip()
+            assert before.removeprefix("<think>").strip() in ("", thought.strip())
+        others = tokenizer.decode(row.ids[~row.assistant_mask])
+        assert not any(text in others for text in [*answers, *filter(None, thoughts)])

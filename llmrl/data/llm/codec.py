@@ -42,8 +42,9 @@ class ChatCodec:
             ``template_kwargs`` that it does not use
 
     ``end_of_turn`` is the text from the end of the assistant's content through its control token (``"<|im_end|>"``),
-    ``""`` if the template has none. ``answer_lead`` and ``answer_trail`` are the white space that the template writes
-    between the generation prompt and the content, and between the content and the control token.
+    ``""`` if the template has none; ``after_end`` is the text that the template writes after it. ``answer_lead`` and
+    ``answer_trail`` are the white space between the generation prompt and the content, and between the content and the
+    control token.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class ChatCodec:
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
         self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
-        self.answer_lead, self.answer_trail, self.end_of_turn = self._find_surroundings()
+        self.answer_lead, self.answer_trail, self.end_of_turn, self.after_end = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
         self.end_is_control = self._controls.first(self.end_of_turn) is not None
         if not self.end_is_control:  # ordinary text cannot be escaped: a message that contains it would end its turn
             self._controls.forbidden = self.end_of_turn.strip()
-        self._finder = SpanFinder(template, self._write, self.end_of_turn, end_is_control=self.end_is_control)
+        self._finder = SpanFinder(
+            template, self._write, self.end_of_turn, None if self.end_is_control else self.end_of_turn_at
+        )
 
     # Messages -> text
 
@@ -117,6 +120,19 @@ class ChatCodec:
     def open_answer(self, content: str) -> str:
         """The escaped text of an unfinished assistant message after the generation prompt."""
         return self.answer_lead + self._controls.escape_value(content, "a message") if content else ""
+
+    def end_of_turn_at(self, text: str, start: int = 0) -> int:
+        """The position of the end-of-turn text of the last message, an assistant's, in a rendered conversation.
+
+        Contents may contain any text that is not a control token, white space too: without a control token only what
+        the template writes after the content shows where that ends.
+        """
+        written = self.end_of_turn + self.after_end
+        if self.end_is_control:
+            end = text.rfind(self.end_of_turn, start)
+        else:
+            end = len(text) - len(written) if text.endswith(written, start) else -1
+        return max(start, len(text.rstrip())) if end < 0 else end
 
     def content_of(self, answer: str, *, begins: bool, ends: bool) -> str:
         """An answer without the white space that the template adds around contents.
@@ -205,8 +221,10 @@ class ChatCodec:
     def _escaped_tools(self, tools: Tools | None) -> Tools | None:
         return [self._controls.escape_value(tool, "a tool's description") for tool in tools] if tools else None
 
-    def _find_surroundings(self) -> tuple[str, str, str]:
-        """White space before and after the assistant's content, and what follows it up to the first control token."""
+    def _find_surroundings(self) -> tuple[str, str, str, str]:
+        """White space before and after the assistant's content, what follows it up to the first control token, and the
+        rest.
+        """
         stand_in = chr(STAND_IN)  # the template treats it as any other content
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": stand_in}]
         [text], _ = self._render([probe], None, add_generation_prompt=False)
@@ -221,7 +239,8 @@ class ChatCodec:
         before, _, after = text.partition(stand_in)
         lead = before[len(prompt) :] if before.startswith(prompt) else ""  # a prompt may open a thought
         start, end = self._controls.first(after) or (0, len(after.rstrip()))
-        return lead if lead.isspace() else "", after[:start] if after[:start].isspace() else "", after[:end]
+        trail = after[:start] if after[:start].isspace() else ""
+        return lead if lead.isspace() else "", trail, after[:end], after[end:]
 
     def _check_blocks(self, probe: list[dict[str, str]], text: str) -> None:
         """Raises TemplateError unless the generation blocks hold the assistant's content and not the user's."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Tools
+from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Message, Tools
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -30,20 +30,26 @@ _MAX_SKELETONS = 512
 class SpanFinder:
     """Finds the assistant's spans in the output of one template with one tokenizer's special tokens.
 
-    Reads  write           `render` with the template and its variables
-           end_of_turn     the text after an answer; ``end_is_control`` is True if that is a control token
+    Reads  write        `render` with the template and its variables
+           end_of_turn  the text after an answer
+           end_at       its position in a conversation that ends with an answer, from a position on; None if it is a
+                        control token, which no content contains
 
     Three ways are tried in this order: the template's text around stand-in contents (its skeleton), which needs no
     further rendering; the template's generation blocks; rendering what precedes a turn.
     """
 
     def __init__(
-        self, template: ChatTemplate, write: Callable[..., Any], end_of_turn: str, *, end_is_control: bool
+        self,
+        template: ChatTemplate,
+        write: Callable[..., Any],
+        end_of_turn: str,
+        end_at: Callable[[str, int], int] | None,
     ) -> None:
         self._template = template
         self._write = write
         self._end_of_turn = end_of_turn
-        self._end_is_control = end_is_control
+        self._end_at = end_at
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
 
     def find(
@@ -160,7 +166,7 @@ class SpanFinder:
             start = self._start_from_prefix(chat, turn, text, row, tools)
             # Contents contain no control token, so the first one ends the turn. They may contain any other marker:
             # then only rendering the conversation up to this turn shows where it ends.
-            if self._end_is_control:
+            if self._end_at is None:
                 end = text.find(self._end_of_turn, start)
                 if end < 0:
                     raise TemplateError(self._no_span(turn, row, f"no {self._end_of_turn!r} follows it"))
@@ -168,9 +174,7 @@ class SpanFinder:
                 upto = self._render(chat[: turn + 1], False, tools)
                 if not text.startswith(upto):
                     raise TemplateError(self._no_span(turn, row, "its text changes when later messages are added"))
-                end = len(upto[start:].rstrip()) + start
-                if self._end_of_turn and text.endswith(self._end_of_turn, start, end):
-                    end -= len(self._end_of_turn)
+                end = self._end_at(upto, start)
             if spans and start < spans[-1][1]:
                 raise TemplateError(
                     self._no_span(before, row, f"another turn begins before {self._end_of_turn!r} ends it")
@@ -181,22 +185,28 @@ class SpanFinder:
 
     def _start_from_prefix(self, chat: Chat, turn: int, text: str, row: int, tools: Tools | None) -> int:
         """The end of a turn's generation prompt in the text, or of the part of the prompt that the text has."""
+        asked, answer = chr(STAND_IN), chr(STAND_IN + 1)
         try:
             prompt = self._render(chat[:turn], True, tools)
             if text.startswith(prompt):
                 return len(prompt)
-            # The prompt may have more than the text, such as an opened thought: then the turn starts where that of a
-            # probe does. The answer itself cannot be the probe: "<tool_call>" begins like an opened "<think>".
-            probe = {"role": "assistant", "content": chr(STAND_IN)}
-            other = self._render([*chat[:turn], probe], False, tools)
-            before = self._render(chat[:turn], False, tools)
+            # The prompt may have more than the text, such as an opened thought, or keep earlier thoughts that the text
+            # drops. What follows the message before the turn is compared then. The answer itself cannot be compared:
+            # "<tool_call>" begins like an opened "<think>".
+            past = _with_content(chat[:turn], turn - 1, asked)
+            whole = [*past, *chat[turn:]]
+            probed = _with_content(whole, turn, answer)
+            texts = [self._render(whole, False, tools), self._render(probed, False, tools)]
+            texts += [self._render(past, asks, tools) for asks in (True, False)]
         except REFUSALS as error:
             raise TemplateError(self._no_span(turn, row, "the messages before it cannot be rendered alone")) from error
+        own, other, prompt, before = (rendered.partition(asked)[2] for rendered in texts)
         header = other[: common_prefix_length(prompt, other)]
-        # A header shorter than the earlier messages would put the start of the turn inside one of them.
-        if len(header) < len(before) or not text.startswith(header):
+        # A header shorter than what the message before writes would put the start of the turn inside that message.
+        found = all(rendered.count(asked) == 1 for rendered in texts) and len(header) >= len(before)
+        if not found or not text.endswith(own) or not own.startswith(header):
             raise TemplateError(self._no_span(turn, row, "the text before it changes when it is added"))
-        return len(header)
+        return len(text) - len(own) + len(header)
 
     def _no_span(self, turn: int, row: int, reason: str) -> str:
         return (
@@ -210,6 +220,10 @@ class SpanFinder:
 
     def _render(self, chat: Chat, add_generation_prompt: bool, tools: Tools | None) -> str:
         return self._write([chat], tools, add_generation_prompt=add_generation_prompt)[0][0]
+
+
+def _with_content(chat: Chat, index: int, content: str) -> list[Message]:
+    return [{**message, "content": content} if n == index else message for n, message in enumerate(chat)]
 
 
 class _Skeleton(NamedTuple):

@@ -387,8 +387,8 @@ class Renderer:
         """The end of the stream in a rendered conversation: after the end-of-turn text of a last assistant message."""
         if not after_assistant:
             return len(text)
-        end = text.rfind(self.codec.end_of_turn) if self.codec.end_of_turn else -1
-        return len(text.rstrip()) if end < 0 else end + len(self.codec.end_of_turn)
+        end = self.codec.end_of_turn_at(text)
+        return end + len(self.codec.end_of_turn) * text.startswith(self.codec.end_of_turn, end)
 
     def _rewrites(self, prefix: str, text: str, chat: Chat, covered: int) -> str:
         same = common_prefix_length(prefix, text)
