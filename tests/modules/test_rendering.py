@@ -98,7 +98,11 @@ ROLES = "roles must alternate.*conversation 1, message 1, role 'user'"
     [
         (lambda: Renderer(tiny_tokenizer(), chat_template=HASHES), [CHAT, [QUOTED, ANSWER_1]], HELD),
         (lambda: Renderer(tiny_tokenizer()), [CHAT, [USER_1]], r"conversation 1 has the roles \['user'\]"),
-        (lambda: Renderer(tiny_tokenizer(), include_end_of_turn=False), [[*CHAT[:3], EMPTY]], "message 3 .*has none"),
+        (
+            lambda: Renderer(tiny_tokenizer(), chat_template=CHATML, include_end_of_turn=False),
+            [[*CHAT[:3], EMPTY]],
+            "message 3 .*has none",
+        ),
         (lambda: family("mistral"), [CHAT, [USER_1, USER_2, ANSWER_1]], ROLES),
         (lambda: Renderer(tiny_tokenizer()), [["hello"]], "got str for message 0 of conversation 0"),
     ],

@@ -349,12 +349,41 @@ def test_dialect_of_chatml_is_not_taken_for_chatml():
         History.from_text("<|im_start|>user<|im_sep|>Hi<|im_end|>", tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("name", NAMES)
+OPENS_EARLY = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+    "{% endgeneration %}{% generation %}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+BLOCKS = {name: _BUILT_IN[name].jinja for name in NAMES} | {"smollm": PUBLISHED["smollm"].jinja, "early": OPENS_EARLY}
+BLOCKS["within a token"] = (  # " It" begins outside
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"), [*[(name, False) for name in BLOCKS], *[(name, True) for name in WITH_CALLS]]
+)
+def test_without_the_end_of_turn_generation_blocks_are_those_of_transformers(name: str, tools: bool):
+    """Regression: the end marker inside the author's block was cut out, the text after it too."""
+    tokenizer, jinja = tiny_tokenizer(template=name if name in NAMES else "qwen"), BLOCKS[name]
+    chat = conversation(name) if name in NAMES else [USER, ANSWER, MORE, LAST]
+    chat = [USER, CALLING, RESULT, ANSWER] if tools else chat
+    [row] = Renderer(tokenizer, chat_template=jinja, include_end_of_turn=False).render([chat])
+    options = {"chat_template": jinja, "return_assistant_tokens_mask": True, "return_dict": True}
+    theirs = tokenizer.apply_chat_template(chat, **options)
+    assert row.ids.tolist() == theirs["input_ids"]
+    assert row.assistant_mask.int().tolist() == theirs["assistant_masks"]
+    options["include_end_of_turn"], options["add_generation_prompt"] = False, False
+    history = History.from_messages(chat).apply_chat_template(tokenizer=tokenizer, **options)
+    assert history["assistant_masks"].int().tolist() == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "smollm"])
 def test_end_of_turn_can_be_left_out_of_the_mask(name: str):
-    renderer = Renderer(tiny_tokenizer(template=name), include_end_of_turn=False)
-    end = renderer.codec.end_of_turn
-    assert end.strip()
-    assert trained(renderer, conversation(name)) == tuple(span.removesuffix(end) for span in FAMILIES[name].answers)
+    renderer = Renderer(published_tokenizer(name), include_end_of_turn=False)
+    spans = trained(renderer, [USER, ANSWER, MORE, LAST])
+    assert [span.split("</think>")[-1].strip() for span in spans] == [ANSWER["content"], LAST["content"]]
     report = renderer.check()
     assert not report.stop_token_trained
     assert "not learn to stop" in report.reason

@@ -19,6 +19,7 @@ from llmrl.testing import tiny_model, tiny_tokenizer
 from tests.support.conversations import history_td
 from tests.support.losses import Recorded, conversation
 from tests.support.refusals import refusals
+from tests.support.rendering import CHATML
 
 LOG_PROBS = [[-9.0, -1.0, -3.0], [-9.0, -2.0], [-9.0, -9.0, -9.0, -9.0]]  # the first is the prompt; row 3 is all prompt
 MASKS = [[0, 1, 1], [0, 1], [0, 0, 0, 0]]
@@ -117,7 +118,7 @@ def test_messages_are_rendered_and_give_the_loss_of_their_tokens():
     from_messages = SFTLoss(scorer, tokenizer)(history_batch())
     assert from_messages.loss_sft == SFTLoss(scorer)(tokens).loss_sft
     assert from_messages.tokens == sum(int(row.assistant_mask.sum()) for row in rendered)
-    without_end = SFTLoss(scorer, tokenizer, {"include_end_of_turn": False})(history_batch())
+    without_end = SFTLoss(scorer, tokenizer, {"include_end_of_turn": False, "chat_template": CHATML})(history_batch())
     assert without_end.tokens == from_messages.tokens - 3  # three assistant messages
     scorer.renderer = Renderer(tokenizer)  # as a policy wrapper has
     assert SFTLoss(scorer)(history_batch()).loss_sft == from_messages.loss_sft

@@ -36,7 +36,8 @@ class ChatCodec:
 
     Reads   tokenizer            a fast tokenizer (its ids, its special tokens, its character offsets)
             template             from ``find_template``
-            include_end_of_turn  True if the assistant's span includes the end-of-turn text
+            include_end_of_turn  True if the assistant's span includes the end-of-turn text; False: it does not, and
+                                 generation blocks are taken literally, as the Transformers library takes them
             template_kwargs      passed to the template by name, such as ``enable_thinking``
     Raises  TemplateError if the template cannot render a user's turn and an assistant's answer, ConfigError for
             ``template_kwargs`` that it does not use
@@ -61,6 +62,7 @@ class ChatCodec:
         check_variables(template, template_kwargs)
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
+        self.spans_are_blocks = self._marks_generation and not include_end_of_turn
         self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
         self.answer_lead, self.answer_trail, self.end_of_turn, self.after_end = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
@@ -89,11 +91,15 @@ class ChatCodec:
     def render_with_spans(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> tuple[list[str], list[list[Span]]]:
-        """The escaped text of each conversation, and the character spans of its assistant messages.
+        """The escaped text of each conversation, and the character spans of its assistant messages; of its generation
+        blocks if ``spans_are_blocks``.
 
         Raises  TemplateError naming the conversation and the message whose span cannot be found
         """
         chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
+        if self.spans_are_blocks:
+            options = {"add_generation_prompt": add_generation_prompt, "return_assistant_tokens_mask": True}
+            return self._render(chats, tools, **options)
         blocks = None
         if self._marks_generation and not add_generation_prompt and not only_contents(chats):
             # Messages with more than role and content match no skeleton, so this rendering returns the blocks as well.
@@ -174,7 +180,10 @@ class ChatCodec:
                 f"ChatCodec: masks need the character offsets of a fast tokenizer: got {type(self.tokenizer).__name__}."
             )
         return ids, [
-            [token_span(encoding, (place(start), place(end)), length) for start, end in own]
+            [
+                token_span(encoding, (place(start), place(end)), length, overlapping=self.spans_are_blocks)
+                for start, end in own
+            ]
             for (_, encoding, place, length), own in zip(rows, spans, strict=True)
         ]
 

@@ -46,7 +46,7 @@ class Encoding:
     return_tensors: str | None = None  # "pt"; ids are tensors anyway
     return_dict: bool | None = None  # None: if a mask is requested
     return_assistant_tokens_mask: bool = False
-    include_end_of_turn: bool = True  # in the mask
+    include_end_of_turn: bool = True  # in the mask; False: generation blocks are taken literally
     tools: Tools | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -201,9 +201,9 @@ class Encoding:
 
 
 def _with_end(mask: Tensor, ids: Tensor, codec: ChatCodec) -> Tensor:
-    """The mask with each run moved to just after, or just before, the end-of-turn ids that close it."""
+    """The mask with the end-of-turn ids that close each run; as it is if the codec does not include them."""
     mask, end = mask.bool().clone(), codec.end_of_turn_ids
-    if not end:
+    if not end or not codec.include_end_of_turn:
         return mask
     # -1 where a run ends; the zero after the row closes a run that reaches its end.
     edges = torch.diff(mask.int(), append=torch.zeros(1, dtype=torch.int32))
@@ -211,7 +211,5 @@ def _with_end(mask: Tensor, ids: Tensor, codec: ChatCodec) -> Tensor:
         after = last + 1
         # Templates close the generation block before the end of turn, or after it: both give the same mask.
         if ids[after : after + len(end)].tolist() == end:
-            mask[after : after + len(end)] = codec.include_end_of_turn
-        elif ids[after - len(end) : after].tolist() == end:
-            mask[after - len(end) : after] = codec.include_end_of_turn
+            mask[after : after + len(end)] = True
     return mask

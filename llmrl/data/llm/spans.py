@@ -265,12 +265,16 @@ def end_span(text: str, span: Span, end_of_turn: str, *, include: bool) -> Span:
     return span
 
 
-def token_span(encoding: Encoding, span: Span, text_length: int) -> Span:
+def token_span(encoding: Encoding, span: Span, text_length: int, *, overlapping: bool = False) -> Span:
     """The tokens whose first character lies in a character span.
 
     A token that begins before the span and reaches into it is left out: no generation could have sampled it there.
+    ``overlapping`` includes it, as the Transformers library does.
     """
-    return _first_token_from(encoding, span[0], text_length), _first_token_from(encoding, span[1], text_length)
+    start, end = (_first_token_from(encoding, position, text_length) for position in span)
+    while overlapping and start and encoding.token_to_chars(start - 1)[1] > span[0]:
+        start -= 1
+    return start, end
 
 
 def _first_token_from(encoding: Encoding, position: int, text_length: int) -> int:

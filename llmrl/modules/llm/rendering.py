@@ -32,7 +32,7 @@ class Rendered:
 
     ids: Tensor  # int64[T]
     assistant_mask: Tensor  # bool[T], True where the assistant wrote the token, its end-of-turn token included
-    spans: list[Span]  # the mask as half-open token ranges, one per assistant message
+    spans: list[Span]  # the mask as half-open token ranges: one per assistant message, or generation block
     media: Media | None = None  # the tensors of its images; None without a processor
 
 
@@ -53,7 +53,8 @@ class Renderer:
             chat_template        jinja text to use instead of the tokenizer's own
             chat_template_name   a registered template to use instead of the tokenizer's own
             include_end_of_turn  whether the end-of-turn token counts as written by the assistant; if not, a model is
-                                 never taught to stop
+                                 never taught to stop. False takes a template's generation blocks literally: the mask
+                                 is that of the Transformers library, ``return_assistant_tokens_mask``
             template_kwargs      passed to the template by name, such as ``{"enable_thinking": False}``
     Raises  TemplateError for an unknown name, or a template that cannot render a question and an answer
 
@@ -121,9 +122,9 @@ class Renderer:
                     f"Renderer: a conversation to train on must hold an assistant message: conversation {row} has the "
                     f"roles {[message['role'] for message in chats[row]]}."
                 )
-            for turn, (start, end) in enumerate(found):
+            answers = [index for index, message in enumerate(chats[row]) if message["role"] == "assistant"]
+            for index, (start, end) in zip(answers, found, strict=False):
                 if start >= end:
-                    index = [i for i, message in enumerate(chats[row]) if message["role"] == "assistant"][turn]
                     raise TemplateError(
                         f"Renderer: each assistant message must have a token to train: message {index} of conversation "
                         f"{row} has none; give it content, or drop it."
@@ -267,8 +268,7 @@ class Renderer:
         """
         question, answer = {"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}
         [row] = self.render([[question, answer]])
-        last = row.ids[row.spans[-1][1] - 1].item()
-        stop_token_trained = last in self.stop_token_ids
+        stop_token_trained = not set(self.stop_token_ids).isdisjoint(row.ids[slice(*row.spans[-1])].tolist())
         reasons = (
             [] if stop_token_trained else ["the end-of-turn token is not trained, so the model will not learn to stop"]
         )

@@ -219,8 +219,10 @@ def test_dict_has_ids_and_the_assistants_mask():
     [ids] = result.get("input_ids", as_list=True)
     assert ids.tolist() == tokenizer.apply_chat_template(CHATS[1])["input_ids"]
     assert tokenizer.decode(ids[result[0]["assistant_masks"]]) == "c<|im_end|>"
-    without_end = history.apply_chat_template(include_end_of_turn=False, **options)
-    assert tokenizer.decode(ids[without_end[0]["assistant_masks"]]) == "c"
+    options["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    options["chat_template"] += "{% if add_generation_prompt %}assistant: {% endif %}"
+    [row] = history.apply_chat_template(include_end_of_turn=False, **options)
+    assert tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "c"
 
 
 def test_ids_of_an_open_last_message_end_with_its_content():
