@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -143,6 +145,20 @@ def test_no_imports_go_in_a_circle_but_for_append_transform():
     graph["llmrl.envs.base"].remove("llmrl.envs.transforms.transformed_env")  # append_transform wraps the env
     order = graphlib.TopologicalSorter(graph).static_order()  # raises CycleError, which names the modules
     assert set(order) == set(MODULES)
+
+
+def test_folders_that_runs_leave_in_a_checkout_change_no_check_of_style(tmp_path):
+    """Regression: a folder runs/ made ``from runs import run_steps`` in scripts/bench an import of our own package."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    names = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} | {"runs", "build", "exports", "models"}
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left.py").write_text("import sys, os\n")
+    for arguments in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", "."]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
 
 
 def test_the_table_knows_no_module_that_is_gone():

@@ -30,15 +30,6 @@ GIB = 2**30
 _SERVER_S = 10.0  # timeout of a server's first answer
 _WORKING = GIB  # the engine's activations and CUDA graphs
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM supports
-_SETTINGS = {  # arguments of vLLM that have a setting of their own
-    "gpu_memory_utilization": "rollout.gpu_memory",
-    "max_model_len": "rollout.max_model_len",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "enable_sleep_mode": "rollout.sleep",
-    "enable_return_routed_experts": "rollout.routing_replay",
-    "dtype": "dtype",
-    "model": "model",
-}
 
 
 @dataclass(frozen=True)
@@ -181,9 +172,6 @@ def make_engine_plan(
     longest_evaluated  tokens of the longest evaluation problem, 0 for none
     """
     rollout, sizes = config.rollout, model.config.get_text_config()
-    for name, setting in _SETTINGS.items():
-        if name in rollout.options:
-            raise ConfigError(f"rollout.options: {name} has a setting of its own: use {setting}.")
     _check_heads(rollout.tensor_parallel, sizes)
     needed = _needed_length(config, longest_evaluated)
     length = _length(config, needed, sizes)
@@ -221,12 +209,6 @@ def _adapter_options(config: GRPOConfig) -> dict[str, Any]:
     """Options of an engine that receives adapters only, which ``enable_lora`` in ``rollout.options`` selects."""
     if not config.rollout.options.get("enable_lora"):
         return {}
-    if config.lora is None or config.lora.quantize:
-        why = "without lora" if config.lora is None else "with lora.quantize, which changes the weights below adapters"
-        raise ConfigError(
-            f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, and "
-            "all weights are sent."
-        )
     return {"max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= config.lora.r), config.lora.r)}
 
 

@@ -8,6 +8,16 @@ from pydantic import Field, model_validator
 
 from llmrl.train.setting_types import Settings
 
+_SETTINGS = {  # arguments of vLLM that have a setting of their own
+    "gpu_memory_utilization": "rollout.gpu_memory",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "enable_sleep_mode": "rollout.sleep",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "dtype": "dtype",
+    "model": "model",
+}
+
 
 class RolloutSettings(Settings):
     """The engine that samples, and the number of versions it may be behind the trainer."""
@@ -108,6 +118,8 @@ class RolloutSettings(Settings):
             raise ValueError(f"{given} needs own_process: in this process nothing overlaps")
         if self.max_staleness and self.sleep:
             raise ValueError("max_staleness needs sleep off: the engine samples during updates")
+        for name in self.options.keys() & _SETTINGS.keys():
+            raise ValueError(f"options: {name} has a setting of its own: use {_SETTINGS[name]}")
         places = [name for name in ("gpus", "servers", "ray") if getattr(self, name)]
         set_here = places + self.of_engine
         if set_here and self.engine != "vllm":

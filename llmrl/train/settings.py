@@ -364,6 +364,12 @@ class GRPOConfig(ModelSource):
             raise ValueError(
                 f"updates_per_step {self.updates_per_step} must divide prompts_per_step {self.prompts_per_step}"
             )
+        if self.rollout.options.get("enable_lora") and (self.lora is None or self.lora.quantize):
+            why = "with lora.quantize, which changes the weights below adapters" if self.lora else "without lora"
+            raise ValueError(
+                f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, "
+                "and all weights are sent"
+            )
         return self
 
 

@@ -94,6 +94,7 @@ ENABLE_LORA = ("rollout.engine=vllm", "rollout.options={enable_lora: true}")
         ("grpo", ("lora.dropout=0.1",), ["lora.dropout: must be 0 for grpo"]),
         ("grpo", ENABLE_LORA, ["enable_lora cannot be used without lora"]),
         ("grpo", (*ENABLE_LORA, "lora.quantize=nf4"), ["enable_lora cannot be used with lora.quantize"]),
+        ("grpo", ("rollout.engine=vllm", "rollout.options={max_model_len: 9}"), ["use rollout.max_model_len"]),
     ],
 )
 def test_settings_that_exclude_each_other_are_errors_of_the_plan(place, command, overrides, words):

@@ -91,9 +91,8 @@ def test_on_a_cpu_nothing_is_placed_and_nothing_sleeps_unless_it_is_asked():
         ({"tensor_parallel": 3}, Gpus(3, CARD), "4 attention heads and 2 key/value heads"),
         ({"gpu_memory": 0.01}, Gpus(1, CARD), r"got 0\.8 GiB; raise rollout\.gpu_memory"),
         ({"max_model_len": 1500}, Gpus(), r"rollout\.max_model_len.* 1501 tokens .*: got 1500"),
-        ({"options": {"max_model_len": 9}}, Gpus(), r"use rollout\.max_model_len"),
     ],
-    ids=["engines", "spread", "uneven", "cpu", "heads", "share", "length", "option"],
+    ids=["engines", "spread", "uneven", "cpu", "heads", "share", "length"],
 )
 def test_what_a_machine_cannot_do_is_refused_before_weights_are_loaded(rollout, gpus, message):
     with pytest.raises(ConfigError, match=message):

@@ -84,6 +84,9 @@ class TransformersEngine(SeededEngine):
         self.on_tokens: Callable[[Tensor, Tensor], None] | None = None
         self.reports_routes = False
         self._accepts = frozenset(inspect.signature(unwrapped(model).forward).parameters)
+        # The argument for the KV cache was renamed by Transformers, model by model.
+        newly_named = "cache" in self._accepts and "past_key_values" not in self._accepts
+        self._cache_argument = "cache" if newly_named else "past_key_values"
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class TransformersEngine(SeededEngine):
         media: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Logits of the last position, float32[N, V]. Passes only arguments that the model's forward declares."""
-        inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": input_ids, self._cache_argument: cache, "use_cache": True}
         inputs |= {name: value for name, value in (media or {}).items() if name in self._accepts}
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
