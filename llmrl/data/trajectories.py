@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
@@ -16,7 +18,7 @@ def split_trajectories(
     prefix: NestedKey | None = None,
     trajectory_key: NestedKey | None = None,
     done_key: NestedKey | None = None,
-    as_nested: bool = False,
+    as_nested: bool | torch.layout = False,
 ) -> TensorDictBase:
     """Splits the consecutive trajectories of a batch into one row each.
 
@@ -24,7 +26,9 @@ def split_trajectories(
              present; else the flags ``("next", done_key)``. The last time step is always an end
     Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, also ids, counted from 0
     Returns  a new batch [N, T_max]; tensors are 0 after the end of a trajectory, other entries repeat the last one.
-             With ``as_nested`` a batch [N] of jagged tensors, without a mask
+             With ``as_nested`` a batch [N, -1] of nested tensors, without a mask, whose
+             ``to_padded_tensor(mask_key=...)`` is the dense result; with ``as_nested=torch.jagged`` a batch [N], because
+             a jagged tensor does not have a size -1. Both without entries that are not tensors
     Raises   MissingKeyError without ids and flags; ShapeError if they are not one per step, or if an entry is ragged
 
     prefix          parent key of ids and mask; default: "collector", or the root if "traj_ids" is there
@@ -55,11 +59,18 @@ def split_trajectories(
     flat = flat if ids is not None else flat.copy().set(ids_key, rows)
     lengths = torch.bincount(rows)
     starts = lengths.cumsum(0) - lengths
-    if as_nested:
+    if as_nested is torch.jagged:
         offsets = torch.cat([starts, lengths.sum().unsqueeze(0)])
         return flat.apply(
             lambda value: torch.nested.nested_tensor_from_jagged(value, offsets), batch_size=lengths.shape
         )
+    if as_nested:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)
+            return flat.apply(
+                lambda value: torch.nested.as_nested_tensor(value.split(lengths.tolist()), layout=torch.strided),
+                batch_size=[len(lengths), -1],
+            )
     step = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rows.device)
     mask = step < lengths.unsqueeze(-1)
     # After its end a trajectory repeats its last row, so that one index works for any entry; tensors are then zeroed.

@@ -50,6 +50,9 @@ def test_each_trajectory_becomes_a_padded_row(entries, arguments, ids_key, mask_
     assert (first - first[0]).tolist() == [0, 1, 2]
     assert set(batch.keys(True, True)) == before
     nested = split_trajectories(batch, **arguments, as_nested=True)
+    assert nested.batch_size == (3, -1)
+    assert (nested.to_padded_tensor(mask_key=mask_key) == out).all()
+    nested = split_trajectories(batch, **arguments, as_nested=torch.jagged)
     assert nested.batch_size == (3,)
     assert [row.tolist() for row in nested["x"].unbind()] == [[0, 1, 2], [3, 4], [5, 6, 7]]
 

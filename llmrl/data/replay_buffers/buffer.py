@@ -18,7 +18,6 @@ from torch import Tensor
 
 from llmrl.data.ragged.layout import tree_map
 from llmrl.data.ragged.stack import not_compiled, set_entry
-from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.grid_index import (
     cells_in_row,
     coordinates,
@@ -409,8 +408,6 @@ class ReplayBuffer:
 
     def _connect(self) -> None:
         self._writer.register_storage(self._storage)
-        if self._storage.checkpointer is None:
-            self._storage.checkpointer = default_for(self._storage)
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Sets the sampler's generator."""

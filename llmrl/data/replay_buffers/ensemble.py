@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.data.replay_buffers.buffer import ReplayBuffer
-from llmrl.data.replay_buffers.checkpointers.base import default_for
 from llmrl.data.replay_buffers.members import Members, by_member, index_of, members_at, refused, split_index
 from llmrl.data.replay_buffers.samplers import Sampler, SamplerEnsemble
 from llmrl.data.replay_buffers.storages import StorageEnsemble
@@ -95,7 +94,6 @@ class ReplayBufferEnsemble(Members, ReplayBuffer):
             samplers,
             WriterEnsemble(*self._member_parts("_writer")),
         )
-        self._views[0].checkpointer = default_for(self._views[0])
         super().__init__(transform=transform, batch_size=batch_size, collate_fn=collate_fn)
         if generator is not None:
             self.set_rng(generator)

@@ -322,8 +322,14 @@ def test_every_checkpointer_is_one_of_a_kind():
     assert [type(default_for(storage)) for storage in storages] == [
         TensorStorageCheckpointer, ListStorageCheckpointer, StorageEnsembleCheckpointer
     ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="default_for"):
-        ListStorage().dumps("unused")
+
+
+def test_a_storage_without_a_buffer_is_written_and_read_by_the_default_checkpointer(tmp_path):
+    storage, twin = ListStorage(3), ListStorage(3)
+    storage.set(range(2), ["a", "b"])
+    storage.dumps(tmp_path)
+    twin.loads(tmp_path)
+    assert twin[:] == ["a", "b"]
 
 
 class Scale:

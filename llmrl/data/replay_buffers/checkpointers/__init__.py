@@ -8,6 +8,7 @@ from llmrl.data.replay_buffers.checkpointers.base import (
     StorageCheckpointerBase,
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
+    default_for,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "StorageCheckpointerBase",
     "StorageEnsembleCheckpointer",
     "TensorStorageCheckpointer",
+    "default_for",
 ]

@@ -265,7 +265,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
     def dumps(self, storage: StorageEnsemble, path: str | Path) -> None:
         with replace_directory(path) as folder:
             for number, member in enumerate(storage.storages):
-                _checkpointer_of(member).dumps(member, folder / str(number))
+                member.checkpointer.dumps(member, folder / str(number))
             write_object(transform_states(storage.transforms), folder / _TRANSFORMS)
             members = [type(member).__name__ for member in storage.storages]
             write_manifest(folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION, {"members": members})
@@ -276,7 +276,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         manifest = read_manifest(type(self).__name__, folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION)
         states = read_object(folder / _TRANSFORMS)
         folders = [folder / str(number) for number in range(len(manifest["members"]))]
-        storage.restore_each(folders, states, lambda member, its: _checkpointer_of(member).loads(member, its))
+        storage.restore_each(folders, states, lambda member, its: member.checkpointer.loads(member, its))
 
 
 def default_for(storage: Storage) -> StorageCheckpointerBase:
@@ -291,5 +291,4 @@ def default_for(storage: Storage) -> StorageCheckpointerBase:
     return TensorStorageCheckpointer() if isinstance(storage, TensorStorage) else ListStorageCheckpointer()
 
 
-def _checkpointer_of(member: Storage) -> StorageCheckpointerBase:
-    return default_for(member) if member.checkpointer is None else member.checkpointer
+Storage._default_checkpointer = default_for  # set here, because checkpointers import the storages

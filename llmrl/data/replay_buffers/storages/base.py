@@ -145,7 +145,7 @@ class Storage(ABC):
     def __init__(self) -> None:
         self.counters = Counters()
         self.lock: AbstractContextManager[Any] = threading.RLock()
-        self.checkpointer: Any = None  # used by dumps and loads; a buffer sets the default
+        self._checkpointer: Any = None  # None: the default of the class, when it is first used
 
     # --- rows ---
 
@@ -365,29 +365,32 @@ class Storage(ABC):
 
     def register_save_hook(self, hook: Callable[[Any], Any]) -> None:
         """Registers ``hook``, which converts the content before it is written to disk."""
-        self._required_checkpointer().register_save_hook(hook)
+        self.checkpointer.register_save_hook(hook)
 
     def register_load_hook(self, hook: Callable[[Any], Any]) -> None:
         """Registers ``hook``, which converts the content after it is read from disk."""
-        self._required_checkpointer().register_load_hook(hook)
+        self.checkpointer.register_load_hook(hook)
 
     def dumps(self, path: str | Path) -> None:
         """Writes the rows and counters to the directory ``path`` with ``checkpointer``."""
         with self.lock:
-            self._required_checkpointer().dumps(self, path)
+            self.checkpointer.dumps(self, path)
 
     def loads(self, path: str | Path) -> None:
         """Reads what ``dumps`` wrote."""
         with self.lock:
-            self._required_checkpointer().loads(self, path)
+            self.checkpointer.loads(self, path)
 
-    def _required_checkpointer(self) -> Any:
-        if self.checkpointer is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: a checkpointer writes and reads the rows: got none, which a buffer would have "
-                "set; set storage.checkpointer = checkpointers.default_for(storage)."
-            )
-        return self.checkpointer
+    @property
+    def checkpointer(self) -> Any:
+        """Writes and reads the rows for ``dumps`` and ``loads``; by default ``checkpointers.default_for(storage)``."""
+        if self._checkpointer is None:
+            self._checkpointer = self._default_checkpointer()
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        self._checkpointer = checkpointer
 
     def _counter_state(self) -> dict[str, Any]:
         return {**self.counters.state(), "max_size": self.max_size, "ndim": self.ndim, "trailing": list(self.trailing)}
