@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from llmrl.data.maps.table import QueryModule, TensorDictMap, TensorMap
 from llmrl.data.maps.tree import Tree
 from llmrl.data.replay_buffers.storages import LazyStackStorage
-from llmrl.data.ted_utils import reduce_right, steps_left, sum_ahead, trajectory_ends
+from llmrl.data.ted_utils import steps_left, sum_ahead, trajectory_ends
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 
 
@@ -176,7 +176,8 @@ class MCTSForest:
         limit = len(self) + 1 if max_depth is None else max_depth  # a path never visits an observation twice
         start = self.node_map.node(root)
         root = root.select(*self.observation_keys)
-        tree, made = None, 0
+        tree = None
+        ids: dict[int, int] = {}  # of observations, in the order in which the vertices are made
         on_path: dict[int, None] = {}
         # An explicit stack: a trajectory may be longer than Python's recursion limit. An entry is either a vertex to
         # make (its parent, first step and depth), or the path length to restore after a vertex is done.
@@ -204,9 +205,8 @@ class MCTSForest:
                 if not branches or self.counts[choices[0]] == self.counts[branches[-1]]:
                     branches.append(choices[0])
                     following.append(self._ends[choices[0]])
-            vertex = Tree(self, root, node, tuple(branches), parent, made)
+            vertex = Tree(self, root, node, tuple(branches), parent, ids.setdefault(node, len(ids)))
             vertex.is_repeated = is_repeated
-            made += 1
             tree = tree or vertex
             if parent is not None:
                 parent.subtree = (*parent.subtree, vertex)
@@ -224,6 +224,14 @@ class MCTSForest:
         """The paths to the leaves of ``get_tree(root)``."""
         return list(self.get_tree(root).valid_paths())
 
+    def to_string(self, root: TensorDictBase, node_format_fn: Callable[[Tree], Any] | None = None) -> str:
+        """One line for each vertex of ``get_tree(root)`` below its root: its path, indented by depth, then what
+        ``node_format_fn`` returns for it; by default its data.
+        """
+        describe = node_format_fn or (lambda tree: tree.node_data.to_dict())
+        lines = [f"{'  ' * (len(path) - 1)}{path} {describe(tree)}" for path, tree in self.get_tree(root).walk() if path]
+        return "\n".join(lines)
+
     def _check_ends(self, index: list[int], ends: list[int]) -> None:
         new: dict[int, int] = {}
         for row, (position, end) in enumerate(zip(index, ends, strict=True)):
@@ -239,7 +247,7 @@ class MCTSForest:
         if after is None:
             raise MissingKeyError("MCTSForest: each step must have its successor under 'next': the key is missing.")
         present = after.keys(True, True)
-        rewards = [after.get(key).flatten(rollout.batch_dims).sum(-1) for key in self.reward_keys if key in present]
+        rewards = [after.get(key).reshape(*rollout.batch_size, -1).sum(-1) for key in self.reward_keys if key in present]
         zero = torch.zeros(rollout.batch_size, dtype=torch.float64, device=rollout.device)
         total = sum(rewards, zero)
         if not total.isfinite().all():
@@ -247,7 +255,7 @@ class MCTSForest:
         done = torch.zeros(rollout.batch_size, dtype=torch.bool, device=total.device)
         for key in self.done_keys:
             if key in present:
-                done |= reduce_right(after.get(key), rollout.batch_size)
+                done |= after.get(key).reshape(*rollout.batch_size, -1).any(-1)
         left = steps_left(trajectory_ends(done=done))
         return sum_ahead(total, left, steps=total.shape[-1], discount=1.0, dim=-1)
 

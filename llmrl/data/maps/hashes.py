@@ -81,7 +81,7 @@ class SipHash(nn.Module):
 
 
 class RandomProjectionHash(SipHash):
-    """Hashes a row's projection on ``n_components`` random directions, cast to ``dtype_cast``: close rows may collide.
+    """Hashes a row's projection on ``n_components`` (16) random directions, cast to ``dtype_cast``: close rows may collide.
 
     Reads    [*B, F]; the first call, or `fit`, draws the projection [F, n_components] with ``init_method`` and
              ``seed``, so it is the same in every process
@@ -94,14 +94,14 @@ class RandomProjectionHash(SipHash):
     def __init__(
         self,
         *,
-        n_components: int | None = 16,
+        n_components: int | None = None,
         dtype_cast: torch.dtype = torch.bfloat16,
         as_tensor: bool = True,
         init_method: Callable[[Tensor], Any] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(as_tensor)
-        self.n_components, self.dtype_cast, self.seed = n_components, dtype_cast, seed
+        self.n_components, self.dtype_cast, self.seed = 16 if n_components is None else n_components, dtype_cast, seed
         self.init_method = nn.init.normal_ if init_method is None else init_method
         self.register_buffer("transform", None)
 

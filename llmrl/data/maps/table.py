@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.base import is_tensor_collection
 from torch import Tensor, nn
 
@@ -53,7 +53,8 @@ class QueryModule(nn.Module):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        self.in_keys, self.index_key, self.hash_key, self.clone = list(in_keys), index_key, hash_key, clone
+        self.in_keys = [unravel_key(key) for key in in_keys]
+        self.index_key, self.hash_key, self.clone = unravel_key(index_key), unravel_key(hash_key), clone
         self.hash_module = SipHash() if hash_module is None else hash_module
         self.aggregator = SipHash() if aggregator is None else aggregator
         self.hash_to_int = hash_to_int
@@ -157,10 +158,11 @@ class TensorDictMap(TensorMap):
     """A map from distinct rows of some keys to tensordicts of values.
 
     Reads    ``query_module.in_keys`` of the index, a tensordict [*B]; an integer index is a position in the storage
-    Writes   rows of ``storage``: all of them, or none after an error
+    Writes   rows of ``storage``: all of them, or none after an error; then ``query_module.index_key`` of the index that
+             was written, int64[*B], the position of each row, unless it is locked
     Raises   MissingKeyError, naming the row, if a row that is read is missing; RuntimeError if the storage is full
 
-    out_keys    value keys that are written and read; None: all
+    out_keys    value keys that are written and read, which may include ``query_module.index_key``; None: all
     write_fn    (stored rows, new rows) -> the rows to store; None: the new rows. If a key occurs several times in one
                 write, its rows are merged one after the other
     collate_fn  applied to the rows that the storage returns
@@ -184,7 +186,7 @@ class TensorDictMap(TensorMap):
     ) -> None:
         self.query_module, self.storage = query_module, storage
         self.collate_fn, self.write_fn = collate_fn, write_fn
-        self.out_keys = None if out_keys is None else list(out_keys)
+        self.out_keys = None if out_keys is None else [unravel_key(key) for key in out_keys]
 
     @classmethod
     def from_tensordict_pair(
@@ -206,7 +208,7 @@ class TensorDictMap(TensorMap):
         """
         query = QueryModule(in_keys, hash_module=hash_module)
         query._values(source)
-        if missing := [key for key in out_keys or () if dest.get(key, None) is None]:
+        if missing := [key for key in out_keys or () if key != query.index_key and dest.get(key, None) is None]:
             raise MissingKeyError(
                 f"TensorDictMap: dest must have the out_keys: {missing[0]!r} is missing; keys present: "
                 f"{present_keys(dest)}."
@@ -247,13 +249,16 @@ class TensorDictMap(TensorMap):
             )
         if not item.batch_size.numel():
             return
+        keys, index_key = item, self.query_module.index_key
         before = len(self)  # for the rollback after an error: rows get their numbers before they are written
         if not item.batch_dims:
             item, value = item.unsqueeze(0), value.unsqueeze(0)
         if self.out_keys is not None:
-            value = value.select(*self.out_keys)
+            value = value.select(*(key for key in self.out_keys if key != index_key))
         index = self.query_module.index(item, extend=True).flatten()
         value = value.reshape(-1)
+        if index_key in (self.out_keys or ()):
+            value = value.copy().set(index_key, index)
         try:
             if len(self) > self.storage.max_size:
                 raise RuntimeError(
@@ -264,6 +269,8 @@ class TensorDictMap(TensorMap):
         except BaseException:
             self.query_module.forget(before)
             raise
+        if not keys.is_locked:
+            keys.set(index_key, index.reshape(keys.batch_size))
 
     def _read(self, index: Any) -> Any:
         rows = self.storage[index] if not isinstance(index, Tensor) or index.ndim else self.storage.get(int(index))

@@ -25,7 +25,8 @@ class Tree:
     rollout    the steps [L] that lead here from the parent's observation; the first one selects the branch. For the
                root of a compact tree, the steps before the first branching. None if there are none
     subtree    the children, in the order in which they were first taken
-    node_id    the depth-first (preorder) number of the vertex; 0 for the root
+    node_id    the number of the observation, in depth-first order (preorder); 0 for the root. Vertices with the same
+               observation, which several paths reach, share it
     count      how often trajectories took this branch; for the root, how often they took any step from it
     wins       the sum of their undiscounted returns from here on, including the rewards of ``rollout``
     hash       int64 hash of the observation; vertices with the same observation share it
@@ -129,7 +130,7 @@ class Tree:
         return self.num_children == spec.cardinality()
 
     def walk(self) -> Iterator[tuple[Path, Tree]]:
-        """Yields (path, vertex) in order of ids, this vertex first; a path lists child indices."""
+        """Yields (path, vertex) depth first, this vertex first; a path lists child indices."""
         waiting: list[tuple[Path, Tree]] = [((), self)]
         while waiting:
             path, tree = waiting.pop()
@@ -137,7 +138,7 @@ class Tree:
             waiting += [((*path, place), child) for place, child in reversed(list(enumerate(tree.subtree)))]
 
     def vertices(self, *, key_type: str = "hash") -> dict[Any, Tree]:
-        """The vertices by "hash" (the last one of those that share it), "id" or "path"."""
+        """The vertices by "hash" or "id" (the last one of those that share it) or "path"."""
         keys: dict[str, Callable[[Path, Tree], Any]] = {
             "hash": lambda path, tree: tree.hash,
             "id": lambda path, tree: tree.node_id,
@@ -211,22 +212,23 @@ class Tree:
         depth, row, width, height = {}, {}, 150, 24
         leaves = 0
         for path, tree in self.walk():
-            depth[tree.node_id] = len(path)
+            depth[tree] = len(path)
             if not tree.subtree:
-                row[tree.node_id], leaves = leaves, leaves + 1
+                row[tree], leaves = leaves, leaves + 1
         vertices = [tree for _, tree in self.walk()]
         for tree in reversed(vertices):  # children first: a parent is centered on its children
             if tree.subtree:
-                row[tree.node_id] = sum(row[child.node_id] for child in tree.subtree) / len(tree.subtree)
+                row[tree] = sum(row[child] for child in tree.subtree) / len(tree.subtree)
         values = [tree.value for tree in vertices if tree.value == tree.value] or [0.0]  # NaN: no trajectory came here
         low, span = min(values), (max(values) - min(values)) or 1.0
-        at = {id_: (20 + depth[id_] * width, 20 + row[id_] * height) for id_ in row}
+        at = {tree: (20 + depth[tree] * width, 20 + row[tree] * height) for tree in row}
         parts = [
             f'<path d="M{at[one][0]} {at[one][1]} L{at[other][0]} {at[other][1]}" stroke="#999"/>'
-            for one, other in self.edges()
+            for one in vertices
+            for other in one.subtree
         ]
         for tree in vertices:
-            x, y = at[tree.node_id]
+            x, y = at[tree]
             share = (tree.value - low) / span if tree.value == tree.value else 0.5
             parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="hsl({120 * share:.0f} 60% 50%)"/>')
             parts.append(f'<text x="{x + 9}" y="{y - 5}">{escape(_label(tree, node_format_fn))}</text>')

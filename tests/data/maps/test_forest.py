@@ -132,6 +132,34 @@ def test_paths_that_meet_are_counted_once_and_a_circle_ends():
     assert forest.get_tree(walk(1, 3)[0]).rollout["observation"].flatten().tolist() == [1, 3]
 
 
+def test_a_vertex_that_two_paths_reach_has_one_id_and_a_line_for_each_path():
+    forest = MCTSForest()
+    forest.extend(walk(1, 2, 3))
+    forest.extend(walk(1, 4, 3))
+    tree = forest.get_tree(walk(1, 2)[0], compact=False)
+    assert {key_type: len(tree.vertices(key_type=key_type)) for key_type in ("id", "hash", "path")} == {
+        "id": 4, "hash": 4, "path": 5
+    }  # fmt: skip
+    assert [vertex.node_id for _, vertex in tree.walk()] == [0, 1, 2, 3, 2]
+    assert tree.to_svg().count("<circle") == 5
+    lines = forest.to_string(walk(1, 2)[0], lambda vertex: vertex.node_observation.item()).splitlines()
+    assert lines == ["(0,) 3", "(1,) 3"]
+    assert "'observation': tensor([3])" in forest.to_string(walk(1, 2)[0])
+
+
+def test_rewards_and_flags_may_have_the_shape_of_the_batch_or_further_dims():
+    made = []
+    for shape in ([], [1], [1, 2]):
+        steps = rollout(1, 1, 2, 3, rewards=[0.5, 0.0, 2.0])
+        for key, share in (("reward", 2 if shape == [1, 2] else 1), ("done", 1)):
+            value = steps["next", key].reshape(3, *[1] * len(shape)).expand(3, *shape)
+            steps["next", key] = value / share if key == "reward" else value
+        forest = MCTSForest()
+        forest.extend(steps.unsqueeze(0))
+        made.append((forest.returns, forest.get_tree(steps[0]).subtree))
+    assert [returns for returns, _ in made] == [[2.5, 2.0, 2.0]] * 3
+
+
 def test_a_batch_of_trajectories_is_added_at_once():
     batch = torch.stack([rollout(1, 1, 2), rollout(1, 1, 3)])
     forest = MCTSForest()

@@ -176,6 +176,25 @@ def test_old_and_new_values_are_merged_in_their_order():
     assert map_[keys([1], [2], [3])]["y"].tolist() == [1234, 5, 78]
 
 
+def test_the_keys_that_were_written_hold_their_positions():
+    example = values(0), ["x"], ["y", "_index"]
+    map_ = TensorDictMap.from_tensordict_pair(keys([1]), *example)
+    written = keys([5], [6], [5])
+    map_[written] = values(50, 60, 70)
+    assert written["_index"].tolist() == [0, 1, 0]
+    assert [map_[keys([6], [5])][key].tolist() for key in ("y", "_index")] == [[60, 70], [1, 0]]
+    single = keys([7])[0]
+    map_[single] = values(80)[0]
+    assert single["_index"].item() == 2
+
+
+def test_keys_of_a_query_are_unravelled():
+    query = QueryModule([(("a",), "b"), ("c",)], index_key=("n", ("i",)))
+    rows = TensorDict(a=TensorDict(b=torch.tensor([[1], [2]]), batch_size=[2]), c=torch.ones(2, 1), batch_size=[2])
+    assert query.in_keys == [("a", "b"), "c"]
+    assert query(rows)["n", "i"].tolist() == [0, 1]
+
+
 def test_a_map_from_examples():
     source, dest = keys([1, 2]), values(3).set("z", torch.ones(1))
     map_ = TensorDictMap.from_tensordict_pair(source, dest, ["x"], ["y"], max_size=5, hash_module=Same())
