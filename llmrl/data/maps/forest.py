@@ -229,7 +229,9 @@ class MCTSForest:
         ``node_format_fn`` returns for it; by default its data.
         """
         describe = node_format_fn or (lambda tree: tree.node_data.to_dict())
-        lines = [f"{'  ' * (len(path) - 1)}{path} {describe(tree)}" for path, tree in self.get_tree(root).walk() if path]
+        lines = [
+            f"{'  ' * (len(path) - 1)}{path} {describe(tree)}" for path, tree in self.get_tree(root).walk() if path
+        ]
         return "\n".join(lines)
 
     def _check_ends(self, index: list[int], ends: list[int]) -> None:
@@ -247,7 +249,9 @@ class MCTSForest:
         if after is None:
             raise MissingKeyError("MCTSForest: each step must have its successor under 'next': the key is missing.")
         present = after.keys(True, True)
-        rewards = [after.get(key).reshape(*rollout.batch_size, -1).sum(-1) for key in self.reward_keys if key in present]
+        rewards = [
+            after.get(key).reshape(*rollout.batch_size, -1).sum(-1) for key in self.reward_keys if key in present
+        ]
         zero = torch.zeros(rollout.batch_size, dtype=torch.float64, device=rollout.device)
         total = sum(rewards, zero)
         if not total.isfinite().all():

@@ -7,6 +7,7 @@ any data. With one dimension all of this reduces to plain indexing of rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -108,9 +109,23 @@ def shape_cells(batch: Any, shape: Sequence[int]) -> Any:
 
 
 def cells_in_row(where: Where, data: Any) -> tuple[Where, Any]:
-    """Flattens positions of several dimensions, and the rows for them, to one dimension."""
+    """Flattens positions of several dimensions, and the rows for them, to one dimension.
+
+    A tensordict is broadcast over the positions. Raises: ShapeError if the shapes do not fit.
+    """
     if not isinstance(where, Tensor) or where.ndim < 2:
         return where, data
+    shapes = [data.batch_size] if is_tensor_collection(data) else [leaf.shape for leaf in tree_leaves(data)]
+    if is_tensor_collection(data) and data.batch_dims <= where.ndim and data.batch_size != where.shape:
+        with contextlib.suppress(RuntimeError):  # raised below, with both shapes
+            data = data.expand(where.shape)
+            shapes = [where.shape]
+    for shape in shapes:
+        if shape[: where.ndim] != where.shape:
+            raise ShapeError(
+                f"ReplayBuffer: one row per position is needed: got rows of shape {list(shape)} for positions of shape "
+                f"{list(where.shape)}."
+            )
     return where.reshape(-1), tree_map(lambda leaf: leaf.flatten(0, where.ndim - 1), data)
 
 

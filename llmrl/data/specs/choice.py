@@ -28,6 +28,8 @@ class Choice(TensorSpec):
 
     def __init__(self, choices: Sequence[TensorSpec]):
         self.choices = tuple(choices)
+        if wrong := [choice for choice in self.choices if not isinstance(choice, TensorSpec)]:
+            raise ConfigError(f"Choice: choices must be specs: got {wrong[0]!r}, a {type(wrong[0]).__name__}.")
         kinds = {str((tuple(spec.shape), spec.dtype, spec.device)) for spec in self.choices}
         if len(kinds) != 1:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from itertools import chain
 from typing import Any, Self
 
 from tensordict import NestedKey
@@ -134,10 +135,13 @@ class _Entries(Mapping[NestedKey, "TensorSpec | None"]):
 
 
 def is_key(item: Any) -> bool:
-    return isinstance(item, str) or (isinstance(item, tuple) and bool(item) and all(isinstance(i, str) for i in item))
+    return isinstance(item, str) or (isinstance(item, tuple) and bool(item) and all(map(is_key, item)))
 
 
 def path_of(key: NestedKey) -> tuple[str, ...]:
+    """The names along ``key``; ``("a", ("b",))`` is ``("a", "b")``."""
+    if isinstance(key, str):
+        return (key,)
     if not is_key(key):
         raise TypeError(f"Composite: a key must be a string or a tuple of strings: got {key!r}.")
-    return (key,) if isinstance(key, str) else key
+    return key if all(isinstance(part, str) for part in key) else tuple(chain.from_iterable(map(path_of, key)))

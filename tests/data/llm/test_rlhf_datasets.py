@@ -7,9 +7,10 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
-from tensordict import MemoryMappedTensor
+from tensordict import MemoryMappedTensor, TensorDict
 
 from llmrl.data import LLMData, LLMInput, PairwiseDataset, PromptData, TensorDictTokenizer, TokenizedDatasetLoader
 from llmrl.data.llm.rlhf import PromptTensorDictTokenizer, create_infinite_iterator, get_dataloader
@@ -321,6 +322,20 @@ def test_a_loader_applies_the_hook_once_and_keeps_any_columns(tmp_path, options)
     del options["max_length"]
     with pytest.raises(DataError, match="column 'label' is missing"):
         TokenizedDatasetLoader("train", 30, tokenizer_fn=Counting, **options).load()
+
+
+def test_columns_become_a_memory_mapped_tensordict_without_the_masked_rows(tmp_path):
+    columns = {"ids": [[1, 2], [3, 4], [5, 6]], "score": [0.5, 1.0, 1.5], "valid": [True, False, True]}
+    write = TokenizedDatasetLoader.dataset_to_tensordict
+    made = write(datasets.Dataset.from_dict(columns), tmp_path / "a", ("some", "place"), valid_mask_key="valid")
+    assert (made["some", "place"].batch_size, made.is_memmap()) == ((2,), True)
+    read = TensorDict.load_memmap(tmp_path / "a")["some", "place"]
+    assert (read["ids"].tolist(), read["score"].tolist()) == ([[1, 2], [5, 6]], [0.5, 1.5])
+    nested = TensorDict({"x": {"ids": torch.ones(2, 3)}, "rest": torch.zeros(2)}, batch_size=[2])
+    made = write(nested, tmp_path / "b", features=[("x", "ids")], batch_dims=2)
+    assert (list(made.keys(True, True)), made.batch_size) == ([("x", "ids")], (2, 3))
+    with pytest.raises(DataError, match="column 'text' must be numbers of one shape"):
+        write(datasets.Dataset.from_dict({"text": ["a", "b"]}), tmp_path / "c")
 
 
 def test_a_tokenizer_comes_by_class_and_name(tmp_path, options):

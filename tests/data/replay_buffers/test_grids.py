@@ -46,6 +46,11 @@ def test_indexing_the_buffer_is_indexing_what_it_shows():
         buffer[torch.tensor([[5, 0]])]
     buffer[:, 1] = TensorDict(a=torch.tensor([-1, -2]), next=TensorDict(b=torch.zeros(2, 2).long()), batch_size=[2])
     assert (buffer[:]["a"][:, 1].tolist(), len(buffer)) == ([-1, -2], 10)
+    buffer[:, 2:4] = TensorDict(a=torch.tensor([7, 8]), next=TensorDict(b=torch.zeros(2, 2).long()), batch_size=[2])
+    assert buffer[:]["a"][:, 2:4].tolist() == [[7, 8]] * 2, "rows for one dim are written along the other"
+    with pytest.raises(ShapeError, match=r"rows of shape \[3\] for positions of shape \[2, 2\]"):
+        buffer[:, 2:4] = TensorDict(a=torch.ones(3).long(), batch_size=[3])
+    buffer[1, 2] = steps(2, 0, 5)[1, 2]
     single = buffer[1, 2]
     assert (single.batch_size, single["a"]) == ((), 102)
 

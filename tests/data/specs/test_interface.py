@@ -165,6 +165,7 @@ def test_keys_values_and_items_are_views_that_walk_the_nesting():
         assert key in spec
     assert not any(key in keys for key in ("b", ("b", "d"), "c", ("a", "c"), 3, (), ("b", 0)))
     assert [key in spec.keys() for key in (("b",), ("b", "c"))] == [True, False]
+    assert [key in spec.keys(True) for key in (("b", ("c",)), (("b",), "c"), ("b", ("x",)))] == [True, True, False]
     assert ("b", "d") in spec.keys(include_nested=True)
     assert spec.keys() == {"a", "b"}
     assert spec.keys() & {"b", "z"} == {"b"}

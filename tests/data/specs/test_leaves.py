@@ -303,6 +303,7 @@ test_impossible_domains_are_refused = refusals(
     (ShapeError, "number of choices, 5", lambda: MultiCategorical([2, 3], mask=torch.ones(6, dtype=torch.bool))),
     (ConfigError, "feature_dims", lambda: NonTensor(shape=(2,), batched=True, feature_dims=1)),
     (ConfigError, "at least one spec", lambda: Choice([])),
+    (ConfigError, "choices must be specs: got 3, a int", lambda: Choice([3])),
     (ConfigError, "one shape", lambda: Choice([Bounded(0, 1), Bounded(0, 1, (2,))])),
 )
 

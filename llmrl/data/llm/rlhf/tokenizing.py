@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict, unravel_key
+from tensordict.base import is_tensor_collection
 from torch import Tensor
 
 from llmrl.data.llm.rlhf.cache import Block, callable_fingerprint
@@ -239,6 +240,40 @@ class TokenizedDatasetLoader:
         functions = {"tokenizer_fn": self.tokenizer_fn, "hook": self.pre_tokenization_hook}
         recipe = {name: callable_fingerprint(function) for name, function in functions.items()}
         return self.source.tokenised(self.tokenizer, self.max_length, self._blocks, recipe)
+
+    @staticmethod
+    def dataset_to_tensordict(
+        dataset: Any,
+        data_dir: str | Path,
+        prefix: NestedKey | None = None,
+        features: Sequence[str] | None = None,
+        batch_dims: int = 1,
+        valid_mask_key: NestedKey | None = None,
+    ) -> TensorDict:
+        """Writes columns of a ``datasets.Dataset``, or entries of a tensordict, into ``data_dir``, memory-mapped.
+
+        Returns  the memory-mapped tensordict; the columns are under ``prefix``, with the ``batch_dims`` first
+                 dimensions of the first one as batch size
+        Raises   DataError for a column that is missing, or that is not numbers of one shape
+
+        features        the columns to write; None: all
+        valid_mask_key  a column bool[N]: rows where it is False are left out
+        """
+        columns = dataset if is_tensor_collection(dataset) else dataset.with_format("torch")[:]
+        known = list(columns.keys(True, True) if is_tensor_collection(columns) else columns)
+        names = [unravel_key(name) for name in (known if features is None else features)]
+        for name in (*names, *([] if valid_mask_key is None else [valid_mask_key])):
+            if name not in known or not isinstance(columns[name], Tensor):
+                raise DataError(
+                    f"dataset_to_tensordict: column {name!r} must be numbers of one shape in every row: got "
+                    f"{type(columns[name]).__name__ if name in known else 'none'}; columns: {known}."
+                )
+        if not names:
+            raise DataError("dataset_to_tensordict: there must be a column to write: got none.")
+        rows = TensorDict({name: columns[name] for name in names}, columns[names[0]].shape[:batch_dims])
+        if valid_mask_key is not None:
+            rows = rows[columns[valid_mask_key].bool()]
+        return (rows if prefix is None else TensorDict().set(prefix, rows)).memmap_(str(data_dir))
 
     def _blocks(self) -> Iterator[Block]:
         process = self.tokenizer_fn(tokenizer=self.tokenizer, max_length=self.max_length)

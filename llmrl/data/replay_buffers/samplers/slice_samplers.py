@@ -168,10 +168,10 @@ class SliceSampler(Sampler):
         stored = {name: storage.entry(keys[name], positions) for name in present}
         flag = next(iter(stored.values())) if stored else ends.unsqueeze(1)
         mark = marks_like(flag, cut, ends)
-        for name in ("truncated", "done"):  # True at slice ends; terminated is as stored
+        for name in ("truncated", "done"):  # True at slice ends
             info[keys[name]] = stored[name].logical_or(mark) if name in stored else mark.clone()
-        if "terminated" in stored:
-            info[keys["terminated"]] = stored["terminated"]
+        # Always there, because done alone would turn the end of a slice into the end of an episode.
+        info[keys["terminated"]] = stored["terminated"] if "terminated" in stored else torch.zeros_like(mark)
         return positions, info
 
     # --- notifications from the buffer ---
