@@ -27,8 +27,8 @@ def split_trajectories(
     Writes   the mask, bool[N, T_max], True on steps of the trajectory; if there were no ids, also ids, counted from 0
     Returns  a new batch [N, T_max]; tensors are 0 after the end of a trajectory, other entries repeat the last one.
              With ``as_nested`` a batch [N, -1] of nested tensors, without a mask, whose
-             ``to_padded_tensor(mask_key=...)`` is the dense result; with ``as_nested=torch.jagged`` a batch [N], because
-             a jagged tensor does not have a size -1. Both without entries that are not tensors
+             ``to_padded_tensor(mask_key=...)`` is the dense result; with ``as_nested=torch.jagged`` a batch [N],
+             because a jagged tensor does not have a size -1. Both without entries that are not tensors
     Raises   MissingKeyError without ids and flags; ShapeError if they are not one per step, or if an entry is ragged
 
     prefix          parent key of ids and mask; default: "collector", or the root if "traj_ids" is there

@@ -229,10 +229,8 @@ class MCTSForest:
         ``node_format_fn`` returns for it; by default its data.
         """
         describe = node_format_fn or (lambda tree: tree.node_data.to_dict())
-        lines = [
-            f"{'  ' * (len(path) - 1)}{path} {describe(tree)}" for path, tree in self.get_tree(root).walk() if path
-        ]
-        return "\n".join(lines)
+        below = ((path, tree) for path, tree in self.get_tree(root).walk() if path)
+        return "\n".join(f"{'  ' * (len(path) - 1)}{path} {describe(tree)}" for path, tree in below)
 
     def _check_ends(self, index: list[int], ends: list[int]) -> None:
         new: dict[int, int] = {}
