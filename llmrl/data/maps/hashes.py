@@ -81,8 +81,8 @@ class SipHash(nn.Module):
 
 
 class RandomProjectionHash(SipHash):
-    """Hashes a row's projection on ``n_components`` random directions (None: 16), cast to ``dtype_cast``: close rows may
-    collide.
+    """Hashes a row's projection on ``n_components`` random directions (None: 16), cast to ``dtype_cast``, so that close
+    rows may collide.
 
     Reads    [*B, F]; the first call, or `fit`, draws the projection [F, n_components] with ``init_method`` and
              ``seed``, so it is the same in every process
