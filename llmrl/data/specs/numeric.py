@@ -85,7 +85,9 @@ class Bounded(_Numeric):
         dtype = self._settle(domain, dtype)
         low, high = (b if isinstance(b, Tensor) else torch.tensor(np.asarray(b)) for b in (low, high))
         if self.domain == "discrete":
-            low, high = low.ceil(), high.floor()  # inwards: rounding outwards would allow excluded values
+            # Inwards, because rounding outwards would allow excluded values; torch cannot round booleans.
+            low = low if low.dtype is torch.bool else low.ceil()
+            high = high if high.dtype is torch.bool else high.floor()
         if shape is None:
             shape = torch.broadcast_shapes(low.shape, high.shape)
         super().__init__(shape, device, dtype)

@@ -6,6 +6,7 @@ from tensordict import TensorDict
 
 from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 from llmrl.data.replay_buffers.grid_index import coordinates, flat_cells
+from llmrl.data.replay_buffers.samplers import PrioritizedSampler
 from llmrl.errors import DataError, ShapeError
 from tests.support.buffers import holding
 
@@ -30,6 +31,14 @@ def test_the_size_is_rounded_up_to_whole_steps_and_time_comes_last(storage):
     assert torch.equal(buffer[:]["a"], steps(3, 0, 22)["a"])
     assert torch.equal(buffer.storage[:]["a"], steps(3, 0, 22)["a"].T)
     assert buffer["next", "b"].shape == (3, 22, 2)
+
+
+def test_priorities_in_the_order_of_the_batch_are_refused_with_the_order_of_the_positions():
+    buffer = holding(steps(2, 0, 5), LazyTensorStorage(12, ndim=2), sampler=PrioritizedSampler(12, 1.0, 1.0))
+    positions = torch.cartesian_prod(torch.arange(5), torch.arange(2))
+    with pytest.raises(RuntimeError, match=r"time is first: pass priority.movedim\(time, 0\)"):
+        buffer.update_priority(positions, torch.rand(2, 5))
+    buffer.update_priority(positions, torch.rand(2, 5).movedim(1, 0).flatten(0, 1))
 
 
 def test_indexing_the_buffer_is_indexing_what_it_shows():

@@ -58,6 +58,7 @@ SPECS = {
     "multi one-hot": MultiOneHot([3, 2]),
     "multi one-hot masked": MultiOneHot([2, 2], shape=(2, 4), dtype=torch.float32, mask=MASK | ~MASK.roll(1, -1)),
     "stacked": torch.stack([Bounded(0, 3, (2,), dtype=torch.int64), Bounded(4, 9, (2,), dtype=torch.int64)]),
+    "bounded bool": Bounded(False, True, (2,), dtype=torch.bool),
     "choice": Choice([Bounded(0, 3, (2,), dtype=torch.int64), Bounded(7, 9, (2,), dtype=torch.int64)]),
 }
 

@@ -264,9 +264,10 @@ class PrioritizedSampler(ProcessLocal, Sampler):
         if values.shape[0] != count or not values.numel():
             if not count and not values.numel():
                 return np.empty(0)
+            grid = " In the order of the positions, time is first: pass priority.movedim(time, 0).flatten(0, ndim - 1)."
             raise RuntimeError(
                 f"{self._who}: one priority per position is needed, or one for all: got {list(values.shape)} for "
-                f"{count} positions."
+                f"{count} positions.{grid if values.numel() == count else ''}"
             )
         return (reduced(values, self.reduction) if values.ndim > 1 else values).numpy()
 
