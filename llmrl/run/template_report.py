@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
-from llmrl.data.llm.templates import find_template, render_text, template_names
+from llmrl.data.llm.message_forms import render_text
+from llmrl.data.llm.templates import find_template, template_names
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings

@@ -132,14 +132,6 @@ def test_format_without_system_turn_refuses_it(name: str):
         written(name, [SYSTEM, USER, ANSWER])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_content_that_is_not_a_string_is_refused_instead_of_written_as_python(name: str):
-    parts = [{"type": "text", "text": "Hi"}]
-    for chat in ([USER | {"content": parts}, ANSWER], [USER, ANSWER | {"content": parts}]):
-        with pytest.raises(TemplateError, match="must render the conversation"):
-            written(name, chat)
-
-
 @pytest.mark.parametrize("name", WITH_CALLS)
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
 def test_tool_call_needs_no_content(name: str, content: dict[str, Any]):

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AddedToken
 
+from llmrl.data.llm.message_forms import MessageForms
 from llmrl.data.llm.spans import STAND_IN, Span, SpanFinder, end_span, only_contents, token_span
-from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Message, Tools, check_variables, render
+from llmrl.data.llm.template_text import REFUSALS, cause, render
+from llmrl.data.llm.templates import Chat, ChatTemplate, Message, Tools, check_variables
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class ChatCodec:
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._marks_generation = template.marks_generation
         self.spans_are_blocks = self._marks_generation and not include_end_of_turn
+        self.forms = MessageForms(template, self._write)
         self._controls = ControlTokens(tokenizer, (*template.special_tokens, *template.text_markers))
         self.answer_lead, self.answer_trail, self.end_of_turn, self.after_end = self._find_surroundings()
         self.end_of_turn_ids: list[int] = self.encode([self.end_of_turn])[0] if self.end_of_turn else []
@@ -82,11 +85,18 @@ class ChatCodec:
         add_generation_prompt: bool = False,
         tools: Tools | None = None,
         continue_final_message: bool = False,
+        checked_from: int = 0,
     ) -> list[str]:
-        """The escaped text of each conversation, for :meth:`encode`."""
-        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return self._render(chats, tools, **options)[0]
+        """The escaped text of each conversation, for :meth:`encode`.
+
+        Raises  TemplateError for a conversation that the template refuses, or of which it leaves a part out: a key of
+                a message, or the content of one from number ``checked_from`` on that is not the assistant's
+        """
+        chats, tools = self._fitted(chats), self._escaped_tools(tools)
+        asks = {"add_generation_prompt": add_generation_prompt}
+        texts, _ = self._render(chats, tools, continue_final_message=continue_final_message, **asks)
+        self.forms.refuse_lost(chats, texts, checked_from, tools=tools, **asks)
+        return texts
 
     def render_with_spans(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
@@ -94,24 +104,31 @@ class ChatCodec:
         """The escaped text of each conversation, and the character spans of its assistant messages; of its generation
         blocks if ``spans_are_blocks``.
 
-        Raises  TemplateError naming the conversation and the message whose span cannot be found
+        Raises  TemplateError naming the conversation and the message whose span cannot be found, or of which the
+                template leaves a part out
         """
-        chats, tools = self._controls.escape(chats), self._escaped_tools(tools)
+        chats, tools = self._fitted(chats), self._escaped_tools(tools)
+        asks = {"add_generation_prompt": add_generation_prompt}
         if self.spans_are_blocks:
-            options = {"add_generation_prompt": add_generation_prompt, "return_assistant_tokens_mask": True}
-            return self._render(chats, tools, **options)
+            texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True, **asks)
+            self.forms.refuse_lost(chats, texts, answers=True, tools=tools, **asks)
+            return texts, blocks
         blocks = None
         if self._marks_generation and not add_generation_prompt and not only_contents(chats):
             # Messages with more than role and content match no skeleton, so this rendering returns the blocks as well.
             texts, blocks = self._render(chats, tools, return_assistant_tokens_mask=True)
         else:
-            texts, _ = self._render(chats, tools, add_generation_prompt=add_generation_prompt)
+            texts, _ = self._render(chats, tools, **asks)
+        self.forms.refuse_lost(chats, texts, answers=True, tools=tools, **asks)
         found = self._finder.find(chats, texts, blocks, tools, add_generation_prompt=add_generation_prompt)
         spans = [
             [end_span(text, span, self.end_of_turn, include=self.include_end_of_turn) for span in row]
             for text, row in zip(texts, found, strict=True)
         ]
         return texts, spans
+
+    def _fitted(self, chats: Sequence[Chat]) -> Sequence[Chat]:
+        return self.forms.fit(self._controls.escape(chats))
 
     def refuse_markers(self, chats: Sequence[Chat]) -> None:
         """Raises TemplateError if a message contains a control token: for callers that do not use :meth:`encode`."""
@@ -211,7 +228,7 @@ class ChatCodec:
             asks = options.get("add_generation_prompt", False)
             raise TemplateError(
                 f"ChatCodec: template {self.template.name!r} must render the conversation: got "
-                f"{type(error).__name__}: {error}{self._first_refused(chats, asks, tools)}"
+                f"{cause(error)}{self._first_refused(chats, asks, tools)}"
             ) from error
 
     def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:

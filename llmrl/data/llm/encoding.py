@@ -16,8 +16,9 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.codec import ChatCodec, codec_for
+from llmrl.data.llm.message_forms import render_text
 from llmrl.data.llm.spans import rows_to_tensors, spans_to_masks
-from llmrl.data.llm.templates import Chat, ChatTemplate, Tools, find_template, render_text
+from llmrl.data.llm.templates import Chat, ChatTemplate, Tools, find_template
 from llmrl.data.ragged.padding import pad_rows
 from llmrl.data.ragged.tensordicts import new_tensordict
 from llmrl.errors import ConfigError, ShapeError, TemplateError
@@ -146,6 +147,7 @@ class Encoding:
                 f"{self._template.name!r} has none; put {{% generation %}}...{{% endgeneration %}} around the answers."
             )
         codec.refuse_markers(chats)  # the processor would read a quoted marker as a real one
+        chats = codec.forms.fit(chats)
         rows = []
         for chat in chats:  # one by one: a processor does not say which media belong to which conversation
             made = self.tokenizer.apply_chat_template(

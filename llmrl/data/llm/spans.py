@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from llmrl.data.llm.templates import REFUSALS, Chat, ChatTemplate, Message, Tools
+from llmrl.data.llm.template_text import REFUSALS
+from llmrl.data.llm.templates import Chat, ChatTemplate, Message, Tools
 from llmrl.errors import TemplateError
 
 if TYPE_CHECKING:

@@ -14,9 +14,6 @@ from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError as JinjaError
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
 from llmrl.errors import ConfigError, TemplateError, did_you_mean
 
@@ -28,7 +25,6 @@ Chat = Sequence[Message]
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 Parser = Callable[[str], Any]  # text -> list[Message], or a History
 
-REFUSALS = (JinjaError, TypeError, KeyError, ValueError)  # raised for a conversation that a template does not support
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -181,61 +177,6 @@ def _unregistered(name: str, jinja: str) -> ChatTemplate:
                 parse, answer = _PARSE_THINKING, _ANSWER_THINKING
             return ChatTemplate(name, jinja, parse, answer, special_tokens=row.special_tokens)
     return ChatTemplate(name, jinja)
-
-
-def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-    """Texts as the Transformers library renders them, and with ``return_assistant_tokens_mask`` its generation blocks.
-
-    With ``tools`` None, each conversation has the tools that its first message declares under ``"tools"``.
-    Raises  ValueError for tools or tool calls that the template would silently leave out
-    """
-    # jinja ignores a variable that the template does not read: the model would not see its tools.
-    declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
-    jinja = options["chat_template"]
-    if "tools" not in jinja and (tools or any(declared)):
-        raise ValueError("it does not use tools; describe them in the system message instead")
-    if "tool_calls" not in jinja and any(message.get("tool_calls") for chat in chats for message in chat):
-        raise ValueError("it does not use tool_calls: the calls of a message would be lost; write them as content")
-    if not any(declared):
-        return render_jinja_template(conversations=chats, tools=tools, **options)
-    texts, blocks = [], []  # one by one: the library renders all conversations of a call with the same tools
-    for chat, own in zip(chats, declared, strict=True):
-        text, found = render_jinja_template(conversations=[chat], tools=own or None, **options)
-        texts += text
-        blocks += found
-    return texts, blocks
-
-
-def render_text(
-    template: ChatTemplate,
-    chats: Sequence[Chat],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    tools: Tools | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """The text of each conversation as the template writes it, nothing escaped: for display, not for tokenising.
-
-    Raises  TemplateError if the template refuses a conversation, ConfigError for ``template_kwargs`` it does not use
-    """
-    check_variables(template, template_kwargs)
-    holder = getattr(tokenizer, "tokenizer", tokenizer)  # a processor holds its tokenizer
-    special_tokens = holder.special_tokens_map if holder is not None else {}
-    try:
-        return render(
-            chats,
-            tools,
-            chat_template=template.jinja,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**special_tokens, **(template_kwargs or {})},
-        )[0]
-    except REFUSALS as error:
-        raise TemplateError(
-            f"render_text: template {template.name!r} must render the conversation: {error}."
-        ) from error
 
 
 # The table of families; tokens are separated by spaces. The longest keyword wins: "llama3" before "llama".

@@ -5,6 +5,7 @@ Sampled ids are never re-tokenised from text: `Renderer.extend` returns only the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.codec import ChatCodec
 from llmrl.data.llm.images import take_images
+from llmrl.data.llm.message_forms import FLAGS, is_trained
 from llmrl.data.llm.spans import Span, common_prefix_length, rows_to_tensors, spans_to_masks
 from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import Chat, Tools, find_template
@@ -98,7 +100,8 @@ class Renderer:
     ) -> list[Rendered]:
         """Returns ids and assistant masks of whole conversations, in one call of the tokenizer.
 
-        Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s
+        Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s. An assistant's
+                 message with ``"weight": 0``, or ``"train"``, ``"trainable"`` or ``"training"`` false, is not in the mask
         Raises   TemplateError that names the conversation and the message, for an assistant message that has no span,
                  no token to train, or an image; also for a conversation without any assistant message (unless a
                  generation prompt is added)
@@ -129,12 +132,28 @@ class Renderer:
                         f"Renderer: each assistant message must have a token to train: message {index} of conversation "
                         f"{row} has none; give it content, or drop it."
                     )
-        masks = spans_to_masks(token_spans, [len(row) for row in ids])
+        trained = [self._trained(*row) for row in zip(chats, token_spans, itertools.count())]
+        masks = spans_to_masks(trained, [len(row) for row in ids])
         rows = [Rendered(*row) for row in zip(rows_to_tensors(ids), masks, token_spans, strict=True)]
         if self.vision is None:
             return rows
         media = [self.media(_joined(own), row.ids, row.assistant_mask) for own, row in zip(images, rows, strict=True)]
         return [replace(row, media=own) for row, own in zip(rows, media, strict=True)]
+
+    def _trained(self, chat: Chat, spans: list[Span], row: int) -> list[Span]:
+        """The spans of the assistant's messages but for those that a flag of the message leaves out."""
+        if all(len(message) == 2 for message in chat):
+            return spans
+        kept = [is_trained(message) for message in chat if message["role"] == "assistant"]
+        if all(kept):
+            return spans
+        if not any(kept) or len(kept) != len(spans):
+            reason = "each has several generation blocks" if any(kept) else "all are left out"
+            raise TemplateError(
+                f"Renderer: the assistant messages of conversation {row} must be trained or left out one by one: "
+                f"{reason} ({', '.join(FLAGS)})."
+            )
+        return list(itertools.compress(spans, kept))
 
     def media(self, images: Sequence[Any], ids: Tensor, sampled: Tensor | None = None) -> Media:
         """The media of a row int64[T] with these images; ``sampled`` bool[S], S <= T, marks the policy's ids."""
@@ -366,14 +385,16 @@ class Renderer:
         """
         chat, checked = [*context, *new], before is None
         if before is None:
-            [before] = self.codec.render([context], tools=tools)
-        [after] = self.codec.render([chat], add_generation_prompt=add_generation_prompt, tools=tools)
+            [before] = self.codec.render([context], checked_from=len(context), tools=tools)
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        [after] = self.codec.render([chat], checked_from=len(context), **options)
         after_assistant = context[-1]["role"] == "assistant"
         cut = self._cut(before, after_assistant)  # what follows the end of turn belongs to the next message
         prefixes = [before[:cut]]
         # The stream begins with the prompt of the last answer, which the template may now write differently.
         if checked and after_assistant and len(context) > 1:
-            prefixes += self.codec.render([context[:-1]], add_generation_prompt=True, tools=tools)
+            asked = {"checked_from": len(context), "add_generation_prompt": True}
+            prefixes += self.codec.render([context[:-1]], tools=tools, **asked)
         for prefix in prefixes:
             if not after.startswith(prefix):
                 raise RewriteError(self._rewrites(prefix, after, chat, len(context)))
