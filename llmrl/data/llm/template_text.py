@@ -70,4 +70,4 @@ def cause(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename in ("<template>", "<unknown>")]
     place = f" (line {lines[-1]} of the template)" if lines else ""
-    return f"{type(error).__name__}: {str(error).removesuffix('.')}{place}".replace(": (", " (").removesuffix(": ")
+    return ": ".join(filter(None, [type(error).__name__, str(error)])) + place

@@ -101,7 +101,8 @@ class Renderer:
         """Returns ids and assistant masks of whole conversations, in one call of the tokenizer.
 
         Returns  one `Rendered` per conversation; the ids equal ``tokenizer.apply_chat_template``'s. An assistant's
-                 message with ``"weight": 0``, or ``"train"``, ``"trainable"`` or ``"training"`` false, is not in the mask
+                 message with ``"weight": 0``, or with ``"train"``, ``"trainable"`` or ``"training"`` false, is not in
+                 the mask
         Raises   TemplateError that names the conversation and the message, for an assistant message that has no span,
                  no token to train, or an image; also for a conversation without any assistant message (unless a
                  generation prompt is added)

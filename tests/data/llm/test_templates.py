@@ -151,3 +151,23 @@ def test_a_parser_that_fails_is_named_with_the_text():
     assert History.from_text(["[user]a[user]b"], chat_template_name="bracket").content == [["a", "b"]]
     with pytest.raises(TemplateError, match=r"'bracket' must read the text: got RuntimeError .*'no'"):
         History.from_text("no", chat_template_name="bracket")
+
+
+@pytest.mark.parametrize(
+    ("jinja", "words"),
+    [
+        ("a\n{{ 1 // 0 }}", r"ZeroDivisionError: .* by zero \(line 2 of the template\)"),
+        ("{% macro f() %}\n\n{{ f() }}{% endmacro %}{{ f() }}", r"RecursionError.*\(line 3 of the template\)"),
+        ("\n{{ 'x'.center(99999999999999) }}", r"MemoryError \(line 2 of the template\)"),
+        ("{{ messages[0].content.nothing.more }}", r"UndefinedError.*\(line 1 of the template\)"),
+        ("{% for m in messages %}\n{{ m.content | nofilter }}{% endfor %}", r"nofilter.*\(line 2 of the template\)"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", r"not end within 0\.2 s"),
+    ],
+)
+def test_a_template_that_fails_or_loops_is_an_error_with_its_line(monkeypatch: pytest.MonkeyPatch, jinja, words):
+    """Regression: these ended in an error of Python, and the last one never."""
+    monkeypatch.setattr("llmrl.data.llm.template_text.FIRST_RENDER_S", 0.2)
+    with pytest.raises(TemplateError, match=words):
+        Renderer(tiny_tokenizer(), chat_template=jinja)
+    with pytest.raises(TemplateError, match=words):
+        History.from_messages([{"role": "user", "content": "Hi"}]).apply_chat_template(chat_template=jinja)
