@@ -7,13 +7,17 @@
 
 import torch
 
-from llmrl.collectors.llm import LLMCollector
-from llmrl.data import LazyStackStorage, ReplayBuffer
-from llmrl.envs.llm import DatasetChatEnv
+from llmrl import (
+    DatasetChatEnv,
+    GRPOLoss,
+    LazyStackStorage,
+    LLMCollector,
+    MCAdvantage,
+    ReplayBuffer,
+    RewardFunction,
+    TransformersWrapper,
+)
 from llmrl.envs.llm.tasks.sums import sums_problems
-from llmrl.envs.llm.transforms import RewardFunction
-from llmrl.modules.llm import TransformersWrapper
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage
 from llmrl.testing import tiny_model, tiny_tokenizer
 
 

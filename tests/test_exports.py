@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import llmrl
+
 PUBLIC = {
+    "llmrl": "ChatEnv DPOLoss DatasetChatEnv GRPOLoss History LLMCollector LazyStackStorage MCAdvantage ReplayBuffer "
+    "RewardFunction SFTLoss ToolTransform TransformersWrapper vLLMWrapper",
     "llmrl.errors": "LLMRLError ConfigError DataError TemplateError ShapeError MissingKeyError MissingDependencyError "
     "WeightSyncError RolloutError DeadlineError CheckpointError",
     "llmrl.data.specs": "TensorSpec Binary Bounded BoundedContinuous BoundedDiscrete Categorical Choice Composite "
@@ -117,6 +121,15 @@ def test_a_public_name_imports_from_its_path_is_exported_and_explained(module, n
     own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     assert own, f"{name} needs a docstring of its own"
     assert value.__module__.startswith("llmrl.")
+
+
+def test_type_checkers_find_each_name_of_the_package_where_it_is_loaded_from():
+    tree = ast.parse(Path(llmrl.__file__).read_text())
+    seen = {
+        node.module: {name.name for name in node.names} for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    }
+    assert {home: set(names) for home, names in llmrl._HOMES.items()}.items() <= seen.items()
+    assert set(dir(llmrl)) == {*llmrl.__all__, "__version__"}
 
 
 @pytest.mark.parametrize("module", PUBLIC)

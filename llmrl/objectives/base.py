@@ -54,6 +54,18 @@ def output_fields(output: Any) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
+def shows_values(output: type[Output]) -> type[Output]:
+    """Decorates an output class: its ``repr`` shows the numbers, where a tensorclass shows shapes and devices."""
+
+    def values(self: Any) -> str:
+        named = output_fields(self).items()
+        shown = (f"{name}={value.item():.4g}" if value.numel() == 1 else f"{name}={value}" for name, value in named)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    output.__repr__ = values  # set here, because a tensorclass replaces the one of the class body
+    return output
+
+
 def total_loss(output: Any) -> Tensor:
     """The sum of the ``loss_*`` terms; call ``backward`` on it."""
     return sum(value for name, value in output_fields(output).items() if name.startswith("loss_"))

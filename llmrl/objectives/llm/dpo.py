@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.vision import present
-from llmrl.objectives.base import LossModule
+from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.functional import Preference, StepCounts
 from llmrl.objectives.llm.pairs import Pairs, read_pairs
 
 
+@shows_values
 class DPOLossOutput(TensorClass["nocast"]):
     """``loss_dpo``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import TokenScores
-from llmrl.objectives.base import LossModule
+from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
@@ -25,6 +25,7 @@ from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Surrogate
 
 
+@shows_values
 class GRPOLossOutput(TensorClass["nocast"]):
     """Loss terms to sum and differentiate (``loss_*``), and detached metrics; all float32 scalars.
 
@@ -63,7 +64,7 @@ class GRPOLossOutput(TensorClass["nocast"]):
 
 
 class GRPOLoss(LossModule):
-    """Policy-gradient loss over the tokens that the policy sampled. docs/algorithms.md explains every setting.
+    """Policy-gradient loss over the tokens that the policy sampled.
 
     Reads   ("tokens", "full")                int64 ragged[T]    or dense [B, T] with ("masks", "all_attention_mask")
             ("masks", "all_assistant_mask")   bool ragged[T]     the tokens to train, see `PaddedBatch.trained_mask`
@@ -81,8 +82,31 @@ class GRPOLoss(LossModule):
     Raises  MissingKeyError, ShapeError for a column that does not fit the tokens, DataError for NaN on a trained token
             or a step without trained tokens; ConfigError for settings that contradict each other
 
-    ``aggregation`` takes "token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum" and "none" (per token, not
-    normalised), and the names "token_mean" (= "token") and "prompt_mean" (= "seq-mean": per sample, then batch).
+    r = exp(lp - lo) is the ratio to the proximal policy, rho = exp(lo - lg) that of the proximal policy to the engine.
+
+    clip_epsilon           bounds of the ratio, [1 - low, 1 + high]; one number for both sides
+    ratio_level            "token", or "sequence": exp of the mean of lp - lo over the answer (GSPO)
+    surrogate              "clip" (PPO), "cispo", "sapo", "dppo", or "reinforce" (-A lp, without a bound)
+    dual_clip              with "clip": a loss of at most -dual_clip A where A < 0
+    sapo_tau               with "sapo": its temperatures for A > 0 and A <= 0
+    proximal               lo: "behaviour" (lg), "detach" (lp without gradient), "recomputed" (read from the batch)
+    correction             weight for the difference of trainer and engine: "tis", "mask", "seq-tis", "seq-mask",
+                           "geo-mask", "none"; None: "none" with proximal="behaviour", else "tis"
+    correction_cap         largest rho of "tis", "seq-tis", "seq-mask" and "geo-mask"
+    correction_band        bounds of rho, outside of which "mask" and "geo-mask" drop
+    correction_veto        drops an answer in which a rho is outside of these bounds
+    kl_mask_threshold      drops tokens with (lp - lg)^2 / 2 above it
+    aggregation            "token" (mean over the tokens of the step), "seq-mean", "seq-sum", "dr_grpo", "prompt-mean",
+                           "sum", "none" (per token, not normalised); "token_mean" is "token", "prompt_mean" "seq-mean"
+    max_length             the divisor of "dr_grpo"
+    kl_to_ref_coeff        weight of the KL from the reference, as a term of the loss
+    kl_to_inference_coeff  weight of the KL from the engine that sampled
+    kl_estimator           "k1", "k2", "k3", "k3+" or "k3-weighted"
+    entropy_coeff          weight of the entropy bonus; with ``entropy_bonus=False`` entropy is not even measured
+    masking_strategy       which tokens are trained. "sft": the assistant's, or without a mask of them the response;
+                           "rlhf": the same, and the mask is required; "generic": also all others with a behaviour
+                           log-prob
+    device                 where the batch is moved to
 
     ``on_tokens``, if set, is called in each forward pass with the batch, the mask of the trained tokens bool[B, T], and
     values per token by name: "trainer_logp" (from before the step's first update if recomputed, else current),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.vision import has_images
-from llmrl.objectives.base import LossModule
+from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
@@ -21,6 +21,7 @@ from llmrl.objectives.llm.pairs import Pairs, read_pairs
 Level = Literal["sequence", "token"]
 
 
+@shows_values
 class RewardLossOutput(TensorClass["nocast"]):
     """``loss_reward``, to differentiate, and metrics: means over the pairs of the step; ``tokens`` is a count."""
 

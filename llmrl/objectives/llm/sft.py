@@ -17,7 +17,7 @@ from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.errors import ConfigError, DataError, MissingKeyError
 from llmrl.modules.llm.log_probs import with_predecessor
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.base import LossModule
+from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
@@ -31,6 +31,7 @@ LossFunction = Literal["sft", "minor_sft"]
 _RENDERER_OPTIONS = ("chat_template", "chat_template_name", "include_end_of_turn")
 
 
+@shows_values
 class SFTLossOutput(TensorClass["nocast"]):
     """Loss terms to sum and differentiate (``loss_*``), and detached metrics; float32 scalars.
 
@@ -62,9 +63,16 @@ class SFTLoss(LossModule):
     Raises  DataError if no conversation has a token to train, MissingKeyError, ShapeError; ConfigError for settings
             that contradict each other
 
-    docs/algorithms.md explains the settings. ``tokenizer_kwargs`` go to the renderer: ``chat_template``,
-    ``chat_template_name``, ``include_end_of_turn``; anything else to the template. A policy wrapper scores at its own
-    temperature: give it temperature 1 here, or pass its ``scorer``.
+    tokenizer         renders ("history", "full"), with ``tokenizer_kwargs``: ``chat_template``, ``chat_template_name``,
+                      ``include_end_of_turn``; anything else goes to the template
+    loss_function     "sft": -log pi. "minor_sft": -log sigmoid(``beta`` (log pi - log pi_ref)) for each conversation
+    reduction         "token": mean over the trained tokens of the step, the default of "sft". "mean" (over
+                      conversations), "sum" or "none" (one value per conversation)
+    normalize_by_seq_length  with the last three: a conversation is the mean of its tokens, not the sum
+    kl_to_ref_coeff   weight of the KL from the reference
+    device            where the batch is moved to
+
+    A policy wrapper scores at its own temperature: give it temperature 1 here, or pass its ``scorer``.
     """
 
     default_keys: ClassVar = {
