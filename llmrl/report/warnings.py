@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from llmrl.report.intervals import evaluations
 from llmrl.report.run_files import RunFiles
+from llmrl.run.console.numbers import counted
 
 MIN_STEPS = 20  # for a trend
 _TWO_ERRORS = 2.0  # standard errors that a difference of means must exceed
@@ -54,7 +55,7 @@ def _not_finite(run: RunFiles) -> Iterator[Finding]:
     steps = [row["step"] for row in run.trained if "policy/loss" in row and row["policy/loss"] is None]
     if steps:
         yield Finding(
-            f"The loss was not a finite number in {_count(len(steps), 'step')}, first in step {steps[0]:.0f}.",
+            f"The loss was not a finite number in {counted(len(steps), 'step')}, first in step {steps[0]:.0f}.",
             "A smaller optim.lr; dtype: float32 to see whether it is precision; look at the rewards of that step.",
         )
 
@@ -64,7 +65,7 @@ def _failed(run: RunFiles) -> Iterator[Finding]:
     if (total := sum(failed)) > 0:
         steps = sum(value > 0 for value in failed)
         yield Finding(
-            f"{_count(total, 'rollout')} failed, in {steps} of {len(failed)} steps. They were left out.",
+            f"{counted(total, 'rollout')} failed, in {steps} of {len(failed)} steps. They were left out.",
             "The warnings in the run's output name the first error of each step: a reward that raises, a tool or an "
             "engine that does not answer. env.retries tries again.",
         )
@@ -74,7 +75,7 @@ def _untrained(run: RunFiles) -> Iterator[Finding]:
     empty = sum(value == 0 for value in run.values("tokens/trained"))
     if empty:
         yield Finding(
-            f"{_count(empty, 'step')} of {len(run.trained)} trained no token: no group had different rewards.",
+            f"{counted(empty, 'step')} of {len(run.trained)} trained no token: no group had different rewards.",
             "zero_variance: refill draws other prompts; a larger group_size; prompts that are sometimes solved.",
         )
 
@@ -187,7 +188,7 @@ def _mismatch(run: RunFiles) -> Iterator[Finding]:
             )
     if resent := sum(run.values("mismatch/probe_warnings")):
         yield Finding(
-            f"The check of the engine's weights looked wrong {_count(resent, 'time')}; they were sent again.",
+            f"The check of the engine's weights looked wrong {counted(resent, 'time')}; they were sent again.",
             "The run's output has the numbers. Quantised engines are expected to differ.",
         )
     effective = _trend(run, "mismatch/ess")
@@ -234,7 +235,3 @@ def _supervised(run: RunFiles) -> Iterator[Finding]:
             f"Chosen answers become less likely: log-prob {chosen.first:.3g} at the beginning, {chosen.last:.3g} now.",
             "Common in DPO. A larger dpo.beta, a smaller optim.lr, fewer epochs.",
         )
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmrl.errors import MissingDependencyError, UnsupportedError
 from llmrl.run.console import Finding, make_console, print_findings
+from llmrl.run.console.numbers import counted
 from llmrl.tools.browser import find_chromium
 from llmrl.tools.sandbox import Sandbox
 
@@ -76,7 +77,7 @@ def _devices() -> list[Finding]:
         import torch
     except Exception as error:  # a broken binary raises anything from ImportError to OSError
         return [Finding("torch", False, f"cannot be imported: {type(error).__name__}: {error}")]
-    found = [Finding("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    found = [Finding("torch", True, f"{torch.__version__}, {counted(torch.get_num_threads(), 'thread')}")]
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         names.append("mps")

@@ -43,6 +43,7 @@ from llmrl.modules.llm.sequence_split import SequenceSplit
 from llmrl.modules.llm.vision import vision_tower
 from llmrl.report.run_files import flat_settings
 from llmrl.run.console import make_console
+from llmrl.run.console.numbers import counted
 from llmrl.run.run_dir import writing
 from llmrl.train.settings import ModelSource
 
@@ -303,7 +304,7 @@ class Session:
             layout += f" in {self.mesh.size(0)} copies of {self.mesh.size(1)} parts"
         if self.split:
             layout += f", sequences split over {self.split.size}"
-        device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+        device = torch.cuda.get_device_name() if cuda else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
         precision = "bfloat16 arithmetic, float32 weights" if self.low_precision else "float32"
         return f"{layout} · {device} · torch {torch.__version__} · {precision}"
 

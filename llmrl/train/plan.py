@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.run.console.numbers import counted
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.lora import lora_rows
@@ -102,7 +103,7 @@ def data_plan(
 ) -> Rows:
     """The plan of a run that trains on ``data``."""
     steps, per_epoch = _steps(config, len(data))
-    length = f"{steps} steps = {steps / per_epoch:.2f} epochs"
+    length = f"{counted(steps, 'step')} = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
     too_long = ""
@@ -217,7 +218,7 @@ def _grpo_plan(
     evaluated = f" · {num_eval} problems measured" if num_eval else ""
     if num_eval and config.eval.every:
         evaluated += f" every {config.eval.every}"
-    epochs = f"{config.steps} steps = {config.steps * prompts / num_prompts:.2f} epochs"
+    epochs = f"{counted(config.steps, 'step')} = {config.steps * prompts / num_prompts:.2f} epochs"
     several = {"several_turns": env.max_turns > 1, "new_records": env.on_rewrite == "new_record"}
     return [
         *_model_rows(config, session, shape, gpu),
@@ -331,7 +332,7 @@ def _microbatches(config: ModelSource) -> str:
 
 def _optim(optim: OptimSettings) -> str:
     import_optimizer(optim)
-    warmup = f" after {optim.warmup} steps" if optim.warmup else ""
+    warmup = f" after {counted(optim.warmup, 'step')}" if optim.warmup else ""
     name = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "adamw_offload": "AdamW in host memory"}[optim.name]
     return f"{name} · lr {optim.lr:g} {optim.schedule}{warmup} · gradient norm at most {optim.clip_norm:g}"
 

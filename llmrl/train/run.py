@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from llmrl.report.refresher import ReportRefresher
+from llmrl.report.run_files import read_run
+from llmrl.report.warnings import findings
 from llmrl.run.checkpoint import CheckpointStore, InterruptGuard
 from llmrl.run.console import (
     Column,
@@ -26,6 +28,7 @@ from llmrl.run.console import (
     print_summary,
     warn,
 )
+from llmrl.run.console.numbers import counted
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
@@ -299,7 +302,7 @@ class Run(AbstractContextManager):
             self._write_info(ended="interrupted" if self._interrupted else "done")
         console, totals = self.session.console, self.totals
         print_conversations(console, samples)
-        headline = ["interrupted" if self._interrupted else f"{self._step} steps"]
+        headline = ["interrupted" if self._interrupted else counted(self._step, "step")]
         headline.append(format_duration(time.perf_counter() - self._started))
         changes = []
         if totals.rollouts:
@@ -313,10 +316,13 @@ class Run(AbstractContextManager):
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
         is_measurable = evaluator is not None or getattr(self.config, "env", None) is not None
         following = [f"llmrl {'resume' if self._interrupted else 'eval' if is_measurable else 'show'} {self.path}"]
+        # Those of the report, because a run that is read in a terminal must not end as if all were well.
+        warnings = findings(read_run(self.path)) if self.session.is_first else []
         print_summary(
             console,
             headline,
             changes=changes,
+            warnings=[f"{warning.text} Try: {warning.remedy}" for warning in warnings],
             facts=[("report", str(self.path / "report.html"))],
             files=f"{self.path}/{{config.yaml, {logs}, checkpoints/step{self._step}}}",
             following=[*following, f"llmrl show {self.path}"] if totals.rollouts else following,

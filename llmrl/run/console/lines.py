@@ -86,11 +86,12 @@ def print_summary(
     headline: Sequence[str],
     *,
     changes: Sequence[tuple[str, float | None, float | None]] = (),
+    warnings: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
     files: str = "",
     following: Sequence[str] = (),
 ) -> None:
-    """The last lines of a run: headline, each measure before and after, other facts, files, commands to run next.
+    """The last lines of a run: headline, each measure before and after, warnings, facts, files, commands to run next.
 
     >>> print_summary(
     ...     Console(width=80), ["60 steps", "2m 05s"], changes=[("sums", 0.41, 0.93)], following=["llmrl eval runs/a"]
@@ -106,6 +107,8 @@ def print_summary(
         if before is not None and after is not None:
             change += f" ({'+' if after >= before else ''}{format_number(after - before)})"
         print_labelled(console, name, change, "cyan", width)
+    for number, text in enumerate(warnings):
+        print_labelled(console, "" if number else "warn", text, "yellow", width)
     for name, text in facts:
         print_labelled(console, name, text, "cyan", width)
     if files:
@@ -158,12 +161,12 @@ def can_write(console: Console, text: str) -> bool:
 
 
 def ascii_only(text: str) -> str:
-    """The text with a question mark for each character outside ASCII; a middle dot becomes a hyphen.
+    """The text with a question mark for each character outside ASCII; a middle dot becomes a hyphen, ± becomes +-.
 
     >>> ascii_only("grpo · ✓")
     'grpo - ?'
     """
-    return text.replace("·", "-").encode("ascii", "replace").decode("ascii")
+    return text.replace("·", "-").replace("±", "+-").encode("ascii", "replace").decode("ascii")
 
 
 def _width(labels: Iterable[str]) -> int:

@@ -20,6 +20,15 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
 
 
+def counted(number: float, noun: str) -> str:
+    """A number with its noun, in the plural where it must be.
+
+    >>> counted(1, "step"), counted(28, "step")
+    ('1 step', '28 steps')
+    """
+    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
+
+
 def format_number(value: float | None, kind: str = "number") -> str:
     """A value as the step table writes it; a dash for None. ``kind`` is that of `llmrl.run.console.Column`.
 

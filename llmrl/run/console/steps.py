@@ -1,4 +1,4 @@
-"""The steps of a run: a live panel on a terminal, one stable ASCII line per step anywhere else."""
+"""The steps of a run: a live panel on a terminal, one stable line per step anywhere else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmrl.run.console.lines import ascii_only, note, print_line
+from llmrl.run.console.lines import note, print_labelled, print_line
 from llmrl.run.console.numbers import format_duration, format_number
 
 
@@ -24,31 +24,36 @@ class Column:
     """One column of the step table: a metric, its heading and its format.
 
     ``kind``    number (three significant digits), percent (of a fraction), count (18.4k), int, seconds
-    ``spread``  a metric shown behind the value, as in ``.214+-.360``
+    ``spread``  a metric shown behind the value, as in ``.214±.360``
+    ``about``   what a short label means; the table begins with these
+    ``zero``    values nearer to 0 are rounding errors, and shown as 0
     """
 
     label: str
     metric: str
     kind: str = "number"
     spread: str | None = None
+    about: str = ""
+    zero: float = 0.0
 
     @property
     def width(self) -> int:
         return max(len(self.label), {"number": 7, "percent": 5, "count": 6, "int": 6, "seconds": 8}[self.kind]) + (
-            9 if self.spread else 0
+            8 if self.spread else 0
         )
 
     def text(self, metrics: Mapping[str, float | None]) -> str:
         """The cell's content, a dash if the step has no such metric."""
-        shown = format_number(metrics.get(self.metric), self.kind)
+        value = metrics.get(self.metric)
+        shown = format_number(0.0 if value is not None and abs(value) < self.zero else value, self.kind)
         if self.spread and metrics.get(self.spread) is not None:
-            shown += f"+-{format_number(metrics[self.spread], self.kind)}"
+            shown += f"±{format_number(metrics[self.spread], self.kind)}"
         return shown
 
 
 SFT_COLUMNS = (
     Column("loss", "policy/loss"),
-    Column("|g|", "policy/grad_norm"),
+    Column("|g|", "policy/grad_norm", about="gradient norm"),
     Column("lr", "policy/lr"),
     Column("trained", "tokens/trained", "count"),
     Column("epoch", "data/epoch"),
@@ -58,7 +63,7 @@ SFT_COLUMNS = (
 
 DPO_COLUMNS = (
     Column("loss", "policy/loss"),
-    Column("right", "preference/right_frac", "percent"),
+    Column("right", "preference/right_frac", "percent", about="pairs whose chosen answer is ahead"),
     Column("margin", "preference/margin"),
     Column("chosen", "preference/chosen_logp"),
     Column("rejected", "preference/rejected_logp"),
@@ -67,7 +72,7 @@ DPO_COLUMNS = (
 
 REWARD_COLUMNS = (
     Column("loss", "policy/loss"),
-    Column("right", "preference/right_frac", "percent"),
+    Column("right", "preference/right_frac", "percent", about="pairs whose chosen answer is ahead"),
     Column("chosen", "preference/chosen_reward"),
     Column("rejected", "preference/rejected_reward"),
     *SFT_COLUMNS[1:],
@@ -76,13 +81,13 @@ REWARD_COLUMNS = (
 GRPO_COLUMNS = (
     Column("reward", "reward/mean", spread="reward/std"),
     Column("len", "tokens/completion_mean", "int"),
-    Column("trunc", "tokens/truncated_frac", "percent"),
-    Column("useful", "group/kept_frac", "percent"),
-    Column("calls", "tools/call_rate", "percent"),
-    Column("kl", "mismatch/kl"),
-    Column("ent", "policy/entropy"),
-    Column("|g|", "policy/grad_norm"),
-    Column("stale", "async/staleness_mean"),
+    Column("trunc", "tokens/truncated_frac", "percent", about="answers cut at the token limit"),
+    Column("useful", "group/kept_frac", "percent", about="groups that reached the loss"),
+    Column("calls", "tools/call_rate", "percent", about="answers that call a tool"),
+    Column("kl", "mismatch/kl", about="trainer from engine", zero=1e-7),
+    Column("ent", "policy/entropy", about="entropy per token"),
+    Column("|g|", "policy/grad_norm", about="gradient norm"),
+    Column("stale", "async/staleness_mean", about="versions that the rollouts are behind"),
     Column("gen tok/s", "perf/gen_tok_s", "count"),
     Column("train tok/s", "perf/train_tok_s", "count"),
     Column("step s", "time/step", "seconds"),
@@ -127,10 +132,12 @@ class StepDisplay:
         self._live = Live(self._panel(), console=console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> StepDisplay:
+        if legend := " · ".join(f"{column.label}: {column.about}" for column in self.columns if column.about):
+            print_labelled(self.console, "columns", legend, "cyan")
         if self._live:
             self._live.start()
         else:
-            print_line(self.console, Text(ascii_only(_header(self.columns, "eta"))))
+            print_line(self.console, Text(_header(self.columns, "eta")))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -153,7 +160,7 @@ class StepDisplay:
             if summary:
                 note(self.console, f"step {step}: {summary}")
         else:
-            print_line(self.console, Text(ascii_only(f"{line}  {summary}".rstrip())))
+            print_line(self.console, Text(f"{line}  {summary}".rstrip()))
 
     @property
     def seconds_left(self) -> float:
