@@ -126,6 +126,17 @@ def test_json_holds_everything(run_llmrl):
     assert 0 < report["trained_share"] < 1
 
 
+def test_a_chosen_template_and_its_variables_are_what_is_judged(tmp_path: Path, run_llmrl):
+    folder = saved(tmp_path / "model", CHATML)
+    (tmp_path / "mine.jinja").write_text(CHATML.replace("<|im_start|>", "<|im_start|>The "))
+    words = ["<|im_start|>The assistant", "as the settings say; no generation blocks"]
+    run_llmrl("template", folder, f"chat_template={tmp_path / 'mine.jinja'}", words=words)
+    run_llmrl("template", folder, "chat_template=phi", code=1, words=["that of 'phi'", "do not train with it: stop"])
+    quiet = run_llmrl("template", "qwen3", "template_variables.enable_thinking=false", words=["with variables"])
+    assert "«<think>" not in quiet.out
+    run_llmrl("template", "qwen3", "optim.lr=1", code=2, words=["takes the settings chat_template and"])
+
+
 def test_unknown_name_is_refused_with_a_near_one(monkeypatch: pytest.MonkeyPatch, run_llmrl):
     def offline(name: str, *, trust_remote_code: bool) -> None:
         raise OSError(f"{name} is not to be had")

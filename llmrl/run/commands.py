@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from llmrl.errors import ConfigError, closest
 from llmrl.loading import load_object
+from llmrl.run.config import load_config
 from llmrl.run.recipes import checkpoint_of, load_run
 from llmrl.run.run_dir import RunDir
 
@@ -26,6 +28,7 @@ def option(*names: str, **settings: Any) -> Option:
 
 RUN = option("run", help="a run's folder, or its name in runs/")
 JSON = option("--json", dest="as_json", action="store_true", help="print one JSON object")
+OVERRIDES = option("overrides", nargs="*", metavar="section.key=value", help="settings to change")
 CHECKPOINT = option("--checkpoint", metavar="stepN", help="which checkpoint (default: the last)")
 
 
@@ -79,20 +82,33 @@ def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] 
     return {"run": folder, "config": loaded.config, "checkpoint": checkpoint_of(folder, checkpoint), **given}
 
 
-def _with_model(model: str, checkpoint: str | None, **given: Any) -> dict[str, Any]:
+def _with_model(model: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any) -> dict[str, Any]:
     """The settings of a run with its checkpoint as the model, or those of a model alone; and the folder of runs."""
     try:
         run = RunDir.open(model)
     except ConfigError as error:
         if "did you mean" in str(error) or checkpoint:
             raise
-        source = load_object("llmrl.train.settings:ModelSource", what="settings")(model=model)
-        return {"config": source, "runs": Path("runs"), **given}
-    _, info, loaded = load_run(run)
+        return {"config": _model_alone(model, overrides), "runs": Path("runs"), **given}
+    _, info, loaded = load_run(run, overrides)
     if info["command"] == "reward":
         raise ConfigError(f"llmrl chat  {run.path} is a reward model, which outputs scores and cannot answer")
     changes = {"model": str(checkpoint_of(run, checkpoint)), "lora": None}  # with adapters merged in
     return {"config": loaded.config.model_copy(update=changes), "runs": run.path.parent, **given}
+
+
+def _model_alone(model: str, overrides: Sequence[str]) -> Any:
+    settings = load_object("llmrl.train.settings:ModelSource", what="settings")
+    return load_config(settings, None, [*overrides, f"model={json.dumps(model)}"]).config
+
+
+def _with_template(name: str, overrides: Sequence[str], **given: Any) -> dict[str, Any]:
+    """The tokenizer's name, and the settings of its template."""
+    allowed = ("chat_template", "template_variables")
+    if other := [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]:
+        raise ConfigError(f"llmrl template  takes the settings {' and '.join(allowed)}: got {other[0]}")
+    config = _model_alone(name, overrides)
+    return {"name": name, **{setting: getattr(config, setting) for setting in allowed}, **given}
 
 
 def _with_paths(runs: list[str], **given: Any) -> dict[str, Any]:
@@ -115,7 +131,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         "eval RUN [section.key=value ...] [options]",
         "llmrl.run.evaluate:evaluate",
         RUN,
-        option("overrides", nargs="*", metavar="section.key=value", help="settings to change"),
+        OVERRIDES,
         CHECKPOINT,
         option("--samples", type=int, default=1, metavar="K", help="answers to a problem (default: 1, greedy)"),
         option("--temperature", type=float, metavar="T", help="of several samples (default: the run's, else 1)"),
@@ -130,9 +146,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         prepare=_with_checkpoint,
     ),
     "chat": _Command(
-        "chat RUN|MODEL [options]",
+        "chat RUN|MODEL [section.key=value ...] [options]",
         "llmrl.run.chat:chat",
         option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
+        OVERRIDES,
         CHECKPOINT,
         option("--tools", action="append", default=[], metavar="NAME", help="instead of the run's tools; repeatable"),
         option("--system", metavar="TEXT", help="the system prompt, instead of the run's"),
@@ -197,12 +214,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         prepare=_with_paths,
     ),
     "template": _Command(
-        "template NAME_OR_PATH [options]",
+        "template NAME_OR_PATH [chat_template=...] [template_variables={...}] [options]",
         "llmrl.run.template_report:run",
         option("name", help="a folder with a tokenizer, a registered template, or a name on the hub"),
+        option("overrides", nargs="*", metavar="chat_template=...", help="instead of the tokenizer's own"),
         option("--tools", action="store_true", help="conversations with tools must work, too"),
         option("--data", metavar="FILE", help="check its conversations instead of a built-in one"),
         JSON,
+        prepare=_with_template,
     ),
     "new": _Command(
         "new KIND NAME [options]",

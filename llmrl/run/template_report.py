@@ -7,6 +7,7 @@ information, such as a template that renders earlier turns differently once a co
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.dataset_files import load_rows, to_messages
 from llmrl.data.llm.message_forms import render_text
-from llmrl.data.llm.templates import find_template, template_names
+from llmrl.data.llm.templates import choose_template, template_names
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
@@ -75,15 +76,16 @@ class Diagnosis:
         return "fine for one turn; each further turn starts a new stream" if rewriting else "fine"
 
 
-def run(name: str, *, tools: bool = False, data: str | None = None, as_json: bool = False) -> int:
+def run(name: str, *, tools: bool = False, data: str | None = None, as_json: bool = False, **chosen: Any) -> int:
     """Prints the diagnosis of the template of ``name``; returns 1 if it has a problem, else 0.
 
     Reads   name   a folder with a tokenizer, a registered template, or a name on the Hugging Face hub
             tools  True if conversations with tools must work
             data   a dataset file, or a name on the hub, whose conversations replace the built-in one
+            chosen  ``chat_template`` and ``template_variables`` of `choose_template`
     Raises  DataError if the tokenizer or the data cannot be loaded
     """
-    diagnosis = diagnose(name, tools=tools, data=data)
+    diagnosis = diagnose(name, tools=tools, data=data, **chosen)
     failed = bool(diagnosis.problems)
     if as_json:
         print(json.dumps(asdict(diagnosis) | {"verdict": diagnosis.verdict, "ok": not failed}))
@@ -94,10 +96,21 @@ def run(name: str, *, tools: bool = False, data: str | None = None, as_json: boo
     return int(failed)
 
 
-def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diagnosis:
+def diagnose(
+    name: str,
+    *,
+    tools: bool = False,
+    data: str | None = None,
+    chat_template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> Diagnosis:
     """Checks the template on conversations. See :func:`run`."""
     tokenizer, source = _load_tokenizer(name)
-    template = find_template(tokenizer)
+    template = choose_template(tokenizer, chat_template, template_variables)
+    own = "the tokenizer's own" if getattr(tokenizer, "chat_template", None) else "none of its own; guessed"
+    if chat_template is not None or template_variables:
+        own = "as the settings say" if chat_template is not None else f"{own}, with variables"
+        tokenizer.chat_template = template.jinja
     diagnosis = Diagnosis(name, template.name)
     diagnosis.add("tokenizer", True, source)
     try:
@@ -108,7 +121,6 @@ def diagnose(name: str, *, tools: bool = False, data: str | None = None) -> Diag
     spans = "no generation blocks: what the assistant writes is found by rendering what comes before it"
     if template.marks_generation:
         spans = "generation blocks say what the assistant writes"
-    own = "the tokenizer's own" if getattr(tokenizer, "chat_template", None) else "none of its own; guessed"
     registered = "" if template.name in ("tokenizer", "custom") else f", that of {template.name!r}"
     diagnosis.add("template", True, f"{own}{registered}; {spans}")
     _check_coverage(diagnosis, renderer, data)

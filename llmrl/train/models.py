@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmrl.data.llm.templates import find_template
-from llmrl.errors import ConfigError, DataError
+from llmrl.data.llm.templates import ChatTemplate, choose_template, ending_with, find_template
+from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.model_files import check_whole, loaded
-from llmrl.modules.llm.rendering import text_tokenizer
+from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
@@ -66,8 +66,8 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     """The tokenizer of ``config.model``, with the run's chat template and a padding id; for a model that reads images,
     the processor that contains it.
 
-    Raises  DataError if it cannot be loaded; TemplateError for an unknown template; ConfigError for a template that
-            differs from the one registered for the model
+    Raises  DataError if it cannot be loaded; TemplateError for an unknown template, or if there is none and the usual
+            ones do not fit the tokenizer; ConfigError for a template that differs from the one registered for the model
     """
     if isinstance(config.model, TinyModelSettings):
         from llmrl.testing import tiny_processor, tiny_tokenizer
@@ -78,9 +78,10 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     tokenizer = text_tokenizer(processor)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    asked = config.chat_template
-    row = find_template(tokenizer, **({} if asked is None else {"template" if "{%" in asked else "name": asked}))
-    if row.name != "tokenizer":  # saved in checkpoints, whose paths do not name the model
+    row = choose_template(tokenizer, config.chat_template, config.template_variables)
+    if config.chat_template is None and not tokenizer.chat_template:
+        _check_guessed(row, tokenizer)
+    if row.name != "tokenizer" or config.template_variables:  # saved in checkpoints, whose paths do not name the model
         tokenizer.chat_template = row.jinja
     if (taken := find_template(tokenizer)).jinja != row.jinja:
         raise ConfigError(
@@ -90,6 +91,19 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     if processor is not tokenizer:
         processor.chat_template = tokenizer.chat_template
     return processor
+
+
+def _check_guessed(row: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises TemplateError if a template that was guessed for a tokenizer without one never ends a turn for it."""
+    if Renderer(tokenizer, chat_template=row.jinja).check().stop_token_trained:
+        return
+    eos = tokenizer.eos_token
+    fitting = " or ".join(f"chat_template={name}" for name in ending_with(eos))
+    raise TemplateError(
+        f"chat_template: a model without a chat template needs one that ends a turn with a token of its tokenizer: the "
+        f"guess {row.name!r} writes ordinary text there, so the model would never stop; set "
+        f"{fitting or 'one of your own'}, which ends a turn with {eos!r}, or the path of a .jinja file that does."
+    )
 
 
 def load_model(

@@ -291,6 +291,9 @@ def check_template(
             "separate record, or env.max_turns=1."
         )
     stop = "yes" if report.stop_token_trained else "NO"
+    if not report.stop_token_trained:  # the template was chosen: by the settings, or by the model's author
+        eos = renderer.tokenizer.eos_token
+        stop += f", so the model will not learn to stop: use a chat_template that ends an answer with {eos!r}"
     kept = "yes" if report.prefix_preserving else "NO: each turn is a record of its own" if several_turns else "NO"
     trained = f"{share:.0%} of the tokens trained · stop token trained {stop}"
     return f"{renderer.template.name} · {trained} · prefix-preserving {kept}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import split_name
+from llmrl.text_files import why_not_text
 
 ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "chat")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
@@ -48,8 +50,25 @@ def _check_tool(tool: Tool) -> Tool:
     return tool
 
 
+def _read_template(text: str) -> str:
+    """The text of a template's file; anything else as it is. A run's settings then hold the template itself."""
+    if "{%" in text or "{{" in text or "\n" in text or not text.endswith((".jinja", ".jinja2", ".j2", ".txt")):
+        return text
+    path = Path(text).expanduser()
+    if not path.is_file():
+        near = did_you_mean(path.name, [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else [])
+        raise ValueError(f"the file {path} (from {Path.cwd()}) must exist: it does not.{near}")
+    try:
+        if reason := why_not_text(path, by_line=True):
+            raise ValueError(reason)
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 Tool = str | dict[str, dict[str, Any] | None]
 ToolName = Annotated[Tool, AfterValidator(_check_tool)]
 FunctionName = Annotated[str, AfterValidator(_check_own)]
+TemplateText = Annotated[str, AfterValidator(_read_template)]
 EnvName = Annotated[str, AfterValidator(partial(_check_known, known=ENVIRONMENTS, what="an environment"))]
 FormatName = Annotated[str, AfterValidator(partial(_check_known, known=TOOL_FORMATS, what="a format of calls"))]

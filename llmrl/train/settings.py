@@ -20,7 +20,7 @@ from llmrl.train.machine_settings import (
     ProfileSettings,
 )
 from llmrl.train.rollout_settings import RolloutSettings
-from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, ToolName
+from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, TemplateText, ToolName
 
 
 class TinyModelSettings(Settings):
@@ -217,8 +217,14 @@ class ModelSource(Settings):
         description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest "
         "checkpoint of that recipe; or a tiny model's sizes"
     )
-    chat_template: str | None = Field(
-        None, description="a registered template's name or jinja text; null: the tokenizer's own"
+    chat_template: TemplateText | None = Field(
+        None,
+        description="a registered template's name, module:name, a .jinja file or jinja text; null: the tokenizer's own",
+    )
+    template_variables: dict[str, Any] = Field(
+        {},
+        description="variables of the chat template, such as {enable_thinking: false}; saved with the tokenizer",
+        json_schema_extra={"also": ["chat_template_kwargs", "template_kwargs", "enable_thinking"]},
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of weights and arithmetic; auto: bfloat16 if the GPU has it, else float32"

@@ -73,10 +73,14 @@ class TokenizedChats(TokenizedRows):
     """Each row is a conversation."""
 
     unit: ClassVar[str] = "conversations"
+    first_call: int | None = None  # the first conversation in which a tool is called
 
     def samples(self, count: int) -> list[Sample]:
-        """The first conversations, with the trained tokens marked."""
-        rows = zip(self.ids[:count], self.masks[:count], strict=True)
+        """The first conversations, one with a call among them if any has one, with the trained tokens marked."""
+        shown = list(range(len(self.ids)))[:count]
+        if shown and self.first_call is not None and self.first_call not in shown:
+            shown[-1] = self.first_call
+        rows = [(self.ids[row], self.masks[row]) for row in shown]
         return [Sample(marked_pieces(self.renderer.tokenizer, *row), label="trained") for row in rows]
 
 
@@ -119,9 +123,12 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
     for start in range(0, count, AT_ONCE):
         numbers = range(start + 1, min(start + AT_ONCE, count) + 1)
         messages = [to_messages(rows[number - 1], number=number, **columns) for number in numbers]
-        for number, rendered in zip(numbers, chats.render(messages, start + 1), strict=True):
+        for number, chat, rendered in zip(numbers, messages, chats.render(messages, start + 1), strict=True):
             mask = last_answer(rendered) if data.train_on == "last" else rendered.assistant_mask
+            place = len(chats.ids)
             _add(chats, rendered, mask, number, config)
+            if chats.first_call is None and any(message.get("tool_calls") for message in chat):
+                chats.first_call = place if len(chats.ids) > place else None
     if not chats.ids:
         raise DataError(
             f"{data.path}: no token is left to train: cutting to max_length={config.max_length} dropped all of it."

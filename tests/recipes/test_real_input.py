@@ -5,11 +5,14 @@ import torch
 
 from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, TemplateError
+from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.models import load_tokenizer
+from llmrl.train.plan import check_template
 from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import marked_pieces, tokenize_chats
+from tests.support.published_templates import base_tokenizer
 
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
 CONVERSATION = [ASK, TELL, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
@@ -126,6 +129,53 @@ def test_a_template_registered_for_the_model_stays_with_the_tokenizer(tmp_path, 
     assert load_tokenizer(saved, runs=tmp_path).chat_template == jinja
     with pytest.raises(ConfigError, match="'bracket' is registered for models named"):
         load_tokenizer(source.model_copy(update={"chat_template": "phi"}), runs=tmp_path)
+
+
+def source(folder, tokenizer, **settings):
+    tokenizer.save_pretrained(folder / "model")
+    return SFTConfig(model=str(folder / "model"), data={"path": "chats.jsonl"}, **settings)
+
+
+def test_a_base_model_without_a_template_is_refused_with_the_templates_that_fit_it(tmp_path):
+    """Regression: it was trained on ChatML as ordinary text, and never learned to stop."""
+    words = r"chat_template=dialogpt or chat_template=falcon, which ends a turn with '<\|endoftext\|>'"
+    with pytest.raises(TemplateError, match=words):
+        load_tokenizer(source(tmp_path, base_tokenizer()), runs=tmp_path)
+    tokenizer = load_tokenizer(source(tmp_path, base_tokenizer(), chat_template="dialogpt"), runs=tmp_path)
+    assert "stop token trained yes" in check_template(Renderer(tokenizer))
+    chosen = load_tokenizer(source(tmp_path, base_tokenizer(), chat_template="chatml_format"), runs=tmp_path)
+    assert "NO, so the model will not learn to stop: use a chat_template that ends" in check_template(Renderer(chosen))
+
+
+def test_variables_of_the_template_are_those_of_every_later_reader(tmp_path):
+    tokenizer = tiny_tokenizer(template="qwen3")
+    settings = source(tmp_path, tokenizer, template_variables={"enable_thinking": False})
+    load_tokenizer(settings, runs=tmp_path).save_pretrained(tmp_path / "model")
+    [expected] = Renderer(tokenizer, template_kwargs={"enable_thinking": False}).prompt_ids([[ASK]])
+    for later in (settings, settings.model_copy(update={"template_variables": {}})):
+        assert Renderer(load_tokenizer(later, runs=tmp_path)).prompt_ids([[ASK]])[0].tolist() == expected.tolist()
+    other = settings.model_copy(update={"template_variables": {"enable_thinking": True}})
+    [thinking] = Renderer(tokenizer).prompt_ids([[ASK]])
+    assert Renderer(load_tokenizer(other, runs=tmp_path)).prompt_ids([[ASK]])[0].tolist() == thinking.tolist()
+
+
+def test_a_file_of_a_template_is_read_with_the_settings(place):
+    (place.path / "mine.jinja").write_text("{{ messages }}")
+    assert (
+        SFTConfig(model={}, data={"path": "x"}, chat_template=str(place.path / "mine.jinja")).chat_template
+        == "{{ messages }}"
+    )
+    words = ["chat_template", "mime.jinja", "must exist", "Did you mean 'mine.jinja'?"]
+    place.train("sft", "bad", code=2, words=words, chat_template=str(place.path / "mime.jinja"))
+
+
+def test_a_conversation_with_a_call_is_among_the_samples(place):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    calling = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}, TELL]
+    path = place.rows("chats.jsonl", [{"messages": [ASK, TELL]}] * 5 + [{"messages": calling}] * 2)
+    chats = tokenize_chats(SFTConfig(model={}, data={"path": path}), tiny_tokenizer())
+    shown = ["".join(text for text, _ in sample.pieces) for sample in chats.samples(2)]
+    assert ["<tool_call>" in text for text in shown] == [False, True]
 
 
 def test_a_chat_template_of_the_users_own_is_used_and_saved(place):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from llmrl.testing import tiny_tokenizer
+from llmrl.testing import _trained, tiny_tokenizer
 
 
 class Published(NamedTuple):
@@ -168,3 +169,9 @@ def published_tokenizer(name: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = shape.jinja
     return tokenizer
+
+
+def base_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as base models such as GPT-2 have: one control token, ``<|endoftext|>``, and no template."""
+    trained = Tokenizer.from_str(_trained(("2+2 is 4, and 3+3 is 6. What is it?",), 300, ("<|endoftext|>",)))
+    return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>")

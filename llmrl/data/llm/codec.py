@@ -228,8 +228,14 @@ class ChatCodec:
             asks = options.get("add_generation_prompt", False)
             raise TemplateError(
                 f"ChatCodec: template {self.template.name!r} must render the conversation: got "
-                f"{cause(error)}{self._first_refused(chats, asks, tools)}"
+                f"{cause(error)}{self._for_tools(error)}{self._first_refused(chats, asks, tools)}"
             ) from error
+
+    def _for_tools(self, error: Exception) -> str:
+        """Names the template that the tokenizer has for tools: a run has one template for all conversations."""
+        by_name = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, dict) else {}
+        has_other = "tool_use" in by_name and by_name["tool_use"] != self.template.jinja
+        return "; the tokenizer has a template for them: chat_template=tool_use" * (has_other and "tools" in str(error))
 
     def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:
         """Names the first conversation that does not render, and the first message at which rendering fails."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.parsers import chatml, deepseek, gpt_oss, turns
 from llmrl.errors import ConfigError, TemplateError, did_you_mean
+from llmrl.loading import load_object, split_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +114,8 @@ def find_template(
     Reads   tokenizer.chat_template  text, or a table of texts by name; its "default" entry is *its own* template
             tokenizer.name_or_path   compared with the keywords of the templates that you registered and, only when the
                                      tokenizer has no template, of the built-in ones; longer keywords first
-    Raises  TemplateError for an unknown name, listing the known ones; TypeError for a tokenizer given by name
+    Raises  TemplateError for an unknown name, listing the known ones, or a table without "default"; TypeError for a
+            tokenizer given by name
     """
     if isinstance(tokenizer, str):
         raise TypeError(
@@ -135,6 +137,11 @@ def find_template(
             f"{did_you_mean(name, known)}"
         )
     if isinstance(own, dict):
+        if own and "default" not in own:
+            raise TemplateError(
+                "find_template: a tokenizer with several chat templates must have a default one: it has "
+                f"{', '.join(own)}; name one of them."
+            )
         own = own.get("default")
     model_name = (getattr(tokenizer, "name_or_path", None) or "").lower()
     found = [
@@ -148,15 +155,71 @@ def find_template(
     return _unregistered("tokenizer", own) if own and not is_yours else row
 
 
-def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> None:
+def choose_template(
+    tokenizer: PreTrainedTokenizerBase, asked: str | None, variables: Mapping[str, Any] | None = None
+) -> ChatTemplate:
+    """The template that settings ask for, with its ``variables`` as defaults written at its beginning.
+
+    Reads   asked  jinja text, a name as in `find_template`, or "module:name" for one that a module registers under that
+                   name or holds as text; None: as `find_template`
+    Raises  TemplateError for an unknown name; ConfigError for a module that cannot be imported, or for a variable that
+            the template does not use, or that every rendering sets
+    """
+    if asked is None:
+        row = find_template(tokenizer)
+    elif "{%" in asked or "{{" in asked:
+        row = find_template(tokenizer, template=asked)
+    elif ":" in asked and asked not in _TEMPLATES:
+        row = _of_module(tokenizer, asked)
+    else:
+        row = find_template(tokenizer, asked)
+    if not variables:
+        return row
+    check_variables(row, variables, "template_variables")
+    if fixed := sorted({*variables} & {"messages", "tools", "add_generation_prompt", *tokenizer.special_tokens_map}):
+        raise ConfigError(
+            f"template_variables: must be variables of the template's own: got {', '.join(fixed)}, which the messages "
+            "or the tokenizer set."
+        )
+    # trim_blocks removes the newline behind each block
+    lines = [f"{{%- set {name} = {name} | default({value!r}) %}}\n" for name, value in variables.items()]
+    return replace(row, jinja="".join(line for line in lines if line not in row.jinja) + row.jinja)
+
+
+_DEFAULTS = re.compile(r"\A(?:\{%- set (\w+) = \1 \| default\([^\n]*\) %\}\n)+")
+
+
+def _of_module(tokenizer: PreTrainedTokenizerBase, asked: str) -> ChatTemplate:
+    name = split_name(asked, what="chat_template")[1]
+    try:
+        held = load_object(asked, what="chat_template")
+    except ConfigError:
+        if name not in _TEMPLATES:  # the module need not hold what it registers
+            raise
+        held = None
+    if name in _TEMPLATES:
+        return _TEMPLATES[name]
+    if not isinstance(held, str):
+        raise ConfigError(
+            f"chat_template: {asked!r} must be a template's text, or be registered under its name with "
+            f"add_chat_template: got {type(held).__name__}."
+        )
+    return find_template(tokenizer, template=held)
+
+
+def check_variables(template: ChatTemplate, variables: Mapping[str, Any] | None, who: str = "template_kwargs") -> None:
     """Raises ConfigError for a variable that a template does not use: it would have no effect."""
     for name in variables or ():
         if not re.search(rf"\b{re.escape(name)}\b", template.jinja):
             words = sorted(set(re.findall(r"[a-z]\w+", template.jinja)))
             raise ConfigError(
-                f"template_kwargs: template {template.name!r} does not use the variable {name!r}."
-                f"{did_you_mean(name, words)}"
+                f"{who}: template {template.name!r} does not use the variable {name!r}.{did_you_mean(name, words)}"
             )
+
+
+def ending_with(token: str | None) -> list[str]:
+    """The names of the registered templates that end a turn with this token, and need no other, sorted."""
+    return sorted(row.name for row in _TEMPLATES.values() if row.special_tokens == (token,))
 
 
 def template_names() -> list[str]:
@@ -166,9 +229,10 @@ def template_names() -> list[str]:
 
 def _unregistered(name: str, jinja: str) -> ChatTemplate:
     """A row for a template given as text. If its control tokens identify the format, the row has that parser."""
+    base = _DEFAULTS.sub("", jinja)
     for row in _TEMPLATES.values():
-        if row.jinja == jinja:  # a tokenizer that was saved with a registered template: its parser fits
-            return row
+        if row.jinja == base:  # a tokenizer that was saved with a registered template: its parser fits
+            return row if row.jinja == jinja else replace(row, jinja=jinja)
     for row in _BUILT_IN.values():
         tokens = row.recognised_by
         if tokens and all(token in jinja for token in tokens) and not _OTHER_CHATML.search(jinja):

@@ -1,13 +1,14 @@
 """Which template is used, and what may be registered."""
 
 import re
+from pathlib import Path
 
 import pytest
 from tensordict import lazy_stack
 
 from llmrl.data.llm import History, add_chat_template, find_template
-from llmrl.data.llm.templates import _BUILT_IN
-from llmrl.errors import TemplateError
+from llmrl.data.llm.templates import _BUILT_IN, choose_template
+from llmrl.errors import ConfigError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 
@@ -29,6 +30,67 @@ def without_template(name_or_path: str):
     tokenizer.chat_template = None
     tokenizer.name_or_path = name_or_path
     return tokenizer
+
+
+def test_every_built_in_name_is_in_the_documents():
+    text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+    assert [name for name in _BUILT_IN if f"`{name}`" not in text] == []
+
+
+def test_settings_choose_text_a_name_or_what_a_module_registers_or_holds(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: a template that a module registers could not be named, as nothing imported the module."""
+    register = f"from llmrl.data.llm import add_chat_template\nadd_chat_template('lines', {TEMPLATE!r})\n"
+    (tmp_path / "bracket_module.py").write_text(f"{register}held, number = {TEMPLATE + ' '!r}, 3\n")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    assert choose_template(tokenizer, None).jinja == tokenizer.chat_template
+    assert choose_template(tokenizer, "bracket_module:lines").name == "lines"
+    assert choose_template(tokenizer, "bracket_module:held").jinja == TEMPLATE + " "
+    assert choose_template(tokenizer, TEMPLATE).jinja == TEMPLATE
+    for name, words in (("number", "must be a template's text, or be registered"), ("other", "has no 'other'")):
+        with pytest.raises(ConfigError, match=words):
+            choose_template(tokenizer, f"bracket_module:{name}")
+
+
+@pytest.mark.parametrize("value", [False, None, 3, 'it\'s "so" é\n', ["a", {"b": 1.5}]])
+def test_variables_of_a_template_are_defaults_that_stay_with_its_text(value):
+    jinja = "\n{{ style | tojson }}" + TEMPLATE
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = jinja
+    chat = [{"role": "user", "content": "Hi"}]
+    [expected] = Renderer(tokenizer, template_kwargs={"style": value}).prompt_texts([chat])
+    tokenizer.chat_template = choose_template(tokenizer, None, {"style": value}).jinja
+    assert Renderer(tokenizer).prompt_texts([chat]) == [expected]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(chat, **options) == expected  # by any other program, too
+    assert tokenizer.apply_chat_template(chat, style="other", **options) == '\n"other"[user]Hi</s>[assistant]'
+    assert choose_template(tokenizer, None, {"style": value}).jinja == tokenizer.chat_template
+
+
+def test_a_template_with_variables_keeps_its_name_and_parser():
+    tokenizer = tiny_tokenizer(template="qwen3")
+    tokenizer.chat_template = choose_template(tokenizer, None, {"enable_thinking": False}).jinja
+    assert find_template(tokenizer).name == "qwen3"
+    assert find_template(tokenizer).parse is find_template(None, "qwen3").parse
+    for name, words in (("enable_thinkin", "Did you mean 'enable_thinking'"), ("messages", "the template's own")):
+        with pytest.raises(ConfigError, match=words):
+            choose_template(tokenizer, None, {name: 1})
+
+
+def test_of_several_templates_that_for_tools_is_named_where_it_is_needed():
+    tokenizer = tiny_tokenizer()
+    tools, default = tokenizer.chat_template, TEMPLATE
+    tokenizer.chat_template = {"default": default, "tool_use": tools}
+    chat = [{"role": "user", "content": "Hi", "tools": [{"type": "function", "function": {"name": "add"}}]}]
+    with pytest.raises(TemplateError, match=r"does not use tools.*; the tokenizer has .*chat_template=tool_use"):
+        Renderer(tokenizer).prompt_ids([chat])
+    assert (
+        Renderer(tokenizer, chat_template_name="tool_use").prompt_ids([chat])[0].tolist()
+        == (tokenizer.apply_chat_template(chat, tools=chat[0]["tools"], add_generation_prompt=True)["input_ids"])
+    )
+    tokenizer.chat_template = {"rag": default, "tool_use": tools}
+    with pytest.raises(TemplateError, match="must have a default one: it has rag, tool_use"):
+        find_template(tokenizer)
 
 
 def test_what_is_named_goes_before_the_tokenizers_own_which_may_be_several():
