@@ -85,7 +85,8 @@ _LLAMA = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 ).replace("HEAD", _LLAMA_HEAD)
 _MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS]"
+    "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}[AVAILABLE_TOOLS]"
     "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]{% elif m.role == 'system' %}"
     "[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]{{ eos_token }}'
@@ -115,7 +116,8 @@ _SMOLLM = (
     "{% endfor %}"
 ) + _PROMPT
 _GLM = (
-    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n"
+    "[gMASK]<sop>{% if tools %}<|system|>\n# Tools\n{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n"
     "</tool_response>{% elif m.role == 'assistant' %}<|assistant|>{{ '\n' + m.content.strip() if m.content.strip() }}"
     "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}\n"
     "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
