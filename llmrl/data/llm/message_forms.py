@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FLAGS = ("weight", "train", "trainable", "training")  # on a message: whether it is trained; no template reads them
 _ALWAYS = {"role", "content", "name", "id", "is_complete", "tools", *FLAGS}
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one thing; a template reads one of them
 _USUAL_ROLES = ("system", "user", "assistant", "tool")
 _STAND_IN = 0x100000  # private-use plane B, as in `llmrl.data.llm.spans`
 _MARK = "\U00108000"
@@ -71,7 +72,8 @@ class MessageForms:
         |---|---|
         | a content of text parts | their texts, joined |
         | a content that is another list, an object, a number or a boolean | JSON text |
-        | no content, beside calls | ``""`` |
+        | no content, beside calls or a thought | ``""`` |
+        | a thought, under one of its usual names | the same under the name that the template reads |
         | arguments of a call | JSON text that holds an object, as that object; an object, as JSON text |
 
         Raises  TemplateError naming the message, for a key with a value that the template does not read
@@ -130,8 +132,11 @@ class MessageForms:
         return fitted
 
     def _fit_message(self, message: Message, chat: Chat) -> Message:
-        fitted = {key: value for key, value in message.items() if key not in FLAGS}
         is_trained(message)
+        fitted = {key: value for key, value in message.items() if key not in (*FLAGS, *_THOUGHTS)}
+        for key in _THOUGHTS:
+            if (thought := message.get(key)) is not None and fitted.setdefault(self._name(key), thought) != thought:
+                raise ValueError(f"it must have one thought: {key} is another than that under a name before it")
         for key, value in fitted.items():
             if self._reads(key, value) or self._prints(message, key, chat):
                 continue
@@ -139,13 +144,20 @@ class MessageForms:
                 f"it does not use {key}, which would be lost; write it as content, or leave it out of the message"
             )
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            fitted["content"] = ""
-        elif content is not None and not isinstance(content, str):
+        if content is None:
+            if not any(value for key, value in fitted.items() if key not in _ALWAYS and not key.endswith("_id")):
+                raise ValueError("it must have content, or calls: it has none")
+            fitted["content"] = ""  # a template may print None
+        elif not isinstance(content, str):
             fitted["content"] = self._content(content, message.get("role"))
         if calls := message.get("tool_calls"):
             fitted["tool_calls"] = [self._call(call) for call in calls] if isinstance(calls, (list, tuple)) else calls
         return fitted
+
+    def _name(self, key: str) -> str:
+        """The name under which the template reads a thought; of anything else its own."""
+        names = named_keys(self._template.jinja)
+        return next((name for name in (key, *_THOUGHTS) if name in names), key) if key in _THOUGHTS else key
 
     def _reads(self, key: str, value: Any) -> bool:
         has_value = value is not None and value is not False and (not hasattr(value, "__len__") or len(value) > 0)

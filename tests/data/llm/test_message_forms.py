@@ -18,6 +18,7 @@ from tests.support.template_families import ANSWER, CALLING, LAST, MORE, RESULT,
 
 RENDERERS = [*_BUILT_IN, *PUBLISHED]
 CALLERS = [name for name in PUBLISHED if PUBLISHED[name].calls]
+THOUGHTS = {"reasoning_content", "thinking", "reasoning"}
 PARTS = [{"type": "text", "text": "It is "}, {"type": "text", "text": "42."}]
 
 
@@ -43,12 +44,24 @@ def test_a_key_of_a_message_is_read_by_the_template_or_refused(name: str, key: s
     renderer = renderer_of(name)
     value = {"name": "add", "arguments": "{}"} if key == "function_call" else "12 and 30"
     chat = [USER, ANSWER | {key: value}]
-    if key in named_keys(renderer.template.jinja):
+    names = named_keys(renderer.template.jinja)
+    if key in names or (key in THOUGHTS and names & THOUGHTS):
         [row] = renderer.render([chat])
         assert "12 and 30" in renderer.tokenizer.decode(row.ids[row.assistant_mask])
     else:
         refuses(renderer, chat, rf"not of message 1 of conversation [01], role 'assistant': it does not use {key},")
     renderer.render([[USER, ANSWER | {key: None, "name": "me", "tool_call_id": "1"}]])
+    for empty in ({"role": "assistant"}, {"role": "assistant", "content": None, "name": "me"}):
+        refuses(renderer, [USER, empty, MORE, LAST], "message 1 .*role 'assistant': it must have content, or calls")
+
+
+def test_a_thought_has_the_name_that_the_template_reads_in_earlier_turns_too():
+    renderer, thought = renderer_of("qwen3"), "12 and 30"
+    [row, other] = renderer.render([[USER, CALLING | {key: thought}, RESULT] for key in ("reasoning", "thinking")])
+    assert torch.equal(row.ids, other.ids)
+    renderer.render([[USER, ANSWER | {"thinking": thought, "reasoning_content": None}, MORE, LAST]])
+    with pytest.raises(TemplateError, match="it must have one thought: thinking is another"):
+        renderer.render([[USER, ANSWER | {"thinking": "a", "reasoning_content": "b"}]])
 
 
 def test_a_template_that_prints_whole_messages_reads_all_keys():

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmrl.data.llm.images import refuse_images
+from llmrl.data.llm.message_forms import render_text
+from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, check_at_least
 from llmrl.modules.llm.model_files import check_whole, loaded
 from llmrl.optional import require
@@ -122,10 +124,9 @@ class RewardModelScorer:
 
     def ids(self, conversations: list[list[dict[str, Any]]]) -> list[list[int]]:
         """The token ids of conversations, rendered with the reward model's own template."""
-        texts = [
-            self.tokenizer.apply_chat_template(conversation, tokenize=False, **self.template_kwargs)
-            for conversation in conversations
-        ]
+        own = self.tokenizer.chat_template
+        template = find_template(self.tokenizer, template=own if isinstance(own, str) else None)
+        texts = render_text(template, conversations, self.tokenizer, template_kwargs=self.template_kwargs)
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
