@@ -36,7 +36,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     tokenizer, pairs, steps, steps_per_epoch = read_data("dpo", tokenize_pairs, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-    updater = make_updater(config, session, policy, steps=steps)
+    updater = make_updater(config, session, policy, steps=steps, lengths=pairs.lengths)
     settings = config.dpo.model_dump(exclude={"reference"})
     loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
     reference = ReferenceLogProbs()  # scored by the starting model: no second model is kept

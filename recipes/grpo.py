@@ -61,7 +61,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     engine = run.close_at_end(RolloutEngine(config, session, model, tokenizer, prepared.engine, **reports))
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
-    updater = make_updater(config, session, actor, steps=config.steps)
+    updater = make_updater(config, session, actor, steps=config.steps, lengths=prepared.lengths)
     loss = GRPOLoss(actor, **prepared.loss)
     reference = make_reference(config, session, run, actor, tokenizer) if config.grpo.kl else None
 

@@ -37,7 +37,7 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     given = {"runs": run.runs, "checked": run.resume, "adapter": run.adapter}
     model = load_reward_model(run.source, tokenizer, session, **given)
     policy = SimpleNamespace(scorer=RewardScorer(model))
-    updater = make_updater(config, session, policy, steps=steps)
+    updater = make_updater(config, session, policy, steps=steps, lengths=pairs.lengths)
     loss = RewardLoss(updater.scorer, **config.reward.model_dump())
     held_out = pairs.held_out
     evaluator = PairEvaluator(updater, loss, held_out.as_rows(), split=config.eval.split) if held_out else None

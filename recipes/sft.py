@@ -38,7 +38,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     # The policy scores given tokens in chunks: there is never a tensor of all logits. The updater has the optimizer.
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-    updater = make_updater(config, session, policy, steps=steps)
+    updater = make_updater(config, session, policy, steps=steps, lengths=chats.lengths)
     loss = SFTLoss(policy)
 
     # The buffer holds row numbers, and returns each once per epoch, reshuffled every epoch.

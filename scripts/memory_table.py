@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmrl.train.memory import parse_gpu, plan_memory, remedies, trainer_gpus, with_changes
+from llmrl.train.gpus import parse_gpu
+from llmrl.train.memory import plan_memory, remedies, trainer_gpus, with_changes
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.settings import GRPOConfig
 

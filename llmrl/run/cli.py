@@ -160,7 +160,7 @@ def _train(command: str, arguments: list[str]) -> int:
         console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
         elsewhere = {}
         if options.gpu:
-            elsewhere["gpu"] = load_object("llmrl.train.memory:parse_gpu", what="plan")(options.gpu)
+            elsewhere["gpu"] = load_object("llmrl.train.gpus:parse_gpu", what="plan")(options.gpu)
         plan = recipe.loop().plan(loaded.config, runs=Path(options.runs), **elsewhere)
         print_plan(console, f"{command} (dry run)", plan)
         return DONE

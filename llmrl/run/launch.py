@@ -107,7 +107,8 @@ def _plan(
     import torch
 
     from llmrl.modules.llm.engines.vllm.compat import server_command
-    from llmrl.train.memory import find_gpu, trainer_gpus
+    from llmrl.train.gpus import find_gpu
+    from llmrl.train.memory import trainer_gpus
 
     rollout, count = config.rollout, torch.cuda.device_count()
     gpu = find_gpu(torch.device("cuda", 0), count) if count else None

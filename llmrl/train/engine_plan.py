@@ -16,7 +16,8 @@ from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
 from llmrl.modules.llm.routers import why_not_replayed
 from llmrl.modules.llm.vision import vision_tower
-from llmrl.train.memory import GPU, engine_share, longest_row, trainer_gpus
+from llmrl.train.gpus import GPU
+from llmrl.train.memory import RowLengths, engine_share, longest_row, trainer_gpus
 from llmrl.train.model_shape import model_shape
 from llmrl.train.ray_servers import RayPlan, check_room, connect
 from llmrl.train.settings import GRPOConfig
@@ -106,9 +107,10 @@ def plan_engine(
     longest: int,
     model: PreTrainedModel,
     gpu: GPU | None = None,
+    lengths: RowLengths | None = None,
 ) -> EnginePlan | None:
     """The engine of this rank, or of the first rank on ``gpu``; None without vLLM. ``model`` needs no weights.
-    ``longest``: tokens of the longest evaluation problem, 0 for none.
+    ``longest``: tokens of the longest evaluation problem, 0 for none. ``lengths``: of the rows that are trained.
 
     Raises  ConfigError for settings that do not work on this machine or model, and for servers that do not match
     """
@@ -127,7 +129,8 @@ def plan_engine(
         low, ranks = config.in_bfloat16(gpu.bfloat16), trainer_gpus(config, gpu).count
         gpus = Gpus(gpu.count, int(gpu.bytes), ranks, name=gpu.name)
     dtype = torch.bfloat16 if low else torch.float32
-    plan = make_engine_plan(config, gpus, model, dtype=dtype, world_size=ranks, longest_evaluated=longest)
+    given = {"world_size": ranks, "longest_evaluated": longest, "lengths": lengths}
+    plan = make_engine_plan(config, gpus, model, dtype=dtype, **given)
     return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
 
 
@@ -166,6 +169,7 @@ def make_engine_plan(
     dtype: torch.dtype,
     world_size: int = 1,
     longest_evaluated: int = 0,
+    lengths: RowLengths | None = None,
 ) -> EnginePlan:
     """The engine of one rank on a machine with ``gpus``, or the servers to start; ``model`` needs no weights.
 
@@ -189,7 +193,8 @@ def make_engine_plan(
     sleeps = bool(gpus.count) and not rollout.max_staleness if rollout.sleep is None else rollout.sleep
     if gpus.count:
         shape = model_shape(model)
-        most = engine_share(config, shape, GPU(gpus.name, gpus.bytes, world_size, bfloat16=dtype == torch.bfloat16))
+        gpu = GPU(gpus.name, gpus.bytes, world_size, bfloat16=dtype == torch.bfloat16)
+        most = engine_share(config, shape, gpu, lengths)
         share = most if rollout.gpu_memory is None else rollout.gpu_memory
         if share > most:
             raise ConfigError(

@@ -1,21 +1,25 @@
 """The bytes that a run needs on each GPU, by cause; a check that they fit; settings that would make them fit.
 
-Depends only on the model's shape, the settings and the GPUs, so it can also plan for other machines.
+Depends only on the model's shape, the settings, the data's lengths and the GPUs, so it also plans for other machines.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import chunk_rows
+from llmrl.modules.llm.packing import WORTH_PACKING
 from llmrl.modules.llm.sequence_split import can_share_heads
+from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.lora import num_trained
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
@@ -29,80 +33,27 @@ if TYPE_CHECKING:
     from llmrl.train.distributed import Session
 
 _GIB = 2**30
-_GPUS = {  # GiB that a program can allocate, and dense bfloat16 TFLOP/s; 0: no bfloat16
-    "T4": (14.6, 0),
-    "V100": (31.7, 0),
-    "A10": (22.0, 125),
-    "L4": (22.0, 121),
-    "3090": (23.6, 71),
-    "4090": (23.6, 165),
-    "5090": (31.4, 210),
-    "A6000": (47.4, 155),
-    "L40": (44.4, 181),
-    "L40S": (44.4, 362),
-    "A100-40": (39.4, 312),
-    "A100": (79.2, 312),
-    "H100": (79.2, 989),
-    "H200": (139.8, 989),
-    "B200": (178.4, 2250),
-    "MI300X": (191.5, 1307),
-}
-_USABLE = 0.985  # share of the nominal size of a GPU
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
 _ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
 
 
 @dataclass(frozen=True)
-class GPU:
-    """``count`` GPUs of ``bytes`` each; ``flops`` is the peak per second of one, None if unknown."""
+class RowLengths:
+    """The lengths of the rows that are trained, in tokens: the longest, their mean, and their standard deviation."""
 
-    name: str
-    bytes: float
-    count: int = 1
-    flops: float | None = None
-    bfloat16: bool = True
+    longest: int
+    mean: float
+    deviation: float = 0.0
 
+    @classmethod
+    def of(cls, lengths: Sequence[int], more: int = 0) -> RowLengths:
+        """Of rows of these lengths, each with ``more`` tokens."""
+        return cls(max(lengths) + more, statistics.fmean(lengths) + more, statistics.pstdev(lengths))
 
-def parse_gpu(text: str) -> GPU:
-    """The GPUs of ``--gpu``: a name of the table or gigabytes, and optionally a number of GPUs.
-
-    Raises  ConfigError
-
-    >>> gpu = parse_gpu("H100:8")
-    >>> gpu.name, gpu.count, round(gpu.bytes / 2**30, 1)
-    ('H100', 8, 79.2)
-    >>> parse_gpu("48").name
-    '48 GB'
-    """
-    name, _, number = text.partition(":")
-    known = {label.lower(): label for label in _GPUS}
-    size = name.lower().removesuffix("gb").strip()
-    counted = not number or (number.isdecimal() and int(number) > 0)
-    if counted and name.lower() in known:
-        return _named(known[name.lower()], int(number or 1))
-    if counted and size.isdecimal() and int(size) > 0:
-        return GPU(f"{int(size)} GB", int(size) * _USABLE * _GIB, int(number or 1))
-    raise ConfigError(
-        f"--gpu {text}: must be a name or gigabytes, and a number of GPUs, such as H100:8 or 48:2; names: "
-        f"{', '.join(_GPUS)}.{did_you_mean(name, _GPUS)}"
-    )
-
-
-def _named(label: str, count: int, memory: float | None = None) -> GPU:
-    size, teraflops = _GPUS[label]
-    return GPU(label, memory or size * _GIB, count, teraflops * 1e12 or None, teraflops > 0)
-
-
-def find_gpu(device: torch.device, count: int = 1) -> GPU | None:
-    """``count`` GPUs like ``device``; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    words = name.replace("-", " ").split()
-    labels = [label for label in _GPUS if label.partition("-")[0] in words]
-    label = min(labels, key=lambda label: abs(_GPUS[label][0] * _GIB - memory), default=None)  # A100s have two sizes
-    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return _named(label, count, memory) if label else GPU(name, memory, count, None, bfloat16)
+    @classmethod
+    def bound(cls, config: ModelSource) -> RowLengths:
+        """The longest rows that the settings allow."""
+        return cls(longest := longest_row(config), longest)
 
 
 @dataclass(frozen=True)
@@ -137,13 +88,17 @@ def plan_memory(
     num_gpus: int,
     low_precision: bool,
     capacity: float | None = None,
+    lengths: RowLengths | None = None,
     checkpointing: bool | None = None,
 ) -> MemoryPlan:
-    """The plan of a run on ``num_gpus`` of ``capacity`` bytes. ``capacity`` None: a CPU, where nothing is reserved.
+    """The plan of a run on ``num_gpus`` of ``capacity`` bytes. ``capacity`` None: a CPU, where the reserve is what this
+    process holds.
 
+    ``lengths``        None: the longest that the settings allow
     ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit without it
     """
-    given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity}
+    lengths = lengths or RowLengths.bound(config)
+    given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity, "lengths": lengths}
     if checkpointing is None:
         checkpointing = config.memory.checkpointing == "on" or config.memory.offload == "activations"
         if config.memory.checkpointing == "auto" and not checkpointing and capacity is not None:
@@ -175,25 +130,36 @@ def plan_memory(
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
-        "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing),
+        "activations": _activations(config, shape, arithmetic, num_gpus, checkpointing, lengths),
         "logits": _logits(config, shape, arithmetic, on_gpu=capacity is not None),
     }
     return MemoryPlan(
         training=training,
         resident=sum(stays.values()),
-        sampling=_engine(grpo, shape, num_gpus, low_precision) if grpo else {},
+        sampling=_engine(grpo, shape, num_gpus, low_precision, lengths.longest) if grpo else {},
         sleeps=sleeps,
-        reserve=0.0 if capacity is None else _reserve(capacity),
+        reserve=_held() if capacity is None else _reserve(capacity),
         checkpointing=checkpointing,
         host=host,
     )
 
 
-def _plan_on(config: ModelSource, shape: ModelShape, gpu: GPU | None, num_cpus: int = 1) -> MemoryPlan:
+def _plan_on(
+    config: ModelSource, shape: ModelShape, gpu: GPU | None, lengths: RowLengths | None, num_cpus: int = 1
+) -> MemoryPlan:
     if gpu is None:
-        return plan_memory(config, shape, num_gpus=num_cpus, low_precision=config.in_bfloat16(None))
+        return plan_memory(config, shape, num_gpus=num_cpus, low_precision=config.in_bfloat16(None), lengths=lengths)
     low = config.in_bfloat16(gpu.bfloat16)
-    return plan_memory(config, shape, num_gpus=gpu.count, low_precision=low, capacity=gpu.bytes)
+    return plan_memory(config, shape, num_gpus=gpu.count, low_precision=low, capacity=gpu.bytes, lengths=lengths)
+
+
+@cache
+def _held() -> float:
+    """Bytes of this process before it loads weights: Python, its packages, the data."""
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, LookupError):
+        return _RESERVE_GIB * _GIB
 
 
 def _reserve(capacity: float) -> float:
@@ -214,16 +180,35 @@ def _rows(config: ModelSource, num_gpus: int) -> int:
 
 
 def _activations(
-    config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, num_gpus: int, checkpointing: bool
+    config: ModelSource,
+    shape: ModelShape,
+    arithmetic: Arithmetic,
+    num_gpus: int,
+    checkpointing: bool,
+    lengths: RowLengths,
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
-    longest, split = longest_row(config), config.parallel.context if num_gpus > 1 else 1
-    tokens = max(longest, min(config.tokens_per_microbatch, _rows(config, num_gpus // split) * longest)) / split
-    layer = tokens * shape.largest_kept[arithmetic]
+    longest, split = lengths.longest, config.parallel.context if num_gpus > 1 else 1
+    tokens = max(longest, min(config.tokens_per_microbatch, _step_tokens(config, num_gpus // split, lengths))) / split
+    length = longest if tokens > longest / split or shape.keeps_scores else 0
+    layer = shape.largest_block_keeps(tokens, arithmetic, length=length)
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
-    return passing + shape.activations(tokens, arithmetic, checkpointing=checkpointing)
+    return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
+
+
+def _step_tokens(config: ModelSource, num_gpus: int, lengths: RowLengths) -> float:
+    """Tokens of an update on one GPU, with padding: all rows as long as the longest, or as packing leaves them."""
+    grpo = isinstance(config, GRPOConfig)
+    updates, alike = (config.updates_per_step, config.group_size) if grpo else (1, 1)
+    rows = -(-_rows(config, num_gpus) // updates)
+    padded = rows * lengths.longest
+    if config.packing == "off":
+        return padded
+    # The rows of a group have one prompt, so that a step holds fewer draws than rows.
+    usual = rows * (lengths.mean + 2 * lengths.deviation / math.sqrt(max(1, rows // alike)))
+    return min(padded, usual / WORTH_PACKING)
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:
@@ -253,9 +238,11 @@ def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, o
     return 3 * 4.0 * rows * shape.vocabulary + weight
 
 
-def _engine(config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool) -> dict[str, float]:
+def _engine(
+    config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool, longest: int
+) -> dict[str, float]:
     if config.rollout.engine == "transformers":
-        return {"KV cache": 4.0 * shape.cache_numbers(longest_row(config)) * _rows(config, num_gpus)}
+        return {"KV cache": 4.0 * shape.cache_numbers(longest) * _rows(config, num_gpus)}
     return {} if config.rollout.elsewhere else engine_memory(config, shape, low_precision=low_precision)
 
 
@@ -284,30 +271,34 @@ def trainer_gpus(config: ModelSource, gpu: GPU) -> GPU:
     return trainers
 
 
-def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> float:
+def engine_share(config: GRPOConfig, shape: ModelShape, gpu: GPU, lengths: RowLengths | None = None) -> float:
     """The share of each trainer GPU that its engine may take: all memory that trainer and reserve leave.
 
     Raises  ConfigError if that cannot hold the engine's weights and one sequence
     """
-    plan = _plan_on(config, shape, gpu)  # with checkpointing as the run will use it
+    plan = _plan_on(config, shape, gpu, lengths)  # with checkpointing as the run will use it
     # An engine that sleeps during updates shares the GPU with what stays resident, not with activations.
     beside = plan.resident if plan.sleeps else sum(plan.training.values())
     free, least = gpu.bytes - beside - plan.reserve, sum(plan.sampling.values())
     if free < least:
-        raise ConfigError(_does_not_fit(config, shape, plan, gpu))
+        raise ConfigError(_does_not_fit(config, shape, plan, gpu, lengths))
     return int(100 * free / gpu.bytes) / 100
 
 
-def uses_checkpointing(config: ModelSource, model: PreTrainedModel, session: Session) -> bool:
+def uses_checkpointing(
+    config: ModelSource, model: PreTrainedModel, session: Session, lengths: RowLengths | None = None
+) -> bool:
     """True if this run checkpoints its decoder layers on these GPUs; the same on every rank."""
     gpu = find_gpu(session.device, session.world_size)
-    return session.any(_plan_on(config, model_shape(model), gpu, session.world_size).checkpointing)
+    return session.any(_plan_on(config, model_shape(model), gpu, lengths, session.world_size).checkpointing)
 
 
 # --- what would make it fit -------------------------------------------------------------------------------------------
 
 
-def remedies(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
+def remedies(
+    config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None = None
+) -> dict[str, Any] | None:
     """The fewest changes of settings that make the run fit on the GPUs; {} if it fits already, None if none helps.
 
     Among equally many changes, those that cost the least time come first. If a GPU cannot hold trainer and engine, some
@@ -318,12 +309,14 @@ def remedies(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any]
             continue
         changed = with_changes(config, adapters)
         for search in (_remedies_here, _remedies_apart):
-            if (found := search(changed, shape, gpu)) is not None:
+            if (found := search(changed, shape, gpu, lengths)) is not None:
                 return adapters | found
     return None
 
 
-def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
+def _remedies_apart(
+    config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None
+) -> dict[str, Any] | None:
     """`remedies` with engines on separate GPUs."""
     apart = isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" and config.rollout.tensor_parallel == 1
     if not apart or config.rollout.elsewhere:
@@ -337,7 +330,7 @@ def _remedies_apart(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[st
             changed = with_changes(config, changes)
             even = not num_engines % parts and not any(heads % parts for heads in shape.heads)
             if even and sum(_engine_apart(changed, shape, gpu).values()) <= gpu.bytes:
-                if (here := _remedies_here(changed, shape, trainers)) is not None:
+                if (here := _remedies_here(changed, shape, trainers, lengths)) is not None:
                     return changes | here
                 break  # a larger tensor_parallel does not change the trainers
     return None
@@ -349,12 +342,12 @@ def _even_prompts(config: ModelSource, ranks: int) -> dict[str, Any]:
     return {"prompts_per_step": config.prompts_per_step + more} if more else {}
 
 
-def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU) -> str:
+def _with_more_gpus(config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None) -> str:
     """The smallest number of such GPUs (doubled each time) that fits, and the settings to change there, in words."""
     for power in range(1, 7):
         more = replace(gpu, count=gpu.count << power)
         changed = with_changes(config, changes := _even_prompts(config, more.count))
-        if (found := remedies(changed, shape, more)) is not None:
+        if (found := remedies(changed, shape, more, lengths)) is not None:
             return f"more GPUs would be needed: it fits on {more.count}{_in_words(changes | found)}"
     return "more or larger GPUs would be needed"
 
@@ -371,13 +364,14 @@ def _engine_apart(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> dict[str, 
     return needs | {"reserve": _reserve(gpu.bytes)}
 
 
-def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str, Any] | None:
+def _remedies_here(
+    config: ModelSource, shape: ModelShape, gpu: GPU, lengths: RowLengths | None
+) -> dict[str, Any] | None:
     """`remedies` that leave the engines where they are."""
     several = gpu.count > 1 and not (config.lora and config.lora.quantize)
     values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"] * several}
-    longest = longest_row(config)
-    smaller = [tokens for tokens in (8192, 4096) if longest < tokens < config.tokens_per_microbatch]
-    values["tokens_per_microbatch"] = [*smaller, *([longest] if longest < config.tokens_per_microbatch else [])]
+    longest = (lengths or RowLengths.bound(config)).longest
+    values["tokens_per_microbatch"] = _smaller_microbatches(config, longest)
     values |= {"parallel.context": _splits(config, shape, gpu.count), "optim.name": ["adamw_8bit", "adamw_offload"]}
     values["memory.offload"] = ["activations", *["parameters"][: gpu.count - 1]]
 
@@ -388,7 +382,7 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str
         refused |= (mode, optimizer) == ("fsdp2", "adamw_8bit") and changed.lora is None
         needs_split = changed.tokens_per_microbatch <= longest
         refused |= "parallel.context" in changes and not needs_split
-        return not refused and _plan_on(changed, shape, gpu).peak <= gpu.bytes
+        return not refused and _plan_on(changed, shape, gpu, lengths).peak <= gpu.bytes
 
     # The search tries hundreds of combinations, so first check that all savings together suffice. The two strongest
     # exclude each other: parameters in host memory need plain AdamW, which then computes there.
@@ -396,6 +390,10 @@ def _remedies_here(config: ModelSource, shape: ModelShape, gpu: GPU) -> dict[str
     if not fits(most | {"memory.offload": "activations"}) and not fits(most | {"optim.name": config.optim.name}):
         return None
     return next((changes for changes in _fewest_first(values) if fits(changes)), None)
+
+
+def _smaller_microbatches(config: ModelSource, longest: int) -> list[int]:
+    return [tokens for tokens in (8192, 4096, longest) if longest <= tokens < config.tokens_per_microbatch]
 
 
 def _splits(config: ModelSource, shape: ModelShape, num_gpus: int) -> list[int]:
@@ -424,9 +422,14 @@ def with_changes(config: ModelSource, changes: dict[str, Any]) -> ModelSource:
 
 
 def memory_rows(
-    config: ModelSource, shape: ModelShape, session: Session, gpu: GPU | None = None
+    config: ModelSource,
+    shape: ModelShape,
+    session: Session,
+    gpu: GPU | None = None,
+    lengths: RowLengths | None = None,
 ) -> list[tuple[str, str]]:
-    """Rows of the plan on memory, for ``gpu`` or the GPU of this machine; on a CPU they state its RAM.
+    """Rows of the plan on memory, for ``gpu`` or the GPU of this machine; on a CPU they state its RAM, and what would
+    make the run fit.
 
     Raises  ConfigError if the run cannot fit on the GPUs, naming the settings that would make it fit
     """
@@ -434,10 +437,11 @@ def memory_rows(
     count = gpu.count if gpu else session.world_size
     if gpu or count > 1:
         config.parallel.check_count(count)
-    plan = _plan_on(config, shape, gpu, count)
+    plan = _plan_on(config, shape, gpu, lengths, count)
     if gpu and plan.peak > gpu.bytes:
-        raise ConfigError(_does_not_fit(config, shape, plan, gpu))
-    place = f"CPU, {_gib(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / count)} GiB of RAM for each process"
+        raise ConfigError(_does_not_fit(config, shape, plan, gpu, lengths))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
+    place = f"CPU, {_gib(memory)} GiB of RAM" + " for each process" * (count > 1)
     if gpu:
         place = f"{gpu.count} x {gpu.name}, {_gib(gpu.bytes)} GiB each"
     kept = "checkpointing" if plan.checkpointing else "no checkpointing"
@@ -446,6 +450,8 @@ def memory_rows(
     if plan.host:
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
     rows = [("memory", f"needs {_gib(plan.peak)} GiB · {place} · {kept}"), ("", _causes(plan))]
+    if not gpu and plan.peak > memory:
+        rows.append(("", f"DOES NOT FIT in {_gib(memory)} GiB; {_on_cpu(config, shape, memory, lengths, count)}"))
     if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
         rows.append(("", _engines_row(config, shape, gpu)))
     return rows
@@ -463,9 +469,21 @@ def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> str:
     return f"{config.rollout.gpus} GPUs for engines alone, at least {_gib(least)} GiB: {_listed(needs)}"
 
 
-def _does_not_fit(config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU) -> str:
-    changes = remedies(config, shape, gpu)
-    words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu)
+def _on_cpu(config: ModelSource, shape: ModelShape, memory: float, lengths: RowLengths | None, count: int) -> str:
+    """The fewest changes of settings with which the run fits in ``memory`` bytes, in words."""
+    smaller = _smaller_microbatches(config, (lengths or RowLengths.bound(config)).longest)
+    values = {"tokens_per_microbatch": smaller, "memory.checkpointing": ["on"], "lora.r": [] if config.lora else [16]}
+    for changes in _fewest_first(values):
+        if _plan_on(with_changes(config, changes), shape, None, lengths, count).peak <= memory:
+            return "set " + " ".join(f"{name}={value}" for name, value in changes.items())
+    return "take a smaller model, shorter rows, or a GPU"
+
+
+def _does_not_fit(
+    config: ModelSource, shape: ModelShape, plan: MemoryPlan, gpu: GPU, lengths: RowLengths | None
+) -> str:
+    changes = remedies(config, shape, gpu, lengths)
+    words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu, lengths)
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
         f"on each ({_causes(plan)}); {words}."

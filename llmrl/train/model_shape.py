@@ -2,7 +2,8 @@
 
 The bytes that a decoder layer keeps for its backward pass follow from what autograd saves: for a norm, its input in
 float32 and the normalised values; for a linear layer, its input, once per reader if autocast makes a copy; for
-attention, queries, keys, values and output; for a gated MLP, four tensors of its inner width.
+attention, queries, keys, values and output, and what grows with the square of a row: the mask, or all scores; for a
+gated MLP, four tensors of its inner width.
 
 Letters: H hidden size, Q and K the widths of queries and of keys, I the inner width of the MLP.
 """
@@ -35,10 +36,12 @@ class ModelShape:
     ``outer``          parameters outside the decoder layers
     ``frozen``         parameters that are not trained; ``frozen_products``, those of ``multiplied``
     ``kept``           for the backward pass by all decoder layers together, ``largest_kept`` by the largest,
-                       ``kept_after`` by the norm and the output head after them
+                       ``kept_after`` by the norm and the output head after them; ``kept_pairs`` by the attention of
+                       a layer, per pair of tokens of a row
     ``linears``        for linear layers of decoder layers, by the last part of their names: their total parameters,
                        and the total parameters of rank-1 adapters on them
     ``heads``          numbers of attention heads: for queries, and for keys and values
+    ``keeps_scores``   True if that is also the case for a single row, which needs no mask
     ``splits``         True if sequences can be split over ranks that share the heads
     ``cached``         values that a token adds to the KV cache, by the window of the layers that keep them (None: all)
     """
@@ -57,15 +60,22 @@ class ModelShape:
     kept: dict[Arithmetic, float]
     largest_kept: dict[Arithmetic, float]
     kept_after: dict[Arithmetic, float]
+    kept_pairs: dict[Arithmetic, float]
+    keeps_scores: bool = False
     frozen: int = 0
     splits: bool = False
     frozen_products: int = 0
 
-    def activations(self, tokens: int, arithmetic: Arithmetic, *, checkpointing: bool) -> float:
-        """Bytes kept for the backward pass of ``tokens`` tokens, without the logits of the output head."""
+    def activations(self, tokens: float, arithmetic: Arithmetic, *, length: int, checkpointing: bool) -> float:
+        """Bytes kept for the backward pass of ``tokens`` tokens in rows padded to ``length``, without the logits."""
         width = 2 if arithmetic == "bfloat16" else 4  # bytes per value between layers
-        blocks = self.num_blocks * width * self.hidden if checkpointing else self.kept[arithmetic]
-        return tokens * (blocks + self.kept_after[arithmetic])
+        inputs = self.num_blocks * width * self.hidden
+        blocks = self.kept[arithmetic] + self.num_blocks * length * self.kept_pairs[arithmetic]
+        return tokens * ((inputs if checkpointing else blocks) + self.kept_after[arithmetic])
+
+    def largest_block_keeps(self, tokens: float, arithmetic: Arithmetic, *, length: int) -> float:
+        """Bytes that one decoder layer keeps, without checkpointing."""
+        return tokens * (self.largest_kept[arithmetic] + length * self.kept_pairs[arithmetic])
 
     def cache_numbers(self, length: int) -> int:
         """Values in the KV cache of one sequence, summed over the GPUs of an engine."""
@@ -118,6 +128,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         frozen=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         splits=why_not_split(model, 1) is None,
         kept_after={kind: (_norm_bytes(model, kind) + _BYTES[kind][0]) * config.hidden_size for kind in _BYTES},
+        kept_pairs={kind: _pair_bytes(config, kind) for kind in _BYTES},
+        keeps_scores=config._attn_implementation == "eager",
     )
 
 
@@ -186,6 +198,16 @@ def _norm_bytes(module: nn.Module, kind: Arithmetic) -> int:
 def _is_upcast(module: nn.Module) -> bool:
     """True if norms in ``module`` multiply by their weight in float32, whatever the precision of the input."""
     return any("Gemma" in type(part).__name__ and "Norm" in type(part).__name__ for part in module.modules())
+
+
+def _pair_bytes(config: Any, kind: Arithmetic) -> float:
+    """Bytes that the attention of a layer keeps per pair of tokens, in padded and packed rows."""
+    _, product = _BYTES[kind]
+    if config._attn_implementation != "eager":  # torch's attention converts the mask in each layer
+        return product if config._attn_implementation == "sdpa" else 0
+    # the scores of each head: capped by tanh, their float32 softmax, and its copy in the precision of the product
+    capped = product if getattr(config, "attn_logit_softcapping", None) else 0
+    return config.num_attention_heads * (capped + 4 + (product if product < 4 else 0))
 
 
 def _kept(block: nn.Module, config: Any, query: int, key: int, kind: Arithmetic) -> float:

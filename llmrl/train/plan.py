@@ -15,8 +15,9 @@ from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.run.console.numbers import counted
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
+from llmrl.train.gpus import GPU
 from llmrl.train.lora import lora_rows
-from llmrl.train.memory import GPU, memory_rows, trainer_gpus
+from llmrl.train.memory import RowLengths, memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
@@ -111,7 +112,7 @@ def data_plan(
         what = {"drop": "dropped"}.get(config.too_long, config.too_long)
         too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
     return [
-        *_model_rows(config, session, shape, gpu),
+        *_model_rows(config, session, shape, gpu, data.lengths),
         *_images(config, data.renderer, shape, data.media),
         ("batch", f"{config.batch_size} {data.unit} a step · {_microbatches(config)}"),
         ("loss", config.loss_in_words),
@@ -152,6 +153,7 @@ class PreparedGRPO:
 
     prompts: list[Mapping[str, Any]]
     num_dropped: int  # prompts that were too long
+    lengths: RowLengths  # of prompts with the longest answers
     held_out: Sequence[Mapping[str, Any]]
     engine: EnginePlan | None
     replays_routes: bool
@@ -164,13 +166,16 @@ def prepare_grpo(
 ) -> tuple[PreparedGRPO, Rows]:
     """The parts of a run that need no weights, and its plan; ``source`` names the model to load, see `Run`."""
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
-    prompts, dropped = task.fit_prompts(training_rows(config.env))
+    prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
+    # Messages of tools and users have no known length: in their place stays what shorter prompts leave.
+    one_turn = config.env.max_turns == 1
+    lengths = RowLengths.of(tokens, more=config.sampling.max_tokens) if one_turn else RowLengths.bound(config)
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
-    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu)
+    engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
     settings = grpo_settings(config, exact=engine is None and not session.low_precision)
-    prepared = PreparedGRPO(prompts, dropped, held_out, engine, replays_routes(source, empty), *settings)
+    prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), *settings)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 
 
@@ -221,7 +226,7 @@ def _grpo_plan(
     epochs = f"{counted(config.steps, 'step')} = {config.steps * prompts / num_prompts:.2f} epochs"
     several = {"several_turns": env.max_turns > 1, "new_records": env.on_rewrite == "new_record"}
     return [
-        *_model_rows(config, session, shape, gpu),
+        *_model_rows(config, session, shape, gpu, prepared.lengths),
         *_images(config, Renderer(task.processor), shape),
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
@@ -311,12 +316,12 @@ def _tools_and_user(task: Task) -> Rows:
     return rows
 
 
-def _model_rows(config: ModelSource, session: Session, shape: ModelShape, gpu: GPU | None) -> Rows:
+def _model_rows(config: ModelSource, session: Session, shape: ModelShape, gpu: GPU | None, lengths: RowLengths) -> Rows:
     model = config.model
     if isinstance(model, TinyModelSettings):
         model = f"tiny {model.architecture}, {model.layers} layers of {model.hidden_size}, random (seed {config.seed})"
     rows = [("machine", session.describe()), ("model", model), *lora_rows(config, shape)]
-    return rows + memory_rows(config, shape, session, gpu)
+    return rows + memory_rows(config, shape, session, gpu, lengths)
 
 
 def _images(config: ModelSource, renderer: Renderer, shape: ModelShape, media: Sequence[Media] = ()) -> Rows:

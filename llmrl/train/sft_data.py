@@ -19,6 +19,7 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
 from llmrl.run.console import Sample
+from llmrl.train.memory import RowLengths
 from llmrl.train.settings import SFTConfig, SFTData
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class TokenizedRows:
 
     def columns(self) -> dict[str, Any]:
         return {MEDIA: write_media(self.media, [len(self.ids)])} if self.media else {}
+
+    @property
+    def lengths(self) -> RowLengths:
+        return RowLengths.of([len(ids) for ids in self.ids])
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))

@@ -61,8 +61,9 @@ class Task:
         self.settings = settings
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
 
-    def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int]:
-        """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others.
+    def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
+        """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
+        the lengths of those that fit, in tokens.
 
         Raises  DataError that names the first row that does not fit, if ``too_long`` is "error"
         """
@@ -77,7 +78,7 @@ class Task:
             )
         if not kept:
             raise DataError(f"prompts: all {len(rows)} are longer than env.max_prompt_tokens = {limit}.")
-        return kept, len(rows) - len(kept)
+        return kept, len(rows) - len(kept), [length for length in lengths if length <= limit]
 
     def longest_prompt(self, rows: Sequence[Row]) -> int:
         """The length of the longest prompt of these rows, in tokens; 0 without rows. Raises DataError for images that a

@@ -31,7 +31,8 @@ from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
-from llmrl.train.memory import find_gpu, uses_checkpointing
+from llmrl.train.gpus import find_gpu
+from llmrl.train.memory import RowLengths, uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate
 from llmrl.train.settings import ModelSource, OptimSettings
@@ -255,10 +256,20 @@ class Updater:
             group |= {"betas": self.settings.betas, "weight_decay": self.settings.weight_decay}
 
 
-def make_updater(config: ModelSource, session: Session, policy: TransformersWrapper, *, steps: int) -> Updater:
-    """The updater of a policy's model, by the settings; the policy then scores with the updater's module."""
+def make_updater(
+    config: ModelSource,
+    session: Session,
+    policy: TransformersWrapper,
+    *,
+    steps: int,
+    lengths: RowLengths | None = None,
+) -> Updater:
+    """The updater of a policy's model, by the settings; the policy then scores with the updater's module.
+
+    lengths  of the rows that will be trained, by which the plan chose between checkpointing and none
+    """
     model = policy.scorer.model
-    if uses_checkpointing(config, model, session):
+    if uses_checkpointing(config, model, session, lengths):
         random = config.lora is not None and config.lora.dropout > 0
         recompute_blocks(model, offload=config.memory.offload == "activations", random=random)
     if config.memory.compile:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmrl.testing import tiny_model, tiny_tokenizer
-from llmrl.train.memory import find_gpu
+from llmrl.train.gpus import find_gpu
 
 ON_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

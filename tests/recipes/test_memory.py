@@ -19,13 +19,11 @@ from llmrl.recipes.grpo import plan as plan_grpo
 from llmrl.run.metrics import read_metrics
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import Session
+from llmrl.train.gpus import GPU, find_gpu, parse_gpu
 from llmrl.train.memory import (
-    GPU,
     engine_memory,
     engine_share,
-    find_gpu,
     memory_rows,
-    parse_gpu,
     plan_memory,
     remedies,
     trainer_gpus,
@@ -87,7 +85,9 @@ def test_the_plan_knows_the_bytes_kept_for_the_backward_pass_to_a_tenth(family, 
             recompute_blocks(model)
         # two more rows: what does not grow with them, as autocast's copies of weights, is another line of the plan
         kept = kept_bytes(scorer, 4, arithmetic == "autocast") - kept_bytes(scorer, 2, arithmetic == "autocast")
-        assert shape.activations(128, arithmetic, checkpointing=checkpointing) == pytest.approx(kept, rel=0.1)
+        assert shape.activations(128, arithmetic, length=64, checkpointing=checkpointing) == pytest.approx(
+            kept, rel=0.1
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -278,7 +278,7 @@ def test_with_adapters_the_plan_is_near_and_not_far_below_what_is_kept(family, l
             recompute_blocks(model)
         kept = kept_bytes(scorer, 4, low) - kept_bytes(scorer, 2, low)
         arithmetic = arithmetic if low else "float32"
-        assert 0.9 < shape.activations(128, arithmetic, checkpointing=checkpointing) / kept < 1.35
+        assert 0.9 < shape.activations(128, arithmetic, length=64, checkpointing=checkpointing) / kept < 1.35
 
 
 def test_adapters_are_a_remedy_where_nothing_else_helps():

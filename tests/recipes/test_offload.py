@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train import models
 from llmrl.train.distributed import Session
-from llmrl.train.memory import parse_gpu, plan_memory, remedies, with_changes
+from llmrl.train.gpus import parse_gpu
+from llmrl.train.memory import plan_memory, remedies, with_changes
 from llmrl.train.updater import make_updater
 from llmrl.weight_update.groups import weight_groups
 from scripts.memory_table import shape_of

@@ -24,7 +24,7 @@ SUMS = EnvSettings(name="sums")
 
 
 def fit_prompts(env, rows):
-    return Task(env, tiny_tokenizer()).fit_prompts(rows)
+    return Task(env, tiny_tokenizer()).fit_prompts(rows)[:2]
 
 
 # --- the embedded task

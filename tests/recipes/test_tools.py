@@ -88,7 +88,7 @@ def test_prompts_are_measured_with_the_tools_that_they_declare(tokenizer):
 
     def kept(limit, **settings):
         settings = BIG.model_copy(update={"max_prompt_tokens": limit, "too_long": "drop", **settings})
-        return Task(settings, tokenizer).fit_prompts([ROW, {**ROW, "question": ROW["question"] + " Please."}])
+        return Task(settings, tokenizer).fit_prompts([ROW, {**ROW, "question": ROW["question"] + " Please."}])[:2]
 
     assert kept(len(told)) == ([ROW], 1)
     assert kept(len(bare), declare_tools=False) == ([ROW], 1)
@@ -99,7 +99,7 @@ def test_tools_that_a_row_declares_are_counted_as_well(tokenizer):
     [ids] = Renderer(tokenizer).prompt_ids([[{"role": "user", "content": "Hi"}]], tools=[schema])
     env = EnvSettings(dataset="x", reward="builtins:len", too_long="drop", max_prompt_tokens=len(ids))
     rows = [{"prompt": "Hi", "tools": json.dumps([schema])}, {"prompt": "Hi there", "tools": [schema]}]
-    assert Task(env, tokenizer).fit_prompts(rows) == (rows[:1], 1)
+    assert Task(env, tokenizer).fit_prompts(rows)[:2] == (rows[:1], 1)
 
 
 # --- conversations
@@ -153,7 +153,7 @@ def test_rewards_are_added_up_with_their_weights_and_reported_one_by_one(place):
 )
 def test_public_tasks_have_their_prompts_and_rewards(name, row, reply, reward, tokenizer):
     env = EnvSettings(name=name, dataset="x")
-    assert Task(env, tokenizer).fit_prompts([row]) == ([row], 0)
+    assert Task(env, tokenizer).fit_prompts([row])[:2] == ([row], 0)
     got = converse(env, [row], [reply])["next", "reward"].item()
     assert got == pytest.approx(reward) if reward is not None else got > 0
     with pytest.raises(Exception, match=r"row 2"):

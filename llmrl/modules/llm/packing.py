@@ -26,7 +26,7 @@ from llmrl.errors import ConfigError, ShapeError
 
 Packing = Literal["auto", "on", "off"]
 
-_WORTH_PACKING = 0.8  # "auto" packs a batch if at most this share of its padded tokens remains
+WORTH_PACKING = 0.8  # "auto" packs a batch if at most this share of its padded tokens remains
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def pack_batch(
             raise ConfigError("packing: 'on' must not get position_ids: packs have their own; leave them out.")
         return None
     lengths = attended_BT.sum(-1).tolist()
-    most = _WORTH_PACKING * input_ids.numel() if packing == "auto" else float("inf")
+    most = WORTH_PACKING * input_ids.numel() if packing == "auto" else float("inf")
     if not 0 < sum(lengths) <= most:
         return None
     # Attention with a mask is quadratic in the pack width, so packs are only as wide as the longest row.
