@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -26,6 +28,29 @@ for _name in ("FORCE_COLOR", "RANK", "WORLD_SIZE", "COLUMNS", "PYTHONDONTWRITEBY
 # A job in the background ignores Ctrl-C and one under nohup the end of its terminal, and so would all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# What a package plans to change is an error where llmrl or a test calls it, and that package's business elsewhere.
+_PLANS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+_CALLS = ("torch.nn.modules.module", "contextlib", "functools", "typing_extensions")  # stand between caller and called
+_warn = warnings.warn
+
+
+def _warn_or_raise(message, category=None, stacklevel=1, source=None, **options):
+    kind = type(message) if isinstance(message, Warning) else category or UserWarning
+    frame = sys._getframe(1)
+    if issubclass(kind, _PLANS) and (own := _package(frame)) not in ("llmrl", "tests"):
+        while frame is not None and (_package(frame) == own or frame.f_globals.get("__name__") in _CALLS):
+            frame = frame.f_back
+        if frame is not None and _package(frame) in ("llmrl", "tests"):
+            raise kind(message)
+    _warn(message, category, stacklevel + 1, source, **options)
+
+
+def _package(frame):
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+warnings.warn = _warn_or_raise
 
 # No time limit per example (a busy machine is not a bug), and the same examples every time.
 settings.register_profile("llmrl", deadline=None, derandomize=True)

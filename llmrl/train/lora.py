@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,8 @@ def add_adapters(config: ModelSource, model: PreTrainedModel, saved: Path | None
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM",  # SEQ_CLS also trains a copy of the output
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that Transformers has renamed
         torch.manual_seed(config.seed)  # each rank initialises all adapters, so with one seed
         adapted = peft.get_peft_model(model, settings).eval()
     _own_heads(adapted)

@@ -6,9 +6,7 @@ Depends only on the model's shape, the settings, the data's lengths and the GPUs
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import chunk_rows
-from llmrl.modules.llm.packing import WORTH_PACKING
 from llmrl.modules.llm.sequence_split import can_share_heads
 from llmrl.train.gpus import GPU, find_gpu
 from llmrl.train.lora import num_trained
@@ -25,6 +22,7 @@ from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.rollout_settings import RolloutSettings
+from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 if TYPE_CHECKING:
@@ -34,26 +32,8 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
+_CPU_SHARE = 0.15  # of activations: what the C library's allocator holds beyond them
 _ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """The lengths of the rows that are trained, in tokens: the longest, their mean, and their standard deviation."""
-
-    longest: int
-    mean: float
-    deviation: float = 0.0
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], more: int = 0) -> RowLengths:
-        """Of rows of these lengths, each with ``more`` tokens."""
-        return cls(max(lengths) + more, statistics.fmean(lengths) + more, statistics.pstdev(lengths))
-
-    @classmethod
-    def bound(cls, config: ModelSource) -> RowLengths:
-        """The longest rows that the settings allow."""
-        return cls(longest := longest_row(config), longest)
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ def plan_memory(
     ``lengths``        None: the longest that the settings allow
     ``checkpointing``  None: by the settings, where "auto" means only if the run does not fit without it
     """
-    lengths = lengths or RowLengths.bound(config)
+    lengths = lengths or row_bound(config)
     given = {"num_gpus": num_gpus, "low_precision": low_precision, "capacity": capacity, "lengths": lengths}
     if checkpointing is None:
         checkpointing = config.memory.checkpointing == "on" or config.memory.offload == "activations"
@@ -138,7 +118,7 @@ def plan_memory(
         resident=sum(stays.values()),
         sampling=_engine(grpo, shape, num_gpus, low_precision, lengths.longest) if grpo else {},
         sleeps=sleeps,
-        reserve=_held() if capacity is None else _reserve(capacity),
+        reserve=_reserve(capacity) if capacity else _held() + _CPU_SHARE * training["activations"],
         checkpointing=checkpointing,
         host=host,
     )
@@ -173,6 +153,11 @@ def longest_row(config: ModelSource) -> int:
     return config.row_length if isinstance(config, SFTConfig) else config.tokens_per_microbatch
 
 
+def row_bound(config: ModelSource) -> RowLengths:
+    """The longest rows that the settings allow."""
+    return RowLengths((longest_row(config),))
+
+
 def _rows(config: ModelSource, num_gpus: int) -> int:
     if isinstance(config, GRPOConfig):
         return -(-config.prompts_per_step * config.group_size * config.env.max_records // num_gpus)
@@ -188,27 +173,16 @@ def _activations(
     lengths: RowLengths,
 ) -> float:
     """Bytes kept for the backward pass of a micro-batch, plus gradients in flight through one layer."""
-    longest, split = lengths.longest, config.parallel.context if num_gpus > 1 else 1
-    tokens = max(longest, min(config.tokens_per_microbatch, _step_tokens(config, num_gpus // split, lengths))) / split
-    length = longest if tokens > longest / split or shape.keeps_scores else 0
+    split = config.parallel.context if num_gpus > 1 else 1
+    rows = _rows(config, num_gpus // split)
+    rows = -(-rows // config.updates_per_step) if isinstance(config, GRPOConfig) else rows
+    most, has_mask = lengths.most_at_once(rows, config.tokens_per_microbatch, config.packing)
+    tokens, length = most / split, lengths.longest if has_mask or shape.keeps_scores else 0
     layer = shape.largest_block_keeps(tokens, arithmetic, length=length)
     passing = layer / 2 + (layer if checkpointing else 0)  # checkpointing: the layer being recomputed
     if config.memory.offload == "activations":
         return passing + tokens * shape.kept_after[arithmetic]
     return passing + shape.activations(tokens, arithmetic, length=length, checkpointing=checkpointing)
-
-
-def _step_tokens(config: ModelSource, num_gpus: int, lengths: RowLengths) -> float:
-    """Tokens of an update on one GPU, with padding: all rows as long as the longest, or as packing leaves them."""
-    grpo = isinstance(config, GRPOConfig)
-    updates, alike = (config.updates_per_step, config.group_size) if grpo else (1, 1)
-    rows = -(-_rows(config, num_gpus) // updates)
-    padded = rows * lengths.longest
-    if config.packing == "off":
-        return padded
-    # The rows of a group have one prompt, so that a step holds fewer draws than rows.
-    usual = rows * (lengths.mean + 2 * lengths.deviation / math.sqrt(max(1, rows // alike)))
-    return min(padded, usual / WORTH_PACKING)
 
 
 def _frozen(config: ModelSource, shape: ModelShape, low_precision: bool) -> float:
@@ -370,7 +344,7 @@ def _remedies_here(
     """`remedies` that leave the engines where they are."""
     several = gpu.count > 1 and not (config.lora and config.lora.quantize)
     values: dict[str, Sequence[Any]] = {"memory.checkpointing": ["on"], "parallel.mode": ["fsdp2"] * several}
-    longest = (lengths or RowLengths.bound(config)).longest
+    longest = (lengths or row_bound(config)).longest
     values["tokens_per_microbatch"] = _smaller_microbatches(config, longest)
     values |= {"parallel.context": _splits(config, shape, gpu.count), "optim.name": ["adamw_8bit", "adamw_offload"]}
     values["memory.offload"] = ["activations", *["parameters"][: gpu.count - 1]]
@@ -471,7 +445,7 @@ def _engines_row(config: GRPOConfig, shape: ModelShape, gpu: GPU) -> str:
 
 def _on_cpu(config: ModelSource, shape: ModelShape, memory: float, lengths: RowLengths | None, count: int) -> str:
     """The fewest changes of settings with which the run fits in ``memory`` bytes, in words."""
-    smaller = _smaller_microbatches(config, (lengths or RowLengths.bound(config)).longest)
+    smaller = _smaller_microbatches(config, (lengths or row_bound(config)).longest)
     values = {"tokens_per_microbatch": smaller, "memory.checkpointing": ["on"], "lora.r": [] if config.lora else [16]}
     for changes in _fewest_first(values):
         if _plan_on(with_changes(config, changes), shape, None, lengths, count).peak <= memory:

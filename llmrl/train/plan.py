@@ -17,10 +17,11 @@ from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
 from llmrl.train.lora import lora_rows
-from llmrl.train.memory import RowLengths, memory_rows, trainer_gpus
+from llmrl.train.memory import memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
 from llmrl.train.models import load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
+from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
 from llmrl.train.tasks import Task, eval_rows, training_rows
 
@@ -167,9 +168,9 @@ def prepare_grpo(
     """The parts of a run that need no weights, and its plan; ``source`` names the model to load, see `Run`."""
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
-    # Messages of tools and users have no known length: in their place stays what shorter prompts leave.
-    one_turn = config.env.max_turns == 1
-    lengths = RowLengths.of(tokens, more=config.sampling.max_tokens) if one_turn else RowLengths.bound(config)
+    # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
+    most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
+    lengths = RowLengths(tuple(length + most for length in tokens), alike=config.group_size)
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)

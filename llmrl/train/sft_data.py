@@ -19,7 +19,7 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
 from llmrl.run.console import Sample
-from llmrl.train.memory import RowLengths
+from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import SFTConfig, SFTData
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class TokenizedRows:
 
     @property
     def lengths(self) -> RowLengths:
-        return RowLengths.of([len(ids) for ids in self.ids])
+        return RowLengths(tuple(map(len, self.ids)))
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))

@@ -32,9 +32,10 @@ from llmrl.objectives.llm.functional import StepCounts
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.gpus import find_gpu
-from llmrl.train.memory import RowLengths, uses_checkpointing
+from llmrl.train.memory import uses_checkpointing
 from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate
+from llmrl.train.row_lengths import RowLengths, microbatches
 from llmrl.train.settings import ModelSource, OptimSettings
 
 if TYPE_CHECKING:
@@ -346,22 +347,6 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     done = (step - optim.warmup) / max(1, steps - optim.warmup)
     share = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return optim.lr * (_FLOOR + (1 - _FLOOR) * share)
-
-
-def microbatches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Groups rows of similar length, at most ``budget`` padded tokens per part; a longer row gets its own part.
-
-    >>> microbatches([3, 9, 4, 8], 18)
-    [[0, 2], [3, 1]]
-    """
-    parts: list[list[int]] = []
-    # Ascending, so that the row being added is the longest of its part and determines the padding.
-    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
-        if parts and (len(parts[-1]) + 1) * lengths[row] <= budget:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
 
 
 def _lengths(batch: TensorDictBase) -> list[int]:

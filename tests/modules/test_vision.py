@@ -167,7 +167,8 @@ def test_a_sampled_image_token_is_an_ordinary_token(vlm):
         log_p = [out.logits[0, -1].log_softmax(-1)]
         for step, token in enumerate([7, processor.image_token_id, 9]):
             at = torch.tensor([[position + step]])
-            out = model(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, position_ids=at)
+            name = "cache" if "cache" in out else "past_key_values"
+            out = model(input_ids=torch.tensor([[token]]), position_ids=at, **{name: out[name]})
             log_p.append(out.logits[0, -1].log_softmax(-1))
     expected = torch.stack([row[token] for row, token in zip(log_p, ids[-4:].tolist(), strict=True)])
     torch.testing.assert_close(scores[-4:], expected, atol=1e-5, rtol=0)

@@ -32,6 +32,7 @@ from llmrl.train.memory import (
 from llmrl.train.model_shape import model_shape
 from llmrl.train.optimizers import OffloadedAdamW, make_optimizer
 from llmrl.train.preference_settings import RewardConfig
+from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, recompute_blocks
 from scripts.memory_table import MODELS, shape_of, table
@@ -162,6 +163,34 @@ def test_the_parts_of_the_plan_are_those_of_mixed_precision_training():
     assert plan_memory(light, shape, num_gpus=8, low_precision=True).training["optimizer"] == shape.parameters / 4
     reference = plan_memory(grpo(grpo={"kl": 0.1}), shape, num_gpus=1, low_precision=True).training
     assert reference["reference"] == 4 * shape.parameters
+
+
+def test_the_plan_counts_the_tokens_of_the_data_and_not_those_that_the_settings_allow():
+    """Regression: 16 rows of 60 tokens were planned as the 16,384 tokens that are allowed at once."""
+    shape, options = shape_of("0.5B"), {"num_gpus": 1, "low_precision": False}
+
+    def activations(config, lengths=None):
+        return plan_memory(config, shape, **options, lengths=lengths).training["activations"]
+
+    short, bound = RowLengths((60,)), activations(sft())
+    assert activations(sft(batch_size=16), short) == pytest.approx(bound * 16 * 60 / 16384, rel=0.2), "less is masked"
+    several = grpo(prompts_per_step=8, group_size=8, updates_per_step=4)
+    assert activations(several, short) == activations(sft(batch_size=16), short), "the rows of one update"
+    mixed = RowLengths((60, 60, 60, 600))
+    padded = activations(sft(batch_size=16, packing="off"), mixed)
+    assert activations(sft(batch_size=16), mixed) < padded < bound, "packs have no padding"
+
+
+def test_a_run_that_a_cpu_cannot_hold_says_so_and_what_to_set(monkeypatch):
+    def rows(pages, **changes):
+        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
+        with Session(config := sft(dtype="float32", **changes)) as session:
+            return [text for _, text in memory_rows(config, shape_of("0.5B"), session)]
+
+    assert len(rows(2**26)) == 2
+    assert rows(2**23)[2] == "DOES NOT FIT in 32.0 GiB; set tokens_per_microbatch=4096"
+    assert "memory.checkpointing=on" in rows(2**22, tokens_per_microbatch=2048)[2]
+    assert "a smaller model" in rows(2**17)[2]
 
 
 def test_checkpointing_is_taken_where_a_run_does_not_fit_without_it():

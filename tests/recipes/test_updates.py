@@ -14,8 +14,9 @@ from llmrl.modules.llm.policies.containers import LogProbs, Masks
 from llmrl.objectives.llm import GRPOLoss, SFTLoss
 from llmrl.testing import tiny_model
 from llmrl.train.distributed import Session
+from llmrl.train.row_lengths import microbatches
 from llmrl.train.settings import OptimSettings, SFTConfig
-from llmrl.train.updater import Updater, learning_rate, microbatches
+from llmrl.train.updater import Updater, learning_rate
 from tests.support.training_rows import random_rows
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
