@@ -182,6 +182,8 @@ def test_the_plan_counts_the_tokens_of_the_data_and_not_those_that_the_settings_
 
 
 def test_a_run_that_a_cpu_cannot_hold_says_so_and_what_to_set(monkeypatch):
+    monkeypatch.setattr("llmrl.train.memory._held", lambda: 0.5 * GIB)
+
     def rows(pages, **changes):
         monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
         with Session(config := sft(dtype="float32", **changes)) as session:
@@ -189,7 +191,7 @@ def test_a_run_that_a_cpu_cannot_hold_says_so_and_what_to_set(monkeypatch):
 
     assert len(rows(2**26)) == 2
     assert rows(2**23)[2] == "DOES NOT FIT in 32.0 GiB; set tokens_per_microbatch=4096"
-    assert "memory.checkpointing=on" in rows(2**22, tokens_per_microbatch=2048)[2]
+    assert "memory.checkpointing=on" in rows(3 * 2**20, tokens_per_microbatch=2048)[2]
     assert "a smaller model" in rows(2**17)[2]
 
 
