@@ -13,7 +13,7 @@ from rich.text import Text
 from llmrl.errors import DataError
 from llmrl.report.curves import overlaid_charts
 from llmrl.report.intervals import evaluations
-from llmrl.report.page import page
+from llmrl.report.page import HEADLINES, page, page_number
 from llmrl.report.run_files import RunFiles, read_run
 from llmrl.run.console import format_duration, format_number, make_console
 from llmrl.run.metrics import METRICS
@@ -55,15 +55,27 @@ def comparison_data(runs: Mapping[str, RunFiles]) -> dict[str, Any]:
         "title": " · ".join(runs),
         "subtitle": f"{len(runs)} runs",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "cards": [],
+        "cards": [_card(name, run) for name, run in runs.items()],
         "findings": [],
         "charts": overlaid_charts(runs),
-        "tables": [
-            {"title": "Measured", "columns": columns, "rows": _measured(runs), "open": True},
+        "constant": [],
+        "first_tables": [
             {"title": "Settings that differ", "columns": columns, "rows": _differences(runs), "open": True},
+            {"title": "Measured", "columns": columns, "rows": _measured(runs), "open": True},
         ],
+        "tables": [],
         "notes": [note for run in runs.values() for note in run.notes],
     }
+
+
+def _card(name: str, run: RunFiles) -> dict[str, str]:
+    """The headline of a run: its last evaluation, else its last reward or loss."""
+    found = evaluations(run.steps)
+    measured = [(f"evaluation {env}, step {scores[-1].step}", scores[-1].mean) for env, scores in found.items()]
+    for metric, label in HEADLINES.items():
+        measured += [(f"{label}, last step", values[-1]) for values in [run.values(metric)] if values]
+    note, value = measured[0] if measured else ("", None)
+    return {"label": name, "value": page_number(value), "note": note}
 
 
 def _named(runs: Sequence[RunFiles]) -> dict[str, RunFiles]:

@@ -54,7 +54,6 @@ CHARTS = (
         note="Chosen ones that fall with the rejected ones are a known fault of DPO.",
     ),
     Chart("Learning", "Loss", {"policy/loss": "loss"}),
-    Chart("Learning", "Epochs", {"data/epoch": "passes over the data"}),
     Chart("Learning", "Trained tokens", {"tokens/trained": "in this step"}, "count"),
     Chart("Answers", "Length", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}, "count"),
     Chart("Answers", "Truncated answers", {"tokens/truncated_frac": "share at the token limit"}, "percent"),
@@ -94,7 +93,6 @@ CHARTS = (
     ),
     Chart("Engine and trainer", "Idle", {"async/engine_idle": "engine", "async/trainer_idle": "trainer"}, "percent"),
     Chart("Speed", "Tokens per second", {"perf/gen_tok_s": "sampled", "perf/train_tok_s": "trained"}, "count"),
-    Chart("Speed", "Tokens per second and device", {"perf/train_tok_s_device": "trained"}, "count"),
     Chart(
         "Speed",
         "Cache of the engine",
@@ -115,7 +113,9 @@ CHARTS = (
         "Speed", "Use of the hardware", {"perf/mfu": "of peak arithmetic", "perf/padding_frac": "padding"}, "percent"
     ),
 )
-_NOT_DRAWN = re.compile(r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count)")
+# Drawn as part of another chart, or a multiple of a value that is drawn.
+_NOT_DRAWN = re.compile(r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count)|data/epoch|perf/train_tok_s_device")
+_ALWAYS_DRAWN = ("Reward", "Loss", "Time per step")
 _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")
 
 
@@ -134,15 +134,33 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
             chart["note"] = "In GRPO near 0 by construction: look at the reward."
     functions = sorted(match[1] for name in names if (match := _REWARD_FUNCTION.fullmatch(name)))
     lines = {name: _line(rows, f"reward/{name}/mean") for name in functions}
-    made[1:1] = [_with_lines(Chart("Learning", "Reward functions", {}, note="Mean of each function."), lines)]
+    if len(functions) != 1 or lines[functions[0]]["y"] != _line(rows, "reward/mean")["y"]:  # else a second reward chart
+        made[1:1] = [_with_lines(Chart("Learning", "Reward functions", {}, note="Mean of each function."), lines)]
     made[1:1] = [_evaluation(name, {"mean": scores}) for name, scores in evaluations(run.steps).items()]
     made.append(_time_of_phases(rows))
     placed = {name for chart in CHARTS for name in chart.lines} | {f"reward/{name}/mean" for name in functions}
     for name in sorted(name for name in names - placed if not _NOT_DRAWN.fullmatch(name)):
         family, _, rest = name.partition("/")
-        chart = Chart(_section(family), name, {}, _kind(name), METRICS.get(name, ""))
+        chart = Chart(_section(family), _title(name), {}, _kind(name), METRICS.get(name, ""))
         made.append(_with_lines(chart, {rest or name: _line(rows, name)}))
     return _in_sections(made)
+
+
+def split_constant(made: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[str, float, str]]]:
+    """The charts whose values change, and (name, value, kind) of the lines of the others."""
+    constant = [
+        chart
+        for chart in made
+        if chart["title"] not in _ALWAYS_DRAWN
+        and "whiskers" not in chart
+        and all(len(line["y"]) > 1 and len(set(line["y"])) == 1 for line in chart["lines"])
+    ]
+    values = []
+    for chart in constant:
+        for line in chart["lines"]:
+            name = f"{chart['title']}, {line['label']}" if len(chart["lines"]) > 1 else chart["title"]
+            values.append((name, line["y"][0], chart["kind"]))
+    return [chart for chart in made if chart not in constant], values
 
 
 def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
@@ -153,7 +171,8 @@ def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     for name in [*titles, *sorted(names - set(titles))]:
         if name == "step" or name.startswith("eval/"):
             continue
-        chart = titles.get(name, Chart(_section(name.partition("/")[0]), name, {}, _kind(name), METRICS.get(name, "")))
+        section = _section(name.partition("/")[0])
+        chart = titles.get(name, Chart(section, _title(name), {}, _kind(name), METRICS.get(name, "")))
         several = len(chart.lines) > 1
         title = f"{chart.title}: {chart.lines[name]}" if several else chart.title
         lines = {label: _line(run.trained, name) for label, run in runs.items()}
@@ -261,6 +280,20 @@ def _in_sections(made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _section(family: str) -> str:
     return next((section for section, families in SECTIONS.items() if family in families), "Other")
+
+
+def _title(name: str) -> str:
+    """A metric's name in words.
+
+    >>> _title("tools/timeout_frac"), _title("reward/right/mean"), _title("reward/p10")
+    ('Tools: share of timeout', 'Reward of right', 'Reward: p10')
+    """
+    if match := _REWARD_FUNCTION.fullmatch(name):
+        return f"Reward of {match[1]}"
+    family, _, rest = name.partition("/")
+    words = rest.replace("_", " ")
+    words = f"share of {words.removesuffix(' frac')}" if words.endswith(" frac") else words
+    return f"{family.capitalize()}: {words}" if words else family
 
 
 def _kind(name: str) -> str:

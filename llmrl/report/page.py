@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from llmrl.report.curves import charts
+from llmrl.report.curves import charts, split_constant
 from llmrl.report.intervals import evaluations
 from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import RunFiles, one_line, read_run
@@ -23,6 +23,8 @@ from llmrl.run.console import format_duration, format_number
 from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import replace_file
 from llmrl.run.yaml_source import YamlLoader
+
+HEADLINES = {"reward/mean": "reward", "preference/right_frac": "pairs ranked right", "policy/loss": "loss"}
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -42,6 +44,7 @@ def report_data(run: RunFiles) -> dict[str, Any]:
     created = str(info.get("created", ""))[:16].replace("T", " ")
     rows = [[str(cell) for cell in row] for row in info.get("plan", ())]
     plan = {"title": "Machine and plan", "columns": ["", "as it ran"], "rows": rows, "open": True}
+    drawn, constant = split_constant(charts(run))
     started = f"started {created} with llmrl {info.get('llmrl', '?')}" if created else ""
     return {
         "title": run.name,
@@ -49,7 +52,9 @@ def report_data(run: RunFiles) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "cards": _cards(run),
         "findings": [{"text": finding.text, "remedy": finding.remedy} for finding in findings(run)],
-        "charts": charts(run),
+        "charts": drawn,
+        "constant": [{"label": label, "value": value, "kind": kind} for label, value, kind in constant],
+        "first_tables": [],
         "tables": [plan, _settings_table(run), _metrics_table(run)],
         "notes": run.notes + ([] if run.steps else ["No step is finished yet."]),
     }
@@ -79,6 +84,17 @@ def page(data: Mapping[str, Any], rollouts: Mapping[str, Any] | None = None, *, 
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
+def page_number(value: float | None) -> str:
+    """A number as the page's script writes it.
+
+    >>> [page_number(value) for value in (0.97, 0.88281, 12345.6, 2e-5, None)]
+    ['0.97', '0.883', '12346', '2e-05', '-']
+    """
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
 def as_json(data: Any) -> str:
     """JSON that is safe inside a script element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -98,15 +114,11 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
         first, last = scores[0], scores[-1]
         note = f"step {last.step}"
         if last.count and last.interval:
-            low, high = map(format_number, last.interval)
+            low, high = map(page_number, last.interval)
             note = f"95% interval {low} to {high}, {last.count:,} problems"
         before = first.mean if len(scores) > 1 else None
         cards.append(_change(f"evaluation {name}", before, last.mean, note))
-    for metric, label in {
-        "reward/mean": "reward",
-        "preference/right_frac": "pairs ranked right",
-        "policy/loss": "loss",
-    }.items():
+    for metric, label in HEADLINES.items():
         values = run.values(metric)
         if values and not (metric == "policy/loss" and run.values("reward/mean")):
             cards.append(_change(label, values[0], values[-1], "from the first step to the last"))
@@ -126,10 +138,10 @@ def _cards(run: RunFiles) -> list[dict[str, str]]:
 
 def _change(label: str, before: float | None, after: float, note: str) -> dict[str, str]:
     if before is None:  # measured once
-        return {"label": label, "value": format_number(after), "note": note}
+        return {"label": label, "value": page_number(after), "note": note}
     sign = "+" if after >= before else "−"  # noqa: RUF001  a minus
-    gain = f"{sign}{format_number(abs(after - before))}"
-    value = f"{format_number(before)} → {format_number(after)}"
+    gain = f"{sign}{page_number(abs(after - before))}"
+    value = f"{page_number(before)} → {page_number(after)}"
     return {"label": label, "value": value, "note": " · ".join(filter(None, [gain, note]))}
 
 
@@ -150,7 +162,7 @@ def _metrics_table(run: RunFiles) -> dict[str, Any]:
     for name in sorted({name for row in run.steps for name in row} - {"step"}):
         values = run.values(name)
         if values:
-            numbers = [format_number(number) for number in (values[0], values[-1], min(values), max(values))]
+            numbers = [page_number(number) for number in (values[0], values[-1], min(values), max(values))]
             rows.append([name, *numbers, METRICS.get(name, "")])
     columns = ["metric", "first", "last", "least", "most", "meaning"]
     return {"title": "All metrics", "columns": columns, "rows": rows, "open": False}

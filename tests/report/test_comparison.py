@@ -43,11 +43,11 @@ def test_the_page_has_a_line_for_each_run_and_two_runs_of_one_name_are_told_apar
     charts = {chart["title"]: chart for chart in data["charts"]}
     assert [line["label"] for line in charts["Reward"]["lines"]] == ["a", "b", "a (2)"]
     assert [line["x"][-1] for line in charts["Reward"]["lines"]] == [20, 30, 5]
-    assert [(line["label"], line["colour"]) for line in charts["reward/own/mean"]["lines"]] == [("b", 1)]
+    assert [(line["label"], line["colour"]) for line in charts["Reward of own"]["lines"]] == [("b", 1)]
     assert [line["colour"] for line in charts["Evaluation: sums"]["lines"]] == [0, 1, 2]
     assert len(charts["Evaluation: sums"]["whiskers"]) == 3
     assert "Length: mean" in charts
-    assert data["tables"][1]["rows"][0] == ["optim.lr", "2e-06", "1e-05", "2e-06"]
+    assert data["first_tables"][0]["rows"][0] == ["optim.lr", "2e-06", "1e-05", "2e-06"]
 
 
 def test_what_cannot_be_compared_is_said(runs, run_llmrl):

@@ -32,7 +32,8 @@ def chart(page, title):
 def test_every_chart_is_drawn_inside_its_box(open_page, report):
     page = open_page(report)
     assert page.title() == "try1 · llmrl"
-    assert page.locator("article.chart").count() >= 20
+    assert page.locator("article.chart").count() >= 10
+    assert "Constant:" in page.locator("#constant").inner_text()
     faults = page.evaluate("""() => [...document.querySelectorAll("svg.plot")].filter((plot) => {
         const paths = [...plot.querySelectorAll("path.line, path.area")].map((path) => path.getAttribute("d"));
         return !paths.length || paths.some((d) => !d || /NaN|Infinity/.test(d));
@@ -63,12 +64,12 @@ def test_the_pointer_shows_one_step_in_all_charts(open_page, report):
 
 def test_the_keyboard_moves_the_cursor_and_says_the_values(open_page, report):
     page = open_page(report)
-    plot = chart(page, "Clipped tokens").locator("svg.plot")
+    plot = chart(page, "KL").locator("svg.plot")
     plot.focus()
     for key, said in {"Home": "step 1:", "ArrowRight": "step 2:", "PageDown": "step 1:", "End": "step 40:"}.items():
         page.keyboard.press(key)
         wait_until(lambda said=said: plot.get_attribute("aria-valuetext").startswith(said))
-    assert plot.get_attribute("aria-valuetext") == "step 40: below 1%, above 2%"
+    assert plot.get_attribute("aria-valuetext").startswith("step 40: from the reference ")
     assert (plot.get_attribute("role"), plot.get_attribute("aria-valuemax")) == ("slider", "40")
 
 
@@ -102,7 +103,6 @@ def test_the_logarithmic_scale_and_smoothing_are_switches(open_page, report):
     steps = [below - above for below, above in pairwise(heights)]
     assert max(steps) - min(steps) < 0.3, "an exponential is a straight line"
     assert chart(page, "Time per step").locator("svg.plot").get_attribute("data-scale") == "linear"
-    assert chart(page, "Failed rollouts").locator("svg.plot").get_attribute("data-scale") == "linear", "all zero"
     button.press("Enter")
     assert plot.locator("path.line").last.get_attribute("d") == linear
     page.get_by_label("smoothing").fill("0.9")
@@ -163,10 +163,10 @@ def test_a_watched_page_gets_new_steps_by_itself(open_page, tmp_path, monkeypatc
     try:
         page = open_page(server.url)
         page.get_by_text("All metrics").click()
-        assert page.locator(".card .value").first.inner_text() == ".500 → .900"
+        assert page.locator(".card .value").first.inner_text() == "0.5 → 0.9"
         with run.metrics.open("a") as file:
             file.write(json.dumps({"step": 4, **evaluation(0.75)}) + "\n")
-        wait_until(lambda: page.locator(".card .value").first.inner_text() == ".500 → .750")
+        wait_until(lambda: page.locator(".card .value").first.inner_text() == "0.5 → 0.75")
         assert page.locator("details").last.get_attribute("open") is not None, "what was opened stays open"
     finally:
         server.shutdown()

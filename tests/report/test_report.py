@@ -114,7 +114,10 @@ def test_evaluations_are_found_by_environment():
 def test_every_metric_that_a_run_can_log_is_drawn(tmp_path):
     made = charts_of(tmp_path / "a", 3, {name: lambda x: 0.5 for name in METRICS} | {"reward/f.g/mean": lambda x: 1.0})
     drawn = {line["metric"] for chart in made for line in chart["lines"]}
-    assert {*METRICS, "reward/f.g/mean"} - drawn == {"time/step", "reward/p10", "reward/p90"}, "a height, and a band"
+    assert {*METRICS, "reward/f.g/mean"} - drawn == {
+        *("time/step", "reward/p10", "reward/p90"),  # a height, and a band
+        *("data/epoch", "perf/train_tok_s_device"),  # multiples of what is drawn
+    }
     assert "Other" not in {chart["section"] for chart in made}
 
 
@@ -251,9 +254,9 @@ def test_the_headline_has_scores_before_and_after_with_their_interval(tmp_path):
     assert data["title"] == "try1"
     assert data["subtitle"] == "llmrl grpo sums_grpo · started 2026-11-23 02:46 with llmrl 0.1.0"
     evaluated, reward, steps, trained = data["cards"]
-    assert evaluated["value"] == ".500 → .900"
-    assert evaluated["note"] == "+.400 · 95% interval .871 to .923, 500 problems"
-    assert reward["value"].startswith(".300 → .")
+    assert evaluated["value"] == "0.5 → 0.9"
+    assert evaluated["note"] == "+0.4 · 95% interval 0.871 to 0.923, 500 problems"
+    assert reward["value"].startswith("0.3 → 0.")
     assert (steps["value"], steps["note"]) == ("40 of 40", "6m 00s · 9.00 s per step")
     assert trained["value"] == "400.0k"
     plan, given, metrics = data["tables"]
@@ -268,8 +271,8 @@ def test_what_was_measured_once_has_no_change_and_test_sets_come_before_others(t
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = report_data(read_run(run.path))
     held_out, other = data["cards"][:2]
-    assert held_out == {"label": "evaluation sums", "value": ".500", "note": "95% interval .456 to .544, 500 problems"}
-    assert other == {"label": "evaluation sums-validation", "value": ".250", "note": "step 1"}
+    assert held_out == {"label": "evaluation sums", "value": "0.5", "note": "95% interval 0.456 to 0.544, 500 problems"}
+    assert other == {"label": "evaluation sums-validation", "value": "0.25", "note": "step 1"}
     assert chart(data["charts"], "Loss")["note"] == "", "GRPO's losses alone are near 0"
 
 

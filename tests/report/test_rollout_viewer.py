@@ -73,11 +73,13 @@ def show(open_page, tmp_path):
         path.write_text(
             "<!doctype html><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; "
             "script-src 'nonce-a'; style-src 'unsafe-inline'\">"
-            f"<style>{(ASSETS / 'rollouts.css').read_text()}</style><section id=rollouts></section>"
+            f"<style>{(ASSETS / 'rollouts.css').read_text()}</style><section id=highlights></section>"
+            "<section id=rollouts></section>"
             f"<script type=application/json id=rollouts-data>{embedded}</script>"
             f"<script nonce=a>{(ASSETS / 'rollouts.js').read_text()}</script><script nonce=a>"
             "const data = JSON.parse(document.getElementById('rollouts-data').textContent);"
-            "renderRollouts(document.getElementById('rollouts'), data);</script>",
+            "const [rollouts, highlights] = ['rollouts', 'highlights'].map((id) => document.getElementById(id));"
+            "renderRollouts(rollouts, data, highlights);</script>",
             encoding="utf-8",
         )
         return open_page(path, width=width)
@@ -216,6 +218,45 @@ def test_a_group_and_the_same_prompt_at_another_step_stand_side_by_side(show):
     assert cards(page, 0) == ["step 1", "step 5", "step 5"]
     page.locator(".rv-card > button").nth(2).click()
     assert page.locator("[aria-selected=true] .rv-facts").text_content().startswith("step 5 · reward 0.1")
+
+
+def test_three_rollouts_of_the_last_step_stand_at_the_top_and_open_in_the_viewer(show):
+    rollouts = [rollout(step, number, advantage=2.0 if number == 1 else 0.5) for step in (1, 5) for number in range(4)]
+    page = show(data_of(rollouts))
+    labels = page.locator("#highlights .label").all_text_contents()
+    assert [label.split(" ")[0] for label in labels] == ["best", "worst", "most"]
+    assert page.locator("#highlights .rv-answer").all_text_contents() == ["answer 3", "answer 0", "answer 1"]
+    assert page.locator("#highlights .rv-meter i").first.evaluate("fill => fill.style.width") == "100%"
+    page.locator("#highlights button").last.click()
+    assert page.locator("[aria-selected=true] .rv-start").text_content() == "answer 1"
+    assert page.locator("[aria-selected=true] .rv-prompt").text_content() == "What is 1?"
+
+
+def test_a_rollout_has_an_address_and_is_copied_as_json(show):
+    page = show(data_of([rollout(step, number) for step in (1, 5) for number in range(4)]))
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.locator(".rv-row").nth(7).click()
+    page.get_by_role("button", name="copy as JSON").click()
+    page.get_by_role("button", name="copied").wait_for()
+    assert json.loads(page.evaluate("window.copied"))["completion"] == "answer 3"
+    page.get_by_role("button", name="copy link").click()
+    page.wait_for_function("window.copied.includes('#rollout=5.1.1')")
+    page.goto(page.evaluate("window.copied"))
+    page.reload()
+    assert page.locator("[aria-selected=true] .rv-start").text_content() == "answer 3"
+
+
+def test_a_long_system_message_is_folded(show):
+    ids = [3] * 150 + [1, 2]
+    record = {
+        "ids": ids,
+        "spans": [["system", 0, 150], ["assistant", 0, 2]],
+        "trained": "0" * 150 + "11",
+        "left_out": [152, 0],
+    }
+    page = show(data_of([rollout(1, 0, record=record)]))
+    assert page.locator(".rv-detail summary").text_content() == "system, 150 tokens"
+    assert [token.is_visible() for token in page.locator(".rv-token").all()[149:]] == [False, True, True]
 
 
 def test_calls_are_folded_behind_the_turn_that_made_them(show):

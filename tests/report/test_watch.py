@@ -90,7 +90,7 @@ def test_new_steps_appear_and_a_damaged_file_is_said_until_it_is_whole_again(ser
     whole = metrics.read_text()
     metrics.write_text(whole + json.dumps({"step": 4, **evaluation(0.8)}) + "\n" + '{"step": 5, "rew')
     card = json.loads(ask(server, f"/{server.token}/data")[1])["report"]["cards"][0]
-    assert card["value"] == ".500 → .800"
+    assert card["value"] == "0.5 → 0.8"
     metrics.write_text("damaged\n" + whole)
     answer, text = ask(server, f"/{server.token}/data")
     assert answer.status == 503

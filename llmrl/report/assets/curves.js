@@ -30,7 +30,7 @@
 
   // --- numbers -------------------------------------------------------------------------------------------------------
 
-  function plain(value, digits = 4) {
+  function plain(value, digits = 3) {
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size < 0.001 || size >= 1e6) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
@@ -200,7 +200,7 @@
       let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
       if (logarithmic) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
       if (this.spec.kind === "percent" && low >= 0) [low, high] = [0, Math.max(high, 0.02)];
-      if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+      if (low === high) [low, high] = low === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
       const room = (high - low) * 0.05;
       return [low >= 0 && low < room * 4 ? 0 : low - room, high + room];
     }
@@ -218,6 +218,7 @@
       for (const step of ticks(this.range[0], this.range[1], Math.max(2, width / 90)).filter(Number.isInteger)) {
         nodes.push(svg("text", { x: this.x(step), y: HEIGHT - 5, "text-anchor": "middle" }, String(step)));
       }
+      nodes.push(svg("text", { x: 2, y: HEIGHT - 5 }, "step"));
       return nodes;
     }
 
@@ -324,7 +325,10 @@
     byId("findings").replaceChildren(...data.findings.map(({ text, remedy }) =>
       html("div", { class: "finding" }, html("p", {}, text), html("p", { class: "remedy" }, remedy))));
     showCharts(data.charts);
-    showTables(data.tables);
+    const constant = data.constant.map(({ label, value, kind }) => `${label} ${format(value, kind)}`);
+    byId("constant").textContent = constant.length ? `Constant: ${visible(constant.join(" · "))}` : "";
+    showTables("first-tables", data.first_tables);
+    showTables("tables", data.tables);
   }
 
   function showCharts(specs) {
@@ -343,9 +347,9 @@
     charts.find(({ spec }) => visible(spec.title) === focused)?.plot.focus({ preventScroll: true });
   }
 
-  function showTables(tables) {
-    const opened = new Map([...byId("tables").children].map((entry) => [entry.dataset.title, entry.open]));
-    byId("tables").replaceChildren(...tables.filter(({ rows }) => rows.length).map(({ title, columns, rows, open }) => {
+  function showTables(id, tables) {
+    const opened = new Map([...byId(id).children].map((entry) => [entry.dataset.title, entry.open]));
+    byId(id).replaceChildren(...tables.filter(({ rows }) => rows.length).map(({ title, columns, rows, open }) => {
       const head = html("tr", {}, ...columns.map((name) => html("th", { scope: "col" }, name)));
       const body = rows.map((row) => html("tr", {}, ...row.map((cell) => html("td", {}, cell))));
       const table = html("table", {}, html("thead", {}, head), html("tbody", {}, ...body));
@@ -358,7 +362,7 @@
 
   function showRollouts(data) {
     byId("sections").querySelector("[href='#rollouts']").hidden = !data;
-    if (data) renderRollouts(byId("rollouts"), data);
+    if (data) renderRollouts(byId("rollouts"), data, byId("highlights"));
   }
 
   function setTheme(theme) {

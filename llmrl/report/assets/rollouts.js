@@ -1,13 +1,16 @@
-// The rollout viewer of a run's report: renderRollouts(element, data), data as llmrl.report.rollouts makes it.
+// The rollout viewer of a run's report: renderRollouts(element, data, highlights), data as llmrl.report.rollouts makes
+// it. Three rollouts of the last step go into the element ``highlights``. An address that ends in
+// #rollout=STEP.GROUP.NUMBER selects one.
 //
 // Model output is inserted as text (textContent, append of strings), never as HTML. The list draws only the visible
 // rows, and a conversation a bounded number of tokens, so that interactions cost the same for any number of rows.
 "use strict";
 
 window.renderRollouts = (() => {
-  const ROW = 46; // pixels of a row of the list, as in rollouts.css
+  const ROW = 66; // pixels of a row of the list, as in rollouts.css
   const TOKENS = 3000; // drawn at a time, over all conversations side by side
   const CARDS = 64; // conversations side by side
+  const FOLDED = 120; // a longer system message, with tools say, would push the answer below the fold
   const views = new WeakMap(); // element -> state that its viewer keeps when new data arrive
 
   // ---- Colours: blue and orange, distinguishable with red-green colour blindness ----
@@ -71,6 +74,9 @@ window.renderRollouts = (() => {
   }
 
   const whole = (text) => (typeof text === "string" ? text : `${text[0]}\n[… ${text[1]} characters left out …]\n${text[2]}`);
+  const beginning = (text) => (typeof text === "string" ? text : text[0]);
+  // The end of a prompt, where the question is, without the markers behind it.
+  const question = (text) => whole(text).replace(/<[|｜][^<>]*[|｜]>/g, " ").replace(/\s+(assistant|model)?\s*$/, "").slice(-160);
   const shown = (value) => (value === null || value === undefined ? "none" : String(Number(value.toPrecision(4))));
 
   function make(tag, attributes = {}, ...children) {
@@ -98,6 +104,10 @@ window.renderRollouts = (() => {
         view: "one", least: "", most: "", shortest: "", longest: "", selected: null, ...kept };
       const [name, before] = [(rollout) => JSON.stringify([rollout.step, rollout.group, rollout.completion]), this.state.selected];
       this.state.selected = (before && this.rollouts.find((rollout) => name(rollout) === name(before))) ?? this.rollouts.find(({ record }) => record) ?? null;
+      const addressed = location.hash.startsWith("#rollout=") && this.rollouts.find((rollout) => this.address(rollout) === location.hash);
+      if (addressed && !before) this.state.selected = addressed;
+      const rewards = this.rollouts.map(({ reward }) => reward).filter((reward) => reward !== null);
+      this.extremes = [rewards.reduce((a, b) => Math.min(a, b), 0), rewards.reduce((a, b) => Math.max(a, b), 0)];
       this.reaches = {};
       this.tokens = new WeakMap(); // span -> [record, place, span of its message]
       this.build();
@@ -114,6 +124,7 @@ window.renderRollouts = (() => {
       this.search = this.bind("query", make("input", { type: "search", placeholder: "search ( / )", "aria-label": "search in the texts" }));
       this.count = make("span", { class: "rv-count", "aria-live": "polite" });
       const bar = make("div", { class: "rv-bar" }, this.search,
+        make("details", { class: "rv-filters", open: innerWidth > 800 }, make("summary", {}, "filters"), make("div", { class: "rv-bar" },
         field("step", "step", choice(["", "all"], ...steps)),
         field("stop", "stop reason", choice(["", "all"], ...stops)),
         field("tools", "tools", choice(["", "all"], ["called", "called"], ["failed", "a call failed"], ["none", "not called"])),
@@ -121,7 +132,7 @@ window.renderRollouts = (() => {
         range("reward", "least", "most"), range("tokens", "shortest", "longest"),
         field("sort", "sort by", choice(["step", "step"], ["reward", "reward"], ["tokens", "length"], ["stop_reason", "stop reason"],
           ["calls", "tool calls"])),
-        field("descending", "descending", make("input", { type: "checkbox" })), this.count);
+        field("descending", "descending", make("input", { type: "checkbox" })))), this.count);
       this.spacer = make("div", { class: "rv-spacer" });
       this.list = make("div", { class: "rv-list", role: "listbox", tabindex: "0", "aria-label": "rollouts",
         scroll: () => this.drawRows(), keydown: (event) => this.listKey(event), click: (event) => this.listClick(event) }, this.spacer);
@@ -131,7 +142,7 @@ window.renderRollouts = (() => {
       this.tip = make("div", { class: "rv-tip", role: "tooltip", id: "rv-tip", hidden: true });
       const { num_rollouts: all, num_steps: ofRun } = this.data, count = this.rollouts.length, those = this.data.steps;
       const sample = count === all && those.length === ofRun ? `All ${all} rollouts of the run.`
-        : `${count} of the ${all} rollouts of steps ${inWords(those)}; the run's folder has all ${ofRun} steps in rollouts/.`;
+        : `${count} of the ${all} rollouts of ${those.length} of ${ofRun} steps; the run's folder has all in rollouts/.`;
       this.element.classList.add("rv");
       this.element.replaceChildren(make("h2", {}, "Rollouts"),
         make("p", { class: "rv-note" }, sample),
@@ -214,15 +225,52 @@ window.renderRollouts = (() => {
 
     drawRow(rollout, place) {
       const selected = rollout === this.state.selected;
-      const facts = [`step ${rollout.step}`, `reward ${shown(rollout.reward)}`, `${rollout.tokens} tokens`, rollout.stop_reason];
+      const facts = ["", `${rollout.tokens} tokens`, rollout.stop_reason];
       if (rollout.tool_calls.length) facts.push(`${rollout.tool_calls.length} calls`);
-      const start = typeof rollout.completion === "string" ? rollout.completion : rollout.completion[0];
+      const start = beginning(rollout.completion).slice(0, 160), prompt = question(rollout.prompt);
       const row = make("div", { class: "rv-row", role: "option", id: `rv-row-${place}`, "aria-selected": String(selected),
         "aria-posinset": place + 1, "aria-setsize": this.found.length },
-        make("div", { class: "rv-facts" }, visible(facts.join(" · "), true)),
-        make("div", { class: "rv-start" }, visible(start.slice(0, 160), true).replaceAll("\n", "")));
+        make("div", { class: "rv-facts" }, `step ${rollout.step} · `, this.rewardBar(rollout), visible(facts.join(" · "), true)),
+        make("div", { class: "rv-prompt" }, visible(prompt, true).replaceAll("\n", "")),
+        make("div", { class: "rv-start" }, visible(start, true).replaceAll("\n", "")));
       row.style.top = `${place * ROW}px`;
       return row;
+    }
+
+    // The reward as a number and as a bar between the smallest and the largest one (0 included).
+    rewardBar({ reward }) {
+      const [low, high] = this.extremes, bar = make("span", { class: "rv-reward" }, `reward ${shown(reward)}`);
+      if (reward !== null && high > low) {
+        const fill = make("i"), part = (reward - low) / (high - low);
+        fill.style.width = `${(100 * part).toFixed(1)}%`;
+        fill.style.backgroundColor = shade(reward < 0 ? ORANGE : BLUE, 0.9);
+        bar.append(make("span", { class: "rv-meter" }, fill));
+      }
+      return bar;
+    }
+
+    address(rollout) {
+      const group = this.rollouts.filter(({ step, group }) => step === rollout.step && group === rollout.group);
+      return `#rollout=${rollout.step}.${rollout.group}.${group.indexOf(rollout)}`;
+    }
+
+    // Cards of three rollouts of the last step; a click shows one in the viewer.
+    highlights(element) {
+      const last = this.rollouts.filter(({ step, reward }) => step === this.data.steps.at(-1) && reward !== null);
+      const by = (value) => last.reduce((best, rollout) => (best === null || value(rollout) > value(best) ? rollout : best), null);
+      const chosen = new Map(); // a rollout has one card
+      for (const [label, rollout] of [["best of the last step", by(({ reward }) => reward)], ["worst", by(({ reward }) => -reward)],
+        ["most surprising: far above its group", by(({ advantage }) => advantage ?? -Infinity)]]) {
+        if (rollout && !chosen.has(rollout)) chosen.set(rollout, label);
+      }
+      element.replaceChildren(...[...chosen].map(([rollout, label]) => {
+        const open = () => { this.state.view = "one"; this.select(rollout); this.drawDetail(); this.element.scrollIntoView(); };
+        return make("article", { class: "card rv" }, make("div", { class: "label" }, label),
+          make("div", { class: "rv-facts" }, this.rewardBar(rollout), ` advantage ${shown(rollout.advantage)} · ${rollout.tokens} tokens`),
+          make("div", { class: "rv-prompt" }, visible(question(rollout.prompt), true)),
+          make("div", { class: "rv-answer" }, visible(beginning(rollout.completion).slice(0, 300), true)),
+          make("button", { type: "button", click: open }, "show"));
+      }));
     }
 
     listClick(event) {
@@ -301,7 +349,11 @@ window.renderRollouts = (() => {
       const rewards = Object.entries(rollout.rewards).map(([name, value]) => [`reward ${name}`, shown(value)]);
       const facts = [["reward", shown(rollout.reward)], ...rewards, ["advantage", shown(rollout.advantage)], ["step", rollout.step],
         ["weights of step", rollout.version], ["group", rollout.group], ["prompt", rollout.prompt_id], ["stop reason", rollout.stop_reason], ["tokens", rollout.tokens]];
-      return [table(facts), ...this.conversation(rollout, TOKENS, true)];
+      const copy = (text, label) => make("button", { type: "button", click: (event) => copyText(text(), event.target) }, label);
+      const link = () => `${location.href.split("#")[0]}${this.address(rollout)}`;
+      const { record, ...values } = rollout;
+      return [table(facts), make("div", { class: "rv-head" }, copy(link, "copy link"), copy(() => JSON.stringify(values, null, 2), "copy as JSON")),
+        ...this.conversation(rollout, TOKENS, true)];
     }
 
     drawGroup(group) {
@@ -328,10 +380,10 @@ window.renderRollouts = (() => {
     }
 
     card(rollout, limit) {
-      const facts = `step ${rollout.step} · reward ${shown(rollout.reward)} · advantage ${shown(rollout.advantage)} · ${rollout.tokens} tokens · ${rollout.stop_reason}`;
+      const facts = ` · advantage ${shown(rollout.advantage)} · ${rollout.tokens} tokens · ${rollout.stop_reason}`;
       const open = () => { this.state.view = "one"; this.select(rollout); this.drawDetail(); };
       return make("article", { class: `rv-card${rollout === this.state.selected ? " rv-chosen" : ""}` },
-        make("button", { type: "button", class: "rv-facts", click: open }, visible(facts, true)), ...this.conversation(rollout, limit, false));
+        make("button", { type: "button", class: "rv-facts", click: open }, `step ${rollout.step} · `, this.rewardBar(rollout), visible(facts, true)), ...this.conversation(rollout, limit, false));
     }
 
     // The messages of a conversation, without its prompt if that is shown elsewhere.
@@ -360,6 +412,10 @@ window.renderRollouts = (() => {
     }
 
     message(role, nodes) {
+      if (role === "system" && nodes.length > FOLDED) {
+        const body = make("div", { class: "rv-text" }, ...nodes);
+        return make("details", { class: "rv-turn" }, make("summary", {}, `system, ${nodes.length} tokens`), body);
+      }
       return make("div", { class: "rv-turn" }, make("div", { class: "rv-role" }, visible(role, true)), make("div", { class: "rv-text" }, ...nodes));
     }
 
@@ -439,6 +495,19 @@ window.renderRollouts = (() => {
     }
   }
 
+  // A page from a file may not use the clipboard; then the text is selected for a copy by hand.
+  async function copyText(text, button) {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "copied";
+    } catch {
+      const area = make("textarea", { readonly: true, rows: 3 });
+      area.value = text;
+      button.replaceWith(area);
+      area.select();
+    }
+  }
+
   const inWords = (steps) => (steps.length > 2 && steps.at(-1) - steps[0] === steps.length - 1
     ? `${steps[0]} to ${steps.at(-1)}` : steps.join(", "));
 
@@ -448,13 +517,15 @@ window.renderRollouts = (() => {
     : []);
 
   // Shows the data in the element; a later call with new data keeps filters and selection.
-  return (element, data) => {
+  return (element, data, highlights) => {
     const before = views.get(element);
     before?.ending.abort();
     if (!data || !data.rollouts.length) {
       element.replaceChildren(...unreadable(data));
       return;
     }
-    views.set(element, new Viewer(element, data, before?.state));
+    const viewer = new Viewer(element, data, before?.state);
+    views.set(element, viewer);
+    if (highlights) viewer.highlights(highlights);
   };
 })();
