@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmrl.data.llm.dataset_files import load_rows, to_messages
+from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.message_forms import render_text
+from llmrl.data.llm.rows import to_messages
 from llmrl.data.llm.templates import choose_template, template_names
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer

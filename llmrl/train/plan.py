@@ -119,7 +119,11 @@ def data_plan(
         ("loss", config.loss_in_words),
         ("optim", _optim(config.optim)),
         ("template", check_template(data.renderer, share=data.trained_share())),
-        ("data", f"{data.source} · {len(data)} {data.unit}{too_long} · {sum(map(len, data.ids))} tokens"),
+        (
+            "data",
+            f"{data.source} · {len(data)} {data.unit}{too_long}{data.left_out()} · {sum(map(len, data.ids))} tokens",
+        ),
+        *([("", f"not used: {', '.join(data.unused)}")] if data.unused else []),
         ("length", length),
         ("keep", _checkpoints(config)),
         *([("measured", data.measured)] if data.measured else []),

@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import to_pair
+from llmrl.data.llm.row_reading import place_of
+from llmrl.data.llm.rows import read_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
@@ -122,30 +123,33 @@ def tokenize_pairs(
     pairs = TokenizedPairs(data.path, Renderer(tokenizer))
     for start in range(part.start, part.stop, AT_ONCE):
         numbers = range(start + 1, min(start + AT_ONCE, part.stop) + 1)
-        both = [messages for number in numbers for messages in to_pair(rows[number - 1], number=number, **columns)]
-        rendered = pairs.render(both, start + 1)
-        for number, chosen, rejected in zip(numbers, rendered[::2], rendered[1::2], strict=True):
-            if _add(pairs, chosen, rejected, number, config) and data.margin_column is not None:
-                pairs.margins.append(_margin(rows[number - 1], data.margin_column, number))
+        block = [(n, place_of(rows[n - 1], n), read_pair(rows[n - 1], number=n, **columns)) for n in numbers]
+        block = [(number, place, row) for number, place, row in block if pairs.note(row)]
+        places = [place for _, place, _ in block for _ in range(2)]
+        rendered = pairs.render([chat for *_, row in block for chat in row.chats], places)
+        for (number, place, _), chosen, rejected in zip(block, rendered[::2], rendered[1::2], strict=True):
+            if _add(pairs, chosen, rejected, place, config) and data.margin_column is not None:
+                pairs.margins.append(_margin(rows[number - 1], data.margin_column, place))
+    pairs.unused.pop(data.margin_column or "", None)
     if not pairs.ids:
         raise DataError(f"{data.path}: no pair is left: all are longer than max_length={config.max_length}.")
     return pairs
 
 
-def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: int, config: PairsConfig) -> bool:
+def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, place: str, config: PairsConfig) -> bool:
     """Appends a pair; returns False if it is dropped."""
     longest = max(len(chosen.ids), len(rejected.ids))
     if longest > config.max_length:
         if config.too_long == "error":
             raise DataError(
-                f"{config.data.path}: a conversation must be at most max_length = {config.max_length} tokens long: row "
-                f"{number} has one of {longest}; raise max_length, or choose too_long=drop."
+                f"{place}: a conversation must be at most max_length = {config.max_length} tokens long: one has "
+                f"{longest}; raise max_length, or choose too_long=drop."
             )
         pairs.num_too_long += 1
         return False
     if torch.equal(chosen.ids, rejected.ids):
         raise DataError(
-            f"{config.data.path}: the answers of a pair must differ in their tokens: row {number}'s do not."
+            f"{place}: the answers of a pair must differ in their tokens: they do not."
         )
     if chosen.media is not None:
         places = torch.cat([chosen.media[POSITIONS], rejected.media[POSITIONS] + len(chosen.ids)])
@@ -156,13 +160,12 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, number: in
     return True
 
 
-def _margin(row: Mapping[str, Any], column: str, number: int) -> float:
+def _margin(row: Mapping[str, Any], column: str, place: str) -> float:
     try:
         return float(row[column])
     except (KeyError, TypeError, ValueError):
         raise DataError(
-            f"dataset: {column!r} must be a number: row {number} has {row.get(column)!r:.40}."
-            f"{did_you_mean(column, row)}"
+            f"dataset: {column!r} must be a number: {place} has {row.get(column)!r:.40}.{did_you_mean(column, row)}"
         ) from None
 
 

@@ -11,7 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import load_rows, to_messages
+from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.placed_rows import name_refused
+from llmrl.data.llm.row_reading import place_of
+from llmrl.data.llm.rows import ReadRow, read_conversation
 from llmrl.envs.llm.tasks.colours import colours_demonstrations
 from llmrl.envs.llm.tasks.sums import big_sums_demonstrations, sums_demonstrations
 from llmrl.errors import DataError, TemplateError
@@ -41,6 +44,8 @@ class TokenizedRows:
     masks: list[Tensor] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)  # one per row, if the model reads images
     num_too_long: int = 0  # rows that were longer than allowed
+    num_left_out: int = 0  # rows that a flag leaves out, such as "weight": 0
+    unused: dict[str, None] = field(default_factory=dict)  # columns that no conversation has, in their order
     measured: str = ""  # the evaluation rows, in words
     unit: ClassVar[str]  # name of a row in messages
 
@@ -65,12 +70,22 @@ class TokenizedRows:
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))
 
-    def render(self, chats: Sequence[Sequence[Any]], first: int) -> list[Rendered]:
-        """Renders the conversations of the rows from number ``first`` on. Raises TemplateError that names them."""
+    def note(self, row: ReadRow) -> bool:
+        """Counts what is left out of a row; False if that is all of it."""
+        self.unused |= dict.fromkeys(row.unused)
+        self.num_left_out += not row.is_trained
+        return row.is_trained
+
+    def render(self, chats: Sequence[Sequence[Any]], places: Sequence[str]) -> list[Rendered]:
+        """Renders conversations. Raises TemplateError that names the first refused one by its place."""
         try:
             return self.renderer.render(chats)
         except TemplateError as error:
-            raise TemplateError(f"{self.source}, {self.unit} from row {first} on: {error}") from error
+            raise name_refused(error, chats, places, self.renderer.render) from error
+
+    def left_out(self) -> str:
+        """What the data have and training does not, in words."""
+        return f" · {self.num_left_out} rows left out by their weight" if self.num_left_out else ""
 
 
 @dataclass
@@ -127,28 +142,38 @@ def tokenize_chats(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Tok
     chats = TokenizedChats(data.path, Renderer(tokenizer))
     for start in range(0, count, AT_ONCE):
         numbers = range(start + 1, min(start + AT_ONCE, count) + 1)
-        messages = [to_messages(rows[number - 1], number=number, **columns) for number in numbers]
-        for number, chat, rendered in zip(numbers, messages, chats.render(messages, start + 1), strict=True):
-            mask = last_answer(rendered) if data.train_on == "last" else rendered.assistant_mask
-            place = len(chats.ids)
-            _add(chats, rendered, mask, number, config)
+        read = [(place_of(rows[n - 1], n), read_conversation(rows[n - 1], number=n, **columns)) for n in numbers]
+        block = [(place, row.chats[0]) for place, row in read if chats.note(row)]
+        rendered_rows = chats.render([chat for _, chat in block], [place for place, _ in block])
+        for (place, chat), rendered in zip(block, rendered_rows, strict=True):
+            mask = rendered.assistant_mask
+            if data.train_on == "last":
+                mask = mask & last_answer(rendered)
+                if not mask.any():  # a flag leaves the last answer out
+                    chats.num_left_out += 1
+                    continue
+            before = len(chats.ids)
+            _add(chats, rendered, mask, place, config)
             if chats.first_call is None and any(message.get("tool_calls") for message in chat):
-                chats.first_call = place if len(chats.ids) > place else None
+                chats.first_call = before if len(chats.ids) > before else None
     if not chats.ids:
         raise DataError(
-            f"{data.path}: no token is left to train: cutting to max_length={config.max_length} dropped all of it."
+            f"{data.path}: no token is left to train: cutting to max_length={config.max_length} dropped all of it"
+            f"{chats.left_out()}."
         )
     return chats
 
 
-def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, number: int, config: SFTConfig) -> None:
+def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, place: str, config: SFTConfig) -> None:
     limit, ids, media = config.max_length, rendered.ids, rendered.media
     starts, is_too_long = range(1), len(ids) > limit
     if is_too_long:
-        if config.too_long == "error" or has_images([media] if media else None):  # an image cannot be cut
+        cannot = has_images([media] if media else None)
+        if config.too_long == "error" or cannot:
+            remedy = "a conversation with images cannot be cut: leave it out, or raise max_length"
+            remedy = remedy if cannot else "raise max_length, or choose too_long=split or too_long=truncate"
             raise DataError(
-                f"{config.data.path}: a conversation must be at most max_length = {limit} tokens long: row {number} "
-                f"has {len(ids)}; raise max_length, or choose too_long=split or too_long=truncate."
+                f"{place}: a conversation must be at most max_length = {limit} tokens long: it has {len(ids)}; {remedy}."
             )
         chats.num_too_long += 1
         if config.too_long == "split":  # pieces overlap by a token, trained in the earlier one

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from llmrl.data.llm.images import refuse_images
+from llmrl.data.llm.row_reading import place_of
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.rewards.judge import JudgeReward
@@ -71,8 +72,9 @@ class Task:
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if len(kept) < len(rows) and self.settings.too_long == "error":
             number = next(number for number, length in enumerate(lengths) if length > limit)
+            place = place_of(rows[number], number + 1)
             raise DataError(
-                f"prompts: must be at most env.max_prompt_tokens = {limit} tokens long: row {number + 1} has "
+                f"prompts: must be at most env.max_prompt_tokens = {limit} tokens long: {place} has "
                 f"{lengths[number]}, {len(rows) - len(kept)} of {len(rows)} rows are too long; raise it, or leave them "
                 "out with env.too_long=drop."
             )

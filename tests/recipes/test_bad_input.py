@@ -134,25 +134,25 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
     [
         ("sft", {"data": {"path": "gone.jsonl"}}, ["gone.jsonl", "does not"]),
         ("grpo", {"env": {"dataset": "gone.parquet"}}, ["gone.parquet"]),
-        ("sft", {"data": {"path": "odd.jsonl"}}, ["row 1 must have a prompt column", "Did you mean 'prompt'?"]),
-        ("grpo", {"env": {"dataset": "odd.jsonl", "prompt_column": "question"}}, ["'question' is missing in row 1"]),
+        ("sft", {"data": {"path": "odd.jsonl"}}, ["odd.jsonl:1 must have a prompt column", "Did you mean 'prompt'?"]),
+        ("grpo", {"env": {"dataset": "odd.jsonl", "prompt_column": "question"}}, ["'question' is missing in odd.jsonl:1"]),
         ("sft", {"data": {"path": "empty.jsonl"}}, ["at least one row: empty.jsonl"]),
         ("grpo", {"env": {"dataset": "empty.jsonl"}}, ["at least one row: empty.jsonl"]),
         ("sft", {"data": {"path": "broken.jsonl"}}, ["broken.jsonl, line 2 must be JSON"]),
-        ("sft", {"data": {"path": "chats.jsonl"}}, ["an assistant turn: row 2 has only user"]),
+        ("sft", {"data": {"path": "chats.jsonl"}}, ["an assistant turn: chats.jsonl:2 has only user"]),
         ("sft", {"model": "./no-model-here"}, ["./no-model-here: cannot be loaded"]),
         ("grpo", {"env": UNJUDGED}, ["reward_model.model ./no-model-here: cannot be loaded"]),
         ("sft", {"model": "latest:sums_sft"}, ["a run of sums_sft", "in runs/"]),
-        ("sft", {"data": {"path": "long.jsonl"}, **AT_MOST_40}, ["max_length = 40", "row 2 has", "too_long=truncate"]),
+        ("sft", {"data": {"path": "long.jsonl"}, **AT_MOST_40}, ["max_length = 40", "long.jsonl:2: ", "too_long=truncate"]),
         ("sft", {"data": {"path": "asked.jsonl"}, **AT_MOST_40, "too_long": "truncate"}, ["no token is left to train"]),
         ("grpo", {"env": {"max_prompt_tokens": 2, "too_long": "drop"}}, ["all 12", "env.max_prompt_tokens = 2"]),
         ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat", "in eval.dataset"]),
-        ("dpo", {"data": {"path": "same.jsonl"}}, ["row 1"]),
+        ("dpo", {"data": {"path": "same.jsonl"}}, ["same.jsonl:1"]),
         ("reward", {"eval": {"split": "train"}}, ["eval.split must be pairs that are not"]),
         (
             "reward",
             {"data": {"path": "pairs.jsonl", "margin_column": "gap"}},
-            ["'gap' must be a number: row 1 has None"],
+            ["'gap' must be a number: pairs.jsonl:1 has None"],
         ),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
@@ -218,7 +218,7 @@ def test_the_number_of_cut_conversations_is_part_of_the_plan(place):
 def test_a_prompt_longer_than_the_limit_is_an_error_or_dropped(place):
     rows = [{"prompt": f"Say {'many words ' * (30 * (i == 2))} {i}", "answer": ""} for i in range(6)]
     env = {"dataset": place.rows("mixed.jsonl", rows), "max_prompt_tokens": 30}
-    place.train("grpo", "a", code=3, words=["max_prompt_tokens = 30", "row 3 has", "env.too_long=drop"], env=env)
+    place.train("grpo", "a", code=3, words=["max_prompt_tokens = 30", ":3 has", "env.too_long=drop"], env=env)
     place.train("grpo", "dropped", words=["5 prompts · 1 longer than 30 tokens"], env=env | {"too_long": "drop"})
     prompts = {rollout.prompt for step in (1, 2, 3) for rollout in place.rollouts("dropped", step)}
     assert len(prompts) == 5

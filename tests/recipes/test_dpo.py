@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from llmrl.data.llm.dataset_files import to_pair
+from llmrl.data.llm.rows import to_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences, sums_reward
 from llmrl.errors import DataError
 from llmrl.testing import tiny_tokenizer
@@ -71,7 +71,7 @@ def test_the_last_answer_counts_and_its_end_of_turn(place):
 def test_pairs_that_are_too_long_are_named_or_counted(place):
     path = place.path / "pairs.jsonl"
     place.rows("pairs.jsonl", [PAIR, {**PAIR, "rejected": "five " * 50}])
-    with pytest.raises(DataError, match="row 2 has one of"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:2: .* one has"):
         tokenize_pairs(config(path, max_length=40), tiny_tokenizer())
     pairs = tokenize_pairs(config(path, max_length=40, too_long="drop"), tiny_tokenizer())
     assert (len(pairs), pairs.num_too_long) == (1, 1)

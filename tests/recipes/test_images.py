@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from llmrl.data.llm.dataset_files import load_rows, to_messages, to_prompt
+from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.images import load_image
+from llmrl.data.llm.rows import to_messages, to_prompt
 from llmrl.envs.llm.rewards import JudgeReward
 from llmrl.envs.llm.tasks.colours import COLOURS, colours_problems
 from llmrl.errors import DataError
@@ -70,9 +71,9 @@ def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(pla
     (place.path / "good.png").write_bytes(picture())
     rows = [{"prompt": "What?", "image": f"{name}.png", "completion": "a"} for name in ("good", "broken")]
     data = {"path": place.rows("broken.jsonl", rows)}
-    place.train("sft", "a", model=VISION, data=data, code=3, words=("column 'image' of row 2", "broken.png"))
+    place.train("sft", "a", model=VISION, data=data, code=3, words=("column 'image' of broken.jsonl:2", "broken.png"))
     env = {"dataset": place.rows("missing.jsonl", [{"prompt": "What?", "images": ["none.png"], "answer": "a"}])}
-    place.train("grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of row 1", "FileNotFoundError"))
+    place.train("grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of missing.jsonl:1", "FileNotFoundError"))
     data = {"path": place.rows("text.jsonl", rows[:1])}
     place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
 

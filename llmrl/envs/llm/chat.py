@@ -14,7 +14,9 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 
 from llmrl.data.llm.chat import History
-from llmrl.data.llm.dataset_files import declared_tools, load_rows, to_prompt
+from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.row_messages import declared_tools
+from llmrl.data.llm.rows import to_prompt
 from llmrl.data.ragged.tensordicts import column_values, new_tensordict
 from llmrl.data.specs import Composite, NonTensor
 from llmrl.envs.base import EnvBase
@@ -246,7 +248,8 @@ class DatasetChatEnv(TransformedEnv):
                 f"{dataloader_actor_name!r}; share rows between processes with rank and world_size."
             )
         check_at_least(who, 1, batch_size_dl=batch_size_dl)
-        rows = load_rows(dataset, split=split or "train", name=name) if isinstance(dataset, (str, Path)) else dataset
+        is_source = isinstance(dataset, (str, Path)) or hasattr(dataset, "column_names")  # a datasets.Dataset
+        rows = load_rows(dataset, split=split or "train", name=name) if is_source else dataset
         if collate_fn is None:
             columns = {"prompt_column": prompt_column, "answer_column": answer_column}
             rows = [to_prompt(row, number=number, **columns) for number, row in enumerate(checked_rows(rows, who), 1)]

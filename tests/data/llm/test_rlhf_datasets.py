@@ -96,7 +96,7 @@ def test_without_a_template_rows_are_the_texts_and_end(tmp_path, options):
     assert tokenizer.decode(real(data.mask_label(0), 0)) == TEA
     rows = [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "completion": "a"}]
     options["dataset_name"] = write(tmp_path / "chat.jsonl", rows)
-    with pytest.raises(DataError, match=r"row 1 of .* \(system, user, assistant\).*tokenizer that has one"):
+    with pytest.raises(DataError, match=r"chat.jsonl:1 is a .* \(system, user, assistant\).*tokenizer that has one"):
         PromptData.from_dataset("train", **options)
 
 
@@ -115,8 +115,9 @@ def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_p
     write(folder / "validation.jsonl", PAIRS[4:6])
     options |= {"dataset_name": folder}
     assert len(PromptData.from_dataset("train", **options)) == 4
-    with pytest.raises(DataError, match=r"split 'valid'.*validation.jsonl.*Did you mean 'validation'"):
-        PromptData.from_dataset("valid", **options)
+    assert len(PromptData.from_dataset("valid", **options)) == 2, "as the hub reads names of files"
+    with pytest.raises(DataError, match=r"split 'tests'.*train.jsonl, validation.jsonl"):
+        PromptData.from_dataset("tests", **options)
 
 
 def test_a_saved_dataset_is_read_by_its_splits(tmp_path, options):
@@ -128,8 +129,7 @@ def test_a_saved_dataset_is_read_by_its_splits(tmp_path, options):
     assert len(PairwiseDataset.from_dataset("train", **options, from_disk=True)) == 6
     with pytest.raises(DataError, match=r"must have the split 'tain'.*Did you mean 'train'"):
         PairwiseDataset.from_dataset("tain", **options, from_disk=True)
-    with pytest.raises(DataError, match="pass from_disk=True"):
-        PairwiseDataset.from_dataset("train", **options)
+    assert len(PairwiseDataset.from_dataset("train", **options)) == 6, "also without from_disk"
 
 
 def test_rows_are_tokenised_once_and_again_when_something_changes(options):
@@ -165,14 +165,14 @@ def test_files_of_another_recipe_or_cut_short_are_built_again(options):
 
 
 BAD = [
-    ({**PAIRS[1], "chosen": "same", "rejected": "same"}, "answers of a pair must differ: in row 2"),
-    ({**PAIRS[1], "chosen": ""}, "'chosen' must end with an answer of the assistant: row 2"),
+    ({**PAIRS[1], "chosen": "same", "rejected": "same"}, "answers of a pair must differ: in .*bad.jsonl:2"),
+    ({**PAIRS[1], "chosen": ""}, "'chosen' must end with an answer of the assistant: .*bad.jsonl:2"),
     (
         {**PAIRS[1], "rejected": None},
-        r"column 'rejected' is empty in row 2: its columns are prompt, chosen, rejected\.$",
+        r"column 'rejected' is empty in .*bad.jsonl:2: its columns are prompt, chosen, rejected\.$",
     ),
-    ({"prompt": "p", "chosen": "c"}, "column 'rejected' is missing in row 2"),
-    ({**PAIRS[1], "prompt": "word " * 60}, "max_length = 40 tokens.* row 2 has .* before the answer"),
+    ({"prompt": "p", "chosen": "c"}, r"column 'rejected' is missing in .*bad.jsonl:2"),
+    ({**PAIRS[1], "prompt": "word " * 60}, "max_length = 40 tokens.*bad.jsonl:2 has .* before the answer"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out_and_counted(tmp_path, op
         assert caught[0].filename == __file__
     assert len(kept) == 9
     options["dataset_name"] = write(tmp_path / "only.jsonl", [row])
-    with pytest.raises(DataError, match=r"no row is left.*row 1"):
+    with pytest.raises(DataError, match=r"no row is left.*only.jsonl:1"):
         PairwiseDataset.from_dataset("train", **options, unusable="drop")
 
 

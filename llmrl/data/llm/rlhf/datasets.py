@@ -16,10 +16,13 @@ from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
 from llmrl.data.llm.codec import codec_for
-from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, to_messages, to_pair
 from llmrl.data.llm.images import take_images
+from llmrl.data.llm.message_forms import is_trained
+from llmrl.data.llm.placed_rows import name_refused
 from llmrl.data.llm.rlhf.source import Source, blocks_of
 from llmrl.data.llm.rlhf.tokenizing import encode_answers, load_tokenizer, padding_id, same_width
+from llmrl.data.llm.row_reading import CHAT_COLUMNS, REFERENCE_COLUMNS, place_of
+from llmrl.data.llm.rows import ReadRow, read_conversation, read_pair
 from llmrl.data.llm.templates import find_template
 from llmrl.errors import ConfigError, DataError, TemplateError
 
@@ -96,7 +99,7 @@ class PairwiseDataset(_FromDataset, TensorClass["nocast"]):
 
     @staticmethod
     def _chats(row: Row, number: int, columns: Mapping[str, str | None]) -> list[Chat]:
-        return list(to_pair(row, number=number, **columns))
+        return _trained(read_pair(row, number=number, **columns), row, number)
 
     @staticmethod
     def _columns(rows: _Rows, groups: list[list[_Ids]]) -> Mapping[str, Any]:
@@ -152,15 +155,16 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
 
     @staticmethod
     def _chats(row: Row, number: int, columns: Mapping[str, str | None]) -> list[Chat]:
-        known = ("messages", "completion", *REFERENCE_COLUMNS)
+        known = (*CHAT_COLUMNS, "completion", *REFERENCE_COLUMNS)
         if "completion_column" not in columns and not any(row.get(name) is not None for name in known):
             if "chosen" in row and "rejected" in row:
-                return [to_pair(row, number=number, **columns)[0]]
+                return _trained(read_pair(row, number=number, **columns), row, number)[:1]
             if row.get("label") is not None:
                 columns = {**columns, "completion_column": "label"}
-        chat = to_messages(row, number=number, **columns)
+        [chat] = _trained(read_conversation(row, number=number, **columns), row, number)
         if chat[-1]["role"] != "assistant" or not (chat[-1]["content"] or chat[-1].get("tool_calls")):
-            raise DataError(f"dataset: row {number} must end with an answer of the assistant: it has {chat[-1]!r:.80}.")
+            where = place_of(row, number)
+            raise DataError(f"dataset: {where} must end with an answer of the assistant: it has {chat[-1]!r:.80}.")
         return [chat]
 
     @staticmethod
@@ -176,6 +180,13 @@ class PromptData(_FromDataset, TensorClass["nocast"]):
     @classmethod
     def _of_columns(cls, td: TensorDict) -> PromptData:
         return cls(**td, batch_size=td.batch_size)
+
+
+def _trained(read: ReadRow, row: Row, number: int) -> list[Chat]:
+    """The conversations of a row. Raises DataError if a flag leaves the row out of the loss."""
+    if not (read.is_trained and all(is_trained(chat[-1]) for chat in read.chats)):
+        raise DataError(f"dataset: {place_of(row, number)} is left out by its weight; leave it out of the data.")
+    return list(read.chats)
 
 
 class _Ids(NamedTuple):
@@ -203,9 +214,9 @@ class _Rows:
         refused: list[DataError] = []
         kept = 0
 
-        def usable(make: Callable[..., Any], thing: Any, number: int) -> Any:
+        def usable(make: Callable[..., Any], *arguments: Any) -> Any:
             try:
-                return make(thing, number)
+                return make(*arguments)
             except DataError as error:
                 if self.unusable == "error":
                     raise
@@ -213,49 +224,50 @@ class _Rows:
                 return None
 
         for first, block in blocks_of(*source.rows()):
-            rows = [(number, usable(chats_of, row, number)) for number, row in enumerate(block, first)]
-            rows = [(number, chats) for number, chats in rows if chats]
+            rows = [(place_of(row, n), usable(chats_of, row, n)) for n, row in enumerate(block, first)]
+            rows = [(place, chats) for place, chats in rows if chats]
             # All conversations of a block are encoded in one call: per row it would be many times slower.
-            ids = iter(self._encode([(number, chat) for number, chats in rows for chat in chats], source.name))
-            found = [usable(self._checked, [next(ids) for _ in chats], number) for number, chats in rows]
+            ids = iter(self._encode([(place, chat) for place, chats in rows for chat in chats]))
+            found = [usable(self._checked, [next(ids) for _ in chats], place) for place, chats in rows]
             found = [group for group in found if group]
             kept += len(found)
             yield len(block), found
         if not kept:
             raise DataError(f"{source.name}: no row is left. The first that was left out: {refused[0]}")
 
-    def _encode(self, numbered: list[tuple[int, Chat]], name: str) -> list[_Ids]:
-        for number, chat in numbered:
+    def _encode(self, placed: list[tuple[str, Chat]]) -> list[_Ids]:
+        for place, chat in placed:
             if any(take_images(chat)[1]):
-                raise DataError(f"dataset: tokenised rows hold no images: row {number} of {name} has some.")
+                raise DataError(f"dataset: tokenised rows hold no images: {place} has some.")
         if self.codec is None:
             encoded = []
-            for ids, start in encode_answers(self.tokenizer, *_plain_texts(numbered, name)):
+            for ids, start in encode_answers(self.tokenizer, *_plain_texts(placed)):
                 if self.end is not None and ids[-1:] != [self.end]:
                     ids.append(self.end)
                 encoded.append(_Ids(ids, start, len(ids)))
             return encoded
+        chats = [chat for _, chat in placed]
         try:
-            texts, spans = self.codec.render_with_spans([chat for _, chat in numbered])
+            texts, spans = self.codec.render_with_spans(chats)
             ids, spans = self.codec.encode_with_spans(texts, spans)
         except TemplateError as error:
-            raise TemplateError(f"{name}, conversations of the rows from {numbered[0][0]} on: {error}") from error
+            raise name_refused(error, chats, [place for place, _ in placed], self.codec.render_with_spans) from error
         return [_Ids(own, *found[-1]) for own, found in zip(ids, spans, strict=True)]
 
-    def _checked(self, group: list[_Ids], number: int) -> list[_Ids]:
+    def _checked(self, group: list[_Ids], place: str) -> list[_Ids]:
         for ids, start, end in group:
             # The end-of-sequence id that was added to a plain text is not a token of the answer.
             if start >= end - (self.end is not None):
-                raise DataError(f"dataset: an answer must have a token: one of row {number} has none.")
+                raise DataError(f"dataset: an answer must have a token: one of {place} has none.")
             if len(ids) > self.max_length:
                 what = f"has {len(ids)} tokens, {start} of them before the answer"
                 raise DataError(
-                    f"dataset: a conversation must be at most max_length = {self.max_length} tokens long: one of row "
-                    f"{number} {what}; raise max_length, or pass unusable='drop'."
+                    f"dataset: a conversation must be at most max_length = {self.max_length} tokens long: one of "
+                    f"{place} {what}; raise max_length, or pass unusable='drop'."
                 )
         # Different texts can have equal ids: a tokenizer may normalise, or drop unknown characters.
         if len(group) == 2 and group[0].ids == group[1].ids:
-            raise DataError(f"dataset: the answers of a pair must differ in their tokens: row {number}'s do not.")
+            raise DataError(f"dataset: the answers of a pair must differ in their tokens: those of {place} do not.")
         return group
 
     def same_width(self, rows: Sequence[list[int]]) -> dict[str, Tensor]:
@@ -263,13 +275,13 @@ class _Rows:
         return {"input_ids": ids, "attention_mask": mask}
 
 
-def _plain_texts(numbered: list[tuple[int, Chat]], name: str) -> tuple[list[str], list[str]]:
+def _plain_texts(placed: list[tuple[str, Chat]]) -> tuple[list[str], list[str]]:
     """The prompts and the answers of conversations without a template."""
     prompts, answers = [], []
-    for number, chat in numbered:
+    for place, chat in placed:
         if [message["role"] for message in chat] != ["user", "assistant"]:
             raise DataError(
-                f"dataset: without a chat template a row is a prompt and an answer: row {number} of {name} is a "
+                f"dataset: without a chat template a row is a prompt and an answer: {place} is a "
                 f"conversation ({', '.join(message['role'] for message in chat)}); use a tokenizer that has one."
             )
         prompt, answer = (message["content"] for message in chat)

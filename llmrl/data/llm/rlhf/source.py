@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
+from llmrl.data.llm.dataset_files import load_rows, local_files
 from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
-from llmrl.errors import ConfigError, DataError, did_you_mean
+from llmrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,12 +50,13 @@ class Source:
         recipe: Mapping[str, Any],
     ) -> TensorDict:
         """The rows that ``build`` makes of this split, cached until anything changes that they depend on."""
-        path = self._path()
-        files = [path] if path is not None and path.is_file() else []
-        if self.from_disk:
-            files = sorted(path.rglob("*.arrow"))
+        files = self._files() or []
+        if files and files[0].is_dir():
+            files = sorted(files[0].rglob("*.arrow"))
         # Size and time represent the content: hashing a file takes as long as reading it.
-        stamp = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        stamp = [
+            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()
+        ]
         recipe = {
             **recipe,
             "source": {"name": self.name, "split": self.split, "valid_size": self.valid_size, "stamp": stamp},
@@ -72,35 +73,23 @@ class Source:
 
         Raises  DataError for data that are missing, broken or empty, or without the split
         """
-        path = self._path()
-        if self.from_disk:
-            return self._from_disk(path)
-        if path is None:
+        files = self._files()
+        if files is None:
             rows = load_rows(self.name, split=self.split)
             if self.split.startswith("valid"):
-                rows = rows.select(range(min(len(rows), _VALID_ROWS if self.valid_size is None else self.valid_size)))
+                rows = rows[: _VALID_ROWS if self.valid_size is None else self.valid_size]
             return rows, 0
-        rows = load_rows(path)
-        return self._part(rows) if path == Path(self.name).expanduser() else (rows, 0)
-
-    def _path(self) -> Path | None:
-        """The file; None for a name on the hub."""
+        rows = load_rows(self.name, split=self.split)
+        # What has no splits of its own is divided: one file, or one saved dataset.
         path = Path(self.name).expanduser()
-        if self.from_disk or path.is_file():
-            return path
-        if not path.is_dir():
-            return path if path.suffix.lower() in FILE_FORMATS else None
-        files = [file for file in sorted(path.iterdir()) if file.suffix.lower() in FILE_FORMATS]
-        own = [file for file in files if file.stem == self.split]
-        if len(own) == 1:
-            return own[0]
-        saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
-        advice = "pass from_disk=True" if saved else "rename one, or name the file"
-        raise DataError(
-            f"dataset: the folder {path} must have one file for the split {self.split!r}, such as {self.split}.jsonl: "
-            f"it has {', '.join(file.name for file in files) or 'no data file'}; {advice}."
-            f"{did_you_mean(self.split, [file.stem for file in files])}"
-        )
+        return (rows, 0) if path.is_dir() and not _is_one(path) else self._part(rows)
+
+    def _files(self) -> list[Path] | None:
+        """The files of the split, or a saved folder; None for a name on the hub."""
+        files = local_files(self.name, self.split)
+        if self.from_disk and (files is None or not files[0].is_dir()):
+            raise DataError(f"dataset: {self.name} must be a folder that datasets' save_to_disk wrote: it is not.")
+        return files
 
     def _part(self, rows: Sequence[Row]) -> tuple[Sequence[Row], int]:
         """Divides data without splits: the last ``valid_size`` rows are "valid", all before them "train"."""
@@ -117,31 +106,14 @@ class Source:
             )
         cut = len(rows) - held
         part = range(cut) if self.split == "train" else range(cut, len(rows))
-        taken = rows[part.start : part.stop] if isinstance(rows, list) else rows.select(part)
-        return taken, part.start
+        return rows[part.start : part.stop], part.start
 
-    def _from_disk(self, path: Path) -> tuple[Sequence[Row], int]:
-        import datasets  # a second of imports
 
-        try:
-            saved = datasets.load_from_disk(str(path))
-        except (OSError, ValueError) as error:
-            raise DataError(f"dataset: {path} must be what datasets' save_to_disk wrote: {error}") from error
-        if not isinstance(saved, datasets.DatasetDict):
-            return self._part(saved)
-        if self.split not in saved:
-            raise DataError(
-                f"dataset: {path} must have the split {self.split!r}: it has {', '.join(saved)}."
-                f"{did_you_mean(self.split, saved)}"
-            )
-        return saved[self.split], 0
+def _is_one(path: Path) -> bool:
+    return (path / "state.json").is_file()  # a Dataset, not a DatasetDict
 
 
 def blocks_of(rows: Sequence[Row], before: int) -> Iterator[tuple[int, list[Row]]]:
     """The rows in blocks, each with the number of its first row, counted from 1."""
     for start in range(0, len(rows), AT_ONCE):
-        block = rows[start : start + AT_ONCE]
-        if not isinstance(block, list):  # a slice of a Dataset is a dict of columns
-            names = list(block)
-            block = [dict(zip(names, values, strict=True)) for values in zip(*block.values(), strict=True)]
-        yield before + start + 1, block
+        yield before + start + 1, list(rows[start : start + AT_ONCE])

@@ -13,6 +13,8 @@ from tensordict import NestedKey, TensorDict, unravel_key
 from tensordict.base import is_tensor_collection
 from torch import Tensor
 
+from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.placed_rows import ArrowRows
 from llmrl.data.llm.rlhf.cache import Block, callable_fingerprint
 from llmrl.data.llm.rlhf.source import Source, blocks_of
 from llmrl.errors import ConfigError, DataError
@@ -281,7 +283,8 @@ class TokenizedDatasetLoader:
         if self.pre_tokenization_hook is not None:
             import datasets  # a second of imports
 
-            rows = self.pre_tokenization_hook(datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows)
+            before_hook = rows.dataset if isinstance(rows, ArrowRows) else datasets.Dataset.from_list(list(rows))
+            rows = load_rows(self.pre_tokenization_hook(before_hook))
         for first, block in blocks_of(rows, before):
             if isinstance(process, TensorDictTokenizer):
                 process.first_row = first

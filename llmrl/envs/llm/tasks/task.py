@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmrl.data.llm.dataset_files import REFERENCE_COLUMNS, load_rows, to_prompt
+from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.row_reading import REFERENCE_COLUMNS
+from llmrl.data.llm.rows import to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
 from llmrl.envs.llm.options import split_keywords
 from llmrl.envs.transforms.base import Transform

@@ -170,7 +170,8 @@ class RewardFunction(ScoringTransform):
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
             # References in a file may be numbers, but functions compare strings.
-            columns["answer"] = [a if a is None or isinstance(a, str) else str(a) for a in answers]
+            is_number = [isinstance(a, (int, float)) and not isinstance(a, bool) for a in answers]
+            columns["answer"] = [str(a) if number else a for a, number in zip(answers, is_number, strict=True)]
         return columns
 
     def _score(self, completions: list[str], columns: dict[str, list[Any]]) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from llmrl.data.llm.dataset_files import declared_tools
+from llmrl.data.llm.row_messages import declared_tools
 from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import column, column_values, required
 from llmrl.data.specs import Composite, NonTensor, Unbounded
