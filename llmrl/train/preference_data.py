@@ -148,9 +148,7 @@ def _add(pairs: TokenizedPairs, chosen: Rendered, rejected: Rendered, place: str
         pairs.num_too_long += 1
         return False
     if torch.equal(chosen.ids, rejected.ids):
-        raise DataError(
-            f"{place}: the answers of a pair must differ in their tokens: they do not."
-        )
+        raise DataError(f"{place}: the answers of a pair must differ in their tokens: they do not.")
     if chosen.media is not None:
         places = torch.cat([chosen.media[POSITIONS], rejected.media[POSITIONS] + len(chosen.ids)])
         pairs.media.append({**chosen.media, POSITIONS: places})  # images are in the prompt: both have the same

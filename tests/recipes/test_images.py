@@ -73,7 +73,9 @@ def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(pla
     data = {"path": place.rows("broken.jsonl", rows)}
     place.train("sft", "a", model=VISION, data=data, code=3, words=("column 'image' of broken.jsonl:2", "broken.png"))
     env = {"dataset": place.rows("missing.jsonl", [{"prompt": "What?", "images": ["none.png"], "answer": "a"}])}
-    place.train("grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of missing.jsonl:1", "FileNotFoundError"))
+    place.train(
+        "grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of missing.jsonl:1", "FileNotFoundError")
+    )
     data = {"path": place.rows("text.jsonl", rows[:1])}
     place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
 
