@@ -85,7 +85,8 @@ class TokenizedRows:
 
     def left_out(self) -> str:
         """What the data have and training does not, in words."""
-        return f" · {self.num_left_out} rows left out by their weight" if self.num_left_out else ""
+        count = self.num_left_out
+        return f" · {count} row{'s' * (count != 1)} left out by their flags" if count else ""
 
 
 @dataclass
@@ -173,7 +174,8 @@ def _add(chats: TokenizedChats, rendered: Rendered, mask: Tensor, place: str, co
             remedy = "a conversation with images cannot be cut: leave it out, or raise max_length"
             remedy = remedy if cannot else "raise max_length, or choose too_long=split or too_long=truncate"
             raise DataError(
-                f"{place}: a conversation must be at most max_length = {limit} tokens long: it has {len(ids)}; {remedy}."
+                f"{place}: a conversation must be at most max_length = {limit} tokens long: it has {len(ids)}; "
+                f"{remedy}."
             )
         chats.num_too_long += 1
         if config.too_long == "split":  # pieces overlap by a token, trained in the earlier one

@@ -80,6 +80,29 @@ def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(pla
     place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
 
 
+def test_marks_in_texts_are_the_places_of_images_and_paths_begin_at_the_file(place, tmp_path, monkeypatch):
+    """Regression: the images went to the front, and the prompt kept the text `<image>`."""
+    for n in range(2):
+        (place.path / f"{n}.png").write_bytes(picture(n))
+    said = {"role": "user", "content": "First <image> then <image>: same?"}
+    row = {"messages": [said, {"role": "assistant", "content": "<image> is a mark."}], "images": ["0.png", "1.png"]}
+    part = {"role": "user", "content": [{"type": "image", "image": "0.png"}, {"type": "text", "text": "What?"}]}
+    inside = {"messages": [part, {"role": "assistant", "content": "Noise."}]}
+    rows = load_rows(place.path / place.rows("marks.jsonl", [row, inside, row | {"images": ["0.png"]}]))
+    monkeypatch.chdir(tmp_path)
+    paths = [{"type": "image", "image": str(place.path / f"{n}.png")} for n in range(2)]
+    texts = [{"type": "text", "text": text} for text in ("First ", " then ", ": same?")]
+    assert to_messages(rows[0])[0]["content"] == [texts[0], paths[0], texts[1], paths[1], texts[2]]
+    assert to_messages(rows[0])[1]["content"] == "<image> is a mark."
+    assert to_prompt(rows[0])["query"][0] == to_messages(rows[0])[0]
+    assert to_messages(rows[1])[0]["content"][0] == paths[0]
+    with pytest.raises(DataError, match=r"marks.jsonl:3 must have as many images .*: got 1 images for 2 "):
+        to_messages(rows[2])
+    rows[1]["messages"][0]["content"][0]["image"] = "none.png"
+    with pytest.raises(DataError, match=r"marks.jsonl:2, message 1: image: 'none.png'"):
+        to_messages(rows[1])
+
+
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,11 @@
 """Data and rewards that people have: files of several formats, columns of several names, functions of their own."""
 
+import json
+
 import pytest
 import torch
 
+from llmrl.data import PairwiseDataset
 from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
 from llmrl.envs.llm.tasks.gsm8k import GSM8KEnv
 from llmrl.errors import ConfigError, TemplateError
@@ -10,6 +13,8 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.models import load_tokenizer
 from llmrl.train.plan import check_template
+from llmrl.train.preference_data import tokenize_pairs
+from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import marked_pieces, tokenize_chats
 from tests.support.published_templates import base_tokenizer
@@ -50,6 +55,47 @@ def test_settings_name_other_columns_the_turns_that_train_a_system_prompt_and_th
     assert tiny_tokenizer().decode(chats.ids[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     settings = SFTConfig(model={}, data={"path": "chats.jsonl", "rows": 1})
     assert len(tokenize_chats(settings, tiny_tokenizer())) == 1, "the first of two"
+
+
+def test_flags_leave_messages_and_rows_out_of_the_loss_and_the_plan_counts_what_is_left_out(place):
+    """Regression: `"weight": 0` was trained, and columns that are not read were left out without a word."""
+    flagged = {"messages": [ASK, TELL | {"weight": 0}, *CONVERSATION[2:]], "weight": 1.0}
+    pieces, chats = trained(place, flagged)
+    assert pieces == ["yes<|im_end|>"]
+    assert "four<|im_end|>" in tiny_tokenizer().decode(chats.ids[0])
+    rows = [flagged, {"messages": [ASK, TELL], "train": False, "source": "web"}, SHAPES["messages"]]
+    words = ("2 conversations · 1 row left out by their flags", "not used: source")
+    place.train("sft", "flagged", data={"path": place.rows("chats.jsonl", rows), "rows": None}, steps=1, words=words)
+    last = {"messages": [*CONVERSATION[:3], CONVERSATION[3] | {"trainable": False}]}
+    settings = SFTConfig(model={}, data={"path": place.rows("last.jsonl", [last, flagged]), "train_on": "last"})
+    chats = tokenize_chats(settings, tiny_tokenizer())
+    assert (len(chats), chats.num_left_out) == (1, 1)
+
+
+def test_a_refused_conversation_is_named_with_its_line_and_message(place):
+    """Regression: the rows of a block were named by its first one, messages were counted from 0."""
+    path = place.path / "chats.jsonl"
+    lines = ["", *[json.dumps({"messages": [ASK, TELL]})] * 5, json.dumps({"messages": [ASK, TELL | {"mood": "good"}]})]
+    path.write_text("\n".join(lines))
+    with pytest.raises(TemplateError, match=r"chats.jsonl:7, message 2: .* not of message 2, .*does not use mood"):
+        tokenize_chats(SFTConfig(model={}, data={"path": str(path)}), tiny_tokenizer())
+    pair = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}
+    odd = pair | {"rejected": TELL | {"mood": "good"}}
+    config = DPOConfig(model={}, data={"path": place.rows("pairs.jsonl", [pair, pair, odd])})
+    with pytest.raises(TemplateError, match=r"pairs.jsonl:3, message 2: "):
+        tokenize_pairs(config, tiny_tokenizer())
+    with pytest.raises(TemplateError, match=r"pairs.jsonl:3, message 2: "):
+        PairwiseDataset.from_dataset("train", "pairs.jsonl", 60, place.path / "cache", tokenizer=tiny_tokenizer())
+
+
+def test_a_reward_sees_the_columns_of_the_file_under_their_names_and_a_list_as_a_list(place):
+    source = "def score(completion, answer, solution, problem):\n"
+    source += "    assert answer == solution == ['yes', {'no': None}] and problem == '2 + 2?'\n    return 1.0\n"
+    place.module("listed", source)
+    rows = [{"problem": "2 + 2?", "solution": ["yes", {"no": None}]}] * 4
+    env = {"dataset": place.rows("asked.jsonl", rows), "reward": "listed:score"}
+    place.train("grpo", "listed", env=env, zero_variance="keep", steps=1)
+    assert {rollout.reward for rollout in place.rollouts("listed", 1)} == {1.0}
 
 
 @pytest.mark.parametrize("file", ["chats.jsonl", "chats.parquet"])
