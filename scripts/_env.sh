@@ -2,12 +2,28 @@
 #
 #   ROOT         the checkout           VENV  its environment (LLMRL_VENV sets another path)
 #   ensure_env   base | dev             installs llmrl editable, with the development tools for dev
+#   step NAME COMMAND...                runs it; a script that ends in it says which step failed
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${LLMRL_VENV:-$ROOT/.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '%s\n' "$*" >&2; }
+
+STEP=
+step() {
+    STEP=$1
+    shift
+    say "== $STEP"
+    "$@"
+    STEP=
+}
+
+name_failed_step() {
+    local status=$?
+    [[ -z $STEP ]] || say "FAILED with exit code $status: $STEP"
+}
+trap name_failed_step EXIT
 
 find_python() {
     local candidate
