@@ -26,7 +26,7 @@ from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.train.distributed import Session
 
@@ -153,7 +153,7 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
         merge_saved(model, source)
         model.name_or_path = ""  # no file has the merged weights
         return model
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     # Frozen weights are kept in the compute precision.
     dtype = torch.bfloat16 if config.lora and session.low_precision else torch.float32
@@ -162,7 +162,7 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
     offloads = session.offloads and session.sharded
     goes_there = session.device.type != "cpu" and not offloads  # read to the device directly, without a copy on the CPU
     place = {"device_map": {"": session.device}} if goes_there else {}
-    options = place | _attention(config) | quantization(config, dtype)
+    options = place | _attention(config, loaded(AutoConfig.from_pretrained, source)) | quantization(config, dtype)
     model = loaded(load, source, dtype=dtype, **options, **head).eval()
     if offloads:  # FSDP moves offloaded parameters to the device, but not buffers
         for module in model.modules():
@@ -307,9 +307,20 @@ def made_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase | Process
     return loaded(make, "tiny")
 
 
-def _attention(config: ModelSource) -> dict[str, Any]:
-    """The arguments of transformers' ``from_pretrained`` and ``from_config`` from ``model_options``."""
+def _attention(config: ModelSource, sizes: PretrainedConfig) -> dict[str, Any]:
+    """The arguments of transformers' ``from_pretrained`` and ``from_config`` from ``model_options``.
+
+    Raises  ConfigError for attention that would leave out the cap of attention scores that the model has (Gemma 2)
+    """
     asked = config.model_options.attn_implementation
+    # Some versions of transformers choose sdpa for such models, which ignores the cap.
+    if getattr(sizes.get_text_config(), "attn_logit_softcapping", None) and asked in (None, "sdpa"):
+        if asked == "sdpa":
+            raise ConfigError(
+                "model_options.attn_implementation: must apply the model's attn_logit_softcapping: got sdpa, which "
+                "ignores it; leave it out, or use eager or flash_attention_2."
+            )
+        asked = "eager"
     return {} if asked is None else {"attn_implementation": asked}
 
 
@@ -323,7 +334,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
 
     def build(source: str, **options: Any) -> PreTrainedModel:
         sizes = AutoConfig.from_pretrained(source, **options)
-        return model_class(sizes).from_config(sizes, dtype=torch.float32, **_attention(config))
+        return model_class(sizes).from_config(sizes, dtype=torch.float32, **_attention(config, sizes))
 
     with torch.device("meta"):
         if isinstance(config.model, TinyModelSettings):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from llmrl.errors import DataError, MissingDependencyError
+from llmrl.errors import ConfigError, DataError, MissingDependencyError
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
 from llmrl.train.models import load_model, meta_model
@@ -52,6 +52,27 @@ def test_the_options_of_a_model_reach_it(tmp_path, is_tiny):
         for load in (meta_model, partial(load_model, session=session)):
             with pytest.raises(DataError, match="flsh"):
                 load(unknown, tiny_tokenizer(), runs=tmp_path)
+
+
+def test_capped_attention_scores_are_capped_whatever_transformers_chooses(tmp_path):
+    """Regression: with transformers before 5.24 a Gemma 2 was trained without its cap, unlike vLLM's."""
+    made = tiny_model(architecture="gemma2", heads=2)
+    made.config.attn_logit_softcapping = 1e-3  # all scores are nearly equal
+    made.save_pretrained(tmp_path)
+    ids = torch.arange(5, 25)[None]
+    asked = config(model=str(tmp_path))
+    with Session(asked) as session:
+        model = load_model(asked, tiny_tokenizer(), session, runs=tmp_path)
+        shape = meta_model(asked, tiny_tokenizer(), runs=tmp_path)
+        assert model.config._attn_implementation == shape.config._attn_implementation == "eager"
+        with torch.no_grad():
+            uncapped = copy.deepcopy(model)
+            for layer in uncapped.model.layers:
+                layer.self_attn.attn_logit_softcapping = None
+            assert (model(ids).logits - uncapped(ids).logits).abs().max() > 1e-3
+        sdpa = config(model=str(tmp_path), model_options={"attn_implementation": "sdpa"})
+        with pytest.raises(ConfigError, match="attn_logit_softcapping: got sdpa"):
+            load_model(sdpa, tiny_tokenizer(), session, runs=tmp_path)
 
 
 @pytest.mark.slow
