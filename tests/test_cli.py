@@ -121,6 +121,9 @@ def test_exit_codes_tell_the_failures_apart(toy, run_llmrl, failure, code):
         (["grpo", "nowhere.yaml"], "is not a file, nor a packaged recipe"),
         (["grpo", "toy.yaml", "stepz=3"], "did you mean  steps  (optimizer steps, default 3)?"),
         (["grpo", "toy.yaml", "steps=0"], "should be greater than or equal to 1: got 0"),
+        (["grpo", "toy.yaml", "--steps", "4"], "did you mean  steps=4   (settings have no dashes)?"),
+        (["grpo", "toy.yaml", "--model=tiny"], "did you mean  model=tiny   (settings have no dashes)?"),
+        (["grpo", "toy.yml"], "did you mean  toy.yaml?"),
         (["grpo", "toy.yaml", "--dry"], "--dry  is not an option\ndid you mean  --dry-run?"),  # no abbreviations
         (["grpo", "toy.yaml", "--steps=3"], "did you mean  steps=3   (settings have no dashes)?"),
         (["resume", "nothing"], "is not a run"),

@@ -109,7 +109,7 @@ def _talk(conversation: Conversation, console: Console) -> None:
         except KeyboardInterrupt:
             console.print()
             return
-        if said == "/exit":
+        if said in ("/exit", "/quit"):
             return
         if said.startswith("/"):
             if said not in commands:

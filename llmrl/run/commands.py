@@ -43,12 +43,14 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_intermixed_args(arguments)
         if unknown:
-            name, equals, _ = unknown[0].partition("=")
+            name, equals, value = unknown[0].partition("=")
             takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
-            match = closest(name, takes_value if equals else self._option_string_actions)
-            hint = f"\ndid you mean  {match}?" if match else ""
-            if equals and not match:
-                hint = f"\ndid you mean  {unknown[0].lstrip('-')}   (settings have no dashes)?"
+            options = takes_value if equals else list(self._option_string_actions)
+            match = closest(name.lstrip("-"), [text.lstrip("-") for text in options])  # two dashes are no likeness
+            hint = f"\ndid you mean  --{match}?" if match else ""
+            if not match and any("section.key=value" in str(action.metavar) for action in self._actions):
+                value = value or next(iter(arguments[list(arguments).index(unknown[0]) + 1 :]), "VALUE")
+                hint = f"\ndid you mean  {name.lstrip('-')}={value}   (settings have no dashes)?"
             raise ConfigError(f"{self.prog} {unknown[0]}  is not an option{hint}")
         return options
 

@@ -157,7 +157,9 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_names()
     if stem in packaged:
         return packaged[stem]
-    hint = f"\ndid you mean  {match}?" if (match := closest(stem, packaged)) else ""
+    beside = [str(file) for ending in ("yaml", "yml") for file in path.parent.glob(f"*.{ending}")]
+    match = closest(str(path), beside) or closest(stem, packaged)
+    hint = f"\ndid you mean  {match}?" if match else ""
     listed = f"\npackaged      {', '.join(packaged) or 'none'}"
     raise ConfigError(f"{name}  is not a file, nor a packaged recipe{hint}{listed}")
 

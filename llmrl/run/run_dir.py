@@ -82,7 +82,9 @@ class RunDir:
             if (candidate / "config.yaml").is_file():
                 return cls(candidate)
         runs = [entry.parent.name for entry in sorted(Path(root).glob("*/config.yaml"))]
-        hint = f"\ndid you mean  {Path(root) / match}?" if (match := closest(Path(path).name, runs)) else ""
+        hint = f"\nruns here     {', '.join(runs[-8:])}" if runs else ""
+        if match := closest(Path(path).name, runs):
+            hint = f"\ndid you mean  {Path(root) / match}?"
         raise ConfigError(f"{path}  is not a run: {Path(path) / 'config.yaml'} does not exist{hint}")
 
     @contextmanager

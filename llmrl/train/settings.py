@@ -272,7 +272,12 @@ class AlgorithmSettings(Settings):
     aggregation: Literal["token", "seq-mean", "dr_grpo"] | None = Field(
         None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
     )
-    kl: float = Field(0.0, ge=0, description="weight of the KL divergence from the starting model, the reference")
+    kl: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the KL divergence from the starting model, the reference",
+        json_schema_extra={"also": ["beta", "kl_coef", "kl_coeff"]},  # names in other libraries
+    )
     entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     kl_inference: float = Field(0.0, ge=0, description="weight of the KL divergence from the engine that sampled")
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
