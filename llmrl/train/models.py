@@ -204,17 +204,25 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
     built = {name: options[name] for name in ("dtype", "attn_implementation") if name in options}
     head = {name: options[name] for name in ("num_labels", "pad_token_id") if name in options}
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **head)
-    with torch.device("meta"):
-        model = auto_class.from_config(config, trust_remote_code=False, **built)
+
+    def build(**ties: bool) -> PreTrainedModel:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **head, **ties)
+        with torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=False, **built)
+
+    model = build()
     kind = type(model)
     if not _can_slice(model, session):
         with session.raises_on_all():
             whole = _read_all(kind, source, **options | {"device_map": None}) if session.is_first else None
+        if model.all_tied_weights_keys and not session.on_first(lambda: bool(whole.all_tied_weights_keys)):
+            model = build(tie_word_embeddings=False)
         return _deal_out(session, session.shard(model), whole)
+    tie = kind.tie_weights  # `from_pretrained` disables it until all weights are read
 
     def init(self: PreTrainedModel, *arguments: Any, **settings: Any) -> None:
         kind.__init__(self, *arguments, **settings)
+        tie(self, recompute_mapping=False)  # FSDP shares a parameter only if it is tied before it is sharded
         with torch.device("cpu"):  # for tensors created while sharding, unlike the parameters
             session.shard(self)
 
@@ -224,7 +232,9 @@ def _load_sharded(session: Session, auto_class: Any, source: str, **options: Any
 
 
 def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
-    """``kind.from_pretrained``, but missing weights are an error: Transformers would initialise them and warn."""
+    """``kind.from_pretrained``, but missing weights are an error: Transformers would initialise them and warn. Weights
+    that the configuration ties are untied, also in the configuration, if the files have different values for them.
+    """
     from transformers.utils import logging
 
     has_head, verbosity = "num_labels" in options, logging.get_verbosity()
@@ -236,6 +246,9 @@ def _read_all(kind: Any, source: str, **options: Any) -> PreTrainedModel:
             model, found = kind.from_pretrained(source, output_loading_info=True, **options)
         finally:
             logging.set_verbosity(verbosity)
+    if model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys:
+        del model
+        return _read_all(kind, source, **options, tie_word_embeddings=False)
     missing = sorted(found["missing_keys"])
     if has_head:
         made_up = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
