@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from llmrl.train.distributed import Session
 from llmrl.train.settings import SFTConfig
 from tests.support.commands import Result
 from tests.support.processes import wait_until
+from tests.support.saved_models import save_tiny
 
 ROOT = Path(__file__).parents[2]  # where tests.support is found
 TINY = {"hidden_size": 32, "layers": 1, "heads": 2}
@@ -140,12 +142,25 @@ class Workplace:
     def train_as_one_and_as_ranks(
         self, command: str, *overrides: str, step: int, ranks: int = 2, words: Sequence[str] = (), **changes: Any
     ) -> Result:
-        """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers."""
-        recipe = self.recipe("mine", command, **changes)
-        self.run(command, recipe, "--name", "one")
-        module = f"llmrl.recipes.{command}"
-        result = self.ranks(recipe, *overrides, "--name", "two", ranks=ranks, module=module, words=words)
-        self.same("one", "two", tolerance=1e-5, step=step)
+        """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers. The model is read
+        from files and has tied embeddings; unless ``changes`` have a model, "one-untied" and "two-untied" have not.
+        """
+        recipe, kinds = self.recipe("mine", command, **changes), {"": "", "-untied": ""}
+        if "model" in changes:
+            del kinds["-untied"]
+        else:
+            for suffix in kinds:
+                save_tiny(self.path / f"model{suffix}", tied=not suffix)
+                kinds[suffix] = f"model=model{suffix}"
+        for suffix, model in kinds.items():
+            self.run(command, recipe, *filter(None, [model]), "--name", f"one{suffix}")
+        lines = [
+            shlex.join([command, recipe, *overrides, *filter(None, [model]), "--name", f"two{suffix}"])
+            for suffix, model in kinds.items()
+        ]
+        result = self.ranks(*lines, ranks=ranks, module="tests.support.commands", words=words)
+        for suffix in kinds:
+            self.same(f"one{suffix}", f"two{suffix}", tolerance=1e-5, step=step)
         return result
 
     def recipe(self, name: str, base: str | Mapping[str, Any], **changes: Any) -> str:

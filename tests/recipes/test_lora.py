@@ -36,7 +36,8 @@ def adapter(place, run, step):
 
 def read_by_peft(place, run, step):
     """The base of a run with the adapters of a checkpoint merged into it."""
-    base = AutoModelForCausalLM.from_pretrained(place.path / "runs" / run / "base")
+    path = json.loads((place.checkpoint(run, step) / "adapter/adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(path["base_model_name_or_path"])
     return peft.PeftModel.from_pretrained(base, place.checkpoint(run, step) / "adapter").merge_and_unload()
 
 

@@ -59,26 +59,47 @@ def test_offloaded_parameters_train_as_a_whole_model_does(tmp_path, monkeypatch,
 
 
 RANKS = """
-import copy
-from llmrl.testing import tiny_model
+from pathlib import Path
+from llmrl.testing import tiny_tokenizer
+from llmrl.modules.llm.vision import model_class
+from llmrl.train import models
 from llmrl.train.dealing import deal_batch
 from llmrl.train.distributed import Session
-from tests.support.training_rows import check_step, config, in_one_piece, random_rows
+from tests.support.saved_models import save_tied_as, save_tiny
+from tests.support.training_rows import check_steps, config, in_one_piece, random_rows
+
+FORMS = ("both", "head", "own head", "bin")
 
 def main():
-    rows = random_rows()
-    settings = config(parallel={"mode": "fsdp2"}, memory={"offload": "parameters"}, tokens_per_microbatch=64)
-    with Session(settings) as session:
-        plain = tiny_model(hidden_size=32, heads=2)
-        mine, _ = deal_batch(session, rows, 0.0, everywhere=True)
-        check_step(session, settings, copy.deepcopy(plain), mine, in_one_piece(plain, rows))
+    rows, can_slice = random_rows(), models._can_slice
+    with Session(config()) as session:
+        if session.is_first:
+            save_tiny("tied"), save_tiny("untied", tied=False), save_tiny("gemma2", architecture="gemma2")
+            for form in FORMS:
+                save_tied_as(form, form)
+        session.wait()
+    for source in ("tied", "untied", "gemma2", *FORMS):
+        for memory in ({"offload": "parameters"}, {"checkpointing": "on"})[source in FORMS :]:
+            settings = config(model=source, parallel={"mode": "fsdp2"}, memory=memory, tokens_per_microbatch=64)
+            with Session(settings) as session:
+                mine, _ = deal_batch(session, rows, 0.0, everywhere=True)
+                for models._can_slice in (can_slice, lambda *_: False):  # each rank reads its part; rank 0 deals out
+                    plain = model_class(source).from_pretrained(source)
+                    model = models.load_model(settings, tiny_tokenizer(), session, runs=Path())
+                    assert len(list(model.parameters())) == len(list(plain.parameters())), source
+                    held = [each for group in model._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+                    tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
+                    assert len(held) == (2 if tied else 3), (source, "embeddings, norm and head")
+                    assert model.config.tie_word_embeddings == tied, "as its checkpoints will say"
+                    expected = lambda plain: in_one_piece(plain, rows, "sft")
+                    check_steps(session, settings, model, mine, expected, "sft", plain=plain)
 
 main()
 """
 
 
 @pytest.mark.slow
-def test_offloaded_shards_of_two_processes_have_the_gradients_of_one(place):
+def test_shards_of_tied_and_untied_weights_in_every_form_of_file_are_trained_as_one_process_does(place):
     place.module("offloading", RANKS)
     place.ranks(module="offloading")
 

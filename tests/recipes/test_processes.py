@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.processes import wait_until
+from tests.support.saved_models import save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
     overrides, words = (f"parallel.mode={layout}", "memory.checkpointing=on"), [f"2 processes, {layout.upper()}"]
     changes = {"steps": 5, "batch_size": 9, "tokens_per_microbatch": 200, "optim": OPTIM, "checkpoint": {"every": 3}}
     result = place.train_as_one_and_as_ranks("sft", *overrides, step=5, words=words, **changes, **EVAL)
-    assert result.out.count("sft · sums") == 1, "only the first process prints"
+    assert result.out.count("sft · sums") == 2, "of two runs: only the first process prints"
     assert place.checkpoints("two") == ["step3", "step5"]
     resume_without(place, 5)
 
@@ -55,10 +56,11 @@ def test_grpo_on_two_processes_has_the_numbers_of_one(place, layout):
 
 
 def test_a_run_can_be_resumed_with_another_number_of_processes(place):
-    place.train("grpo", "one", steps=4, optim=OPTIM, checkpoint={"every": 2})
+    save_tiny("tied")
+    place.train("grpo", "one", steps=5, model="tied", optim=OPTIM, checkpoint={"every": 2, "keep": 5})
     place.cut_back("one", "two", to=2)
     place.ranks("resume", "two", "parallel.mode=fsdp2")
-    place.same("one", "two", tolerance=1e-5, step=4)
+    place.same("one", "two", tolerance=1e-5, step=5)
 
 
 def test_each_process_holds_a_part_of_sharded_parameters_and_all_have_the_same_settings_and_code(place):
@@ -107,7 +109,8 @@ refused("torch: ", "has 0.0", "has 1.0")
 
 
 def test_bfloat16_arithmetic_trains_sharded_and_whole_models_alike(place):
-    settings = place.recipe("sums", "sft", dtype="bfloat16", model={"architecture": "gpt2", "layers": 2}, **EVAL)
+    save_tiny("tied", architecture="gpt2", layers=2)
+    settings = place.recipe("sums", "sft", dtype="bfloat16", model="tied", **EVAL)
     place.run("sft", settings, "--name", "one")
     for layout in LAYOUTS:
         place.ranks("sft", settings, f"parallel.mode={layout}", "--name", layout)

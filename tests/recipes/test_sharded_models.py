@@ -3,6 +3,9 @@
 import shutil
 
 import pytest
+from safetensors.torch import load_file
+
+from tests.support.saved_models import save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -248,11 +251,14 @@ def test_all_ranks_are_told_by_the_first_that_it_cannot_begin_or_publish_a_check
 
 
 def test_a_sharded_run_goes_on_with_one_process_and_then_with_three(place):
-    settings = place.recipe("sums", "sft", steps=6, batch_size=9, optim=OPTIM, checkpoint={"every": 2, "keep": 5})
+    save_tiny("tied")
+    changes = {"model": "tied", "steps": 6, "batch_size": 9, "optim": OPTIM, "checkpoint": {"every": 2, "keep": 5}}
+    settings = place.recipe("sums", "sft", **changes)
     place.run("sft", settings, "--name", "one")
     place.ranks(settings, "parallel.mode=fsdp2", "steps=2", "--name", "two", module="llmrl.recipes.sft")
     shards = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
     assert sorted(path.name for path in (place.checkpoint("two", 2) / "shards").iterdir()) == shards
+    assert "lm_head.weight" not in load_file(place.checkpoint("two", 2) / "model.safetensors"), "it is tied"
     place.run("resume", "two", "steps=4")
     assert not (place.checkpoint("two", 4) / "shards").exists(), "one process has whole tensors"
     place.ranks("resume", "two", "steps=6", ranks=3)

@@ -1,7 +1,10 @@
-"""What a command of llmrl left, compared with what was expected of it."""
+"""What a command of llmrl left, compared with what was expected of it; several commands by one start of the ranks."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,3 +23,17 @@ class Result:
         written = " ".join(f"{self.out} {self.err}".replace("│", " ").split())
         assert [word for word in words if " ".join(word.split()) not in written] == [], self.out + self.err
         return self
+
+
+def run_each(lines: Sequence[str]) -> None:
+    """Runs command lines one after another in this process, a rank of them all; each is a start of its own."""
+    from llmrl.run.cli import main
+
+    for number, line in enumerate(lines):
+        os.environ |= {"TORCHELASTIC_RUN_ID": f"{os.getppid()}-{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        if code := main(shlex.split(line)):
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    run_each(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from tensordict import TensorDict
@@ -16,6 +17,8 @@ from llmrl.testing import tiny_tokenizer
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.updater import make_updater
 
+RATE = 0.3  # of the steps between comparisons: it moves the weights
+Step = tuple[dict[str, float], dict[str, Tensor]]
 LENGTHS = [30, 28, 26, 24, 5, 4, 6, 3]
 
 
@@ -56,20 +59,33 @@ def policy_of(model: nn.Module) -> TransformersWrapper:
     return TransformersWrapper(model, tokenizer=tiny_tokenizer(), generate=False)
 
 
-def step(settings, session, model, rows, name="token") -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and whole gradients of one step of an updater on this rank's ``rows``, as the optimizer got them."""
+def stepper(settings, session, model, name="token") -> Callable[[TensorDict | None], Step]:
+    """A function that takes a step of an updater on this rank's rows: metrics, and the whole gradients, along which the
+    model is moved.
+    """
     actor = policy_of(model)
     updater = make_updater(settings, session, actor, steps=1)
-    found = {}
+    loss, found = losses(actor)[name], {}
 
-    def keep() -> None:
+    @torch.no_grad()
+    def move() -> None:
         for key, parameter in model.named_parameters():
             if (grad := parameter.grad) is None:  # of what is frozen
                 continue
             found[key] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+            parameter -= RATE * grad
 
-    updater.optimizer.step = keep
-    return updater.step(losses(actor)[name], rows, 1), found
+    def take(rows: TensorDict | None) -> Step:
+        found.clear()
+        return updater.step(loss, rows, 1), dict(found)
+
+    updater.optimizer.step = move
+    return take
+
+
+def step(settings, session, model, rows, name="token") -> Step:
+    """The first step of a `stepper`."""
+    return stepper(settings, session, model, name)(rows)
 
 
 def in_one_piece(model: nn.Module, rows: TensorDict, name: str = "token") -> tuple[float, dict[str, Tensor]]:
@@ -80,17 +96,30 @@ def in_one_piece(model: nn.Module, rows: TensorDict, name: str = "token") -> tup
     return loss.item(), {key: parameter.grad for key, parameter in plain.named_parameters()}
 
 
-def check_step(
-    session, settings, model, mine, expected, name="token", *, bound=1e-6, loss_bound=None
+def check_steps(
+    session, settings, model, mine, expected, name="token", *, bound=1e-6, loss_bound=None, plain=None
 ) -> dict[str, float]:
-    """Asserts that a step of all ranks, on this one's part ``mine``, has the loss and gradients ``expected``."""
-    where = (settings.parallel.mode, model.config.model_type, name)
-    loss, gradients = expected
-    model = session.shard(model) if session.sharded else model
-    metrics, found = step(settings, session, model, mine, name)
-    assert abs(metrics["loss"] - loss) < (loss_bound or bound), (*where, metrics["loss"], loss)
-    assert worst(found, gradients) < bound, (*where, worst(found, gradients))
-    return metrics
+    """Asserts that three steps of all ranks, on this one's part ``mine``, have the losses and gradients that
+    ``expected`` returns for the whole model, ``plain`` (default: a copy), which moves likewise; returns the metrics of
+    the first. ``model`` is split and sharded as the session is, unless ``plain`` is given: it is then ready.
+    """
+    if plain is None:
+        plain = copy.deepcopy(model)
+        if session.split:
+            session.split.prepare(model)
+        model = session.shard(model) if session.sharded else model
+    take, first = stepper(settings, session, model, name), {}
+    for number in (1, 2, 3):
+        where = (settings.parallel.mode, model.config.model_type, name, f"step {number}")
+        loss, gradients = expected(plain)
+        metrics, found = take(mine)
+        first = first or metrics
+        assert abs(metrics["loss"] - loss) < (loss_bound or bound), (*where, metrics["loss"], loss)
+        assert worst(found, gradients) < bound, (*where, worst(found, gradients))
+        with torch.no_grad():
+            for key, parameter in plain.named_parameters():
+                parameter -= RATE * gradients[key]
+    return first
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
