@@ -25,12 +25,12 @@ class Published(NamedTuple):
 
 
 _TOOLS = (
-    "{%- if tools %}<|im_start|>system\n{{ messages[0].content + '\n\n' if messages[0].role == 'system' }}# Tools\n"
+    "{% if tools %}<|im_start|>system\n{{ messages[0].content + '\n\n' if messages[0].role == 'system' }}# Tools\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
-    "{%- elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
 )
 _RESULT = (
-    "{%- elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
+    "{% elif m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
     "{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )
@@ -40,28 +40,28 @@ _JSON_CALL = (
     "{{ c.arguments | tojson }}}\n</tool_call>{% endfor %}"
 )
 _PLAIN = (
-    "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}<|im_end|>\n{%- elif m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
 )
 _PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def _chatml(answer: str, prompt: str = _PROMPT, before: str = "") -> str:
     return (
-        f"{_TOOLS}{before}{{%- for m in messages %}}{_PLAIN}{answer}<|im_end|>\n{_RESULT}"
-        f"{{%- endif %}}{{% endfor %}}{prompt}"
+        f"{_TOOLS}{before}{{% for m in messages %}}{_PLAIN}{answer}<|im_end|>\n{_RESULT}"
+        f"{{% endif %}}{{% endfor %}}{prompt}"
     )
 
 
 _LAST_QUERY = (
-    "{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not "
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not "
     "m.content.startswith('<tool_response>') %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
 _THOUGHT = (
-    "{%- set said, thought = m.content or '', m.reasoning_content or '' %}{% if '</think>' in said %}"
+    "{% set said, thought = m.content or '', m.reasoning_content or '' %}{% if '</think>' in said %}"
     "{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{%- if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
     "{{ said.lstrip('\n') }}{% else %}{{ said }}{% endif %}"
 )
 _OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
