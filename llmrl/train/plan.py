@@ -244,6 +244,7 @@ def _grpo_plan(
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
+        *([("", f"not used: {', '.join(unused)}")] if (unused := task.unused_columns(prepared.prompts)) else []),
         ("keep", _checkpoints(config)),
     ]
 

@@ -14,10 +14,10 @@ class PreferenceData(Settings):
     """Pairs of answers to one prompt: rows with ``prompt``, ``chosen`` and ``rejected``, each text or messages."""
 
     path: str = Field(
-        description="a .jsonl, .json, .parquet or .csv file, a hub name, or embedded: sums, sums_mistakes"
+        description="a file, a pattern, a folder or a hub name (docs/data.md); or embedded: sums, sums_mistakes"
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
-    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    split: str = Field("train", description="split of a folder, a hub dataset or an embedded task")
     rows: int | None = Field(None, ge=1, description="only the first pairs, this many; null: all")
     prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
     chosen_column: str = Field("chosen", description="column of the better answer")

@@ -95,7 +95,7 @@ class EnvSettings(Settings):
     options: dict[str, Any] = Field({}, description="arguments of your own environment, by name")
     dataset: str | None = Field(None, description="a .jsonl, .json, .parquet or .csv file, or a hub name")
     config: str | None = Field(None, description="configuration of a hub dataset")
-    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    split: str = Field("train", description="split of a folder, a hub dataset or an embedded task")
     prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
     answer_column: str | None = Field(None, description="column of the reference answer, if it has another name")
     system_prompt: str | None = Field(None, description="first message of every conversation")
@@ -385,13 +385,13 @@ class GRPOConfig(ModelSource):
 
 
 class SFTData(Settings):
-    """Conversations: rows with ``messages``, with ``prompt`` and ``completion``, or with a question and an answer."""
+    """Conversations: rows with ``messages``, with a prompt and an answer, or in another public format."""
 
     path: str = Field(
-        description="a .jsonl, .json, .parquet or .csv file, a hub name, or an embedded task: sums, big_sums, colours"
+        description="a file, a pattern, a folder or a hub name (docs/data.md); or embedded: sums, big_sums, colours"
     )
     name: str | None = Field(None, description="configuration of a hub dataset")
-    split: str = Field("train", description="split of a hub dataset or of an embedded task")
+    split: str = Field("train", description="split of a folder, a hub dataset or an embedded task")
     rows: int | None = Field(None, ge=1, description="only the first conversations, this many; null: all")
     prompt_column: str | None = Field(None, description="column of the prompt, if it has another name")
     completion_column: str | None = Field(None, description="column of the answer, if it has another name")

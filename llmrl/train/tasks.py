@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.images import refuse_images
 from llmrl.data.llm.row_reading import place_of
+from llmrl.data.llm.rows import read_prompt
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.rewards.judge import JudgeReward
@@ -87,6 +88,17 @@ class Task:
         reward cannot read, and TemplateError for images that the model cannot read.
         """
         return max(self._prompt_lengths(rows), default=0) if rows else 0
+
+    def unused_columns(self, rows: Sequence[Row]) -> list[str]:
+        """Columns of the first row that neither its prompt nor a reward reads."""
+        settings = self.settings
+        # A user, a task and an environment of the user's may read any column.
+        if settings.user or env_maker(settings.name) is not DatasetChatEnv:
+            return []
+        columns = {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
+        rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
+        unread = read_prompt(rows[0], **columns)[1]
+        return [name for name in unread if not any(reward.reads(name) for reward in rewards)]
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
         """An environment on ``rows``, with tools, user and rewards; ``options`` are those of `DatasetChatEnv`.

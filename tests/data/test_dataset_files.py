@@ -367,7 +367,7 @@ def test_a_dataset_comes_from_parts_patterns_folders_and_saved_datasets(tmp_path
     plain.mkdir()
     write(plain / "a.jsonl", rows[:1])
     write(plain / "b.jsonl", rows[1:])
-    assert list(load_rows(plain)) == rows
+    assert list(load_rows(plain)) == list(load_rows(plain, split="test")) == rows, "as one file, it has no splits"
     write(plain / "c.csv", rows)
     with pytest.raises(DataError, match="one format"):
         load_rows(plain)

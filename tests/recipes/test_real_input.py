@@ -92,9 +92,9 @@ def test_a_reward_sees_the_columns_of_the_file_under_their_names_and_a_list_as_a
     source = "def score(completion, answer, solution, problem):\n"
     source += "    assert answer == solution == ['yes', {'no': None}] and problem == '2 + 2?'\n    return 1.0\n"
     place.module("listed", source)
-    rows = [{"problem": "2 + 2?", "solution": ["yes", {"no": None}]}] * 4
+    rows = [{"problem": "2 + 2?", "solution": ["yes", {"no": None}], "level": 3}] * 4
     env = {"dataset": place.rows("asked.jsonl", rows), "reward": "listed:score"}
-    place.train("grpo", "listed", env=env, zero_variance="keep", steps=1)
+    place.train("grpo", "listed", env=env, zero_variance="keep", steps=1, words=("not used: level",))
     assert {rollout.reward for rollout in place.rollouts("listed", 1)} == {1.0}
 
 

@@ -71,21 +71,15 @@ def local_files(source: str | Path, split: str = "train") -> list[Path] | None:
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """The data files of one split in a folder, by their names; those of a folder without such names are all "train"."""
-    found = [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.suffix.lower() in FILE_FORMATS
-        and file.name not in _NOT_ROWS
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
+    """The data files of one split in a folder, by their names; all of them if no name says a split."""
+    found = _data_files(folder)
     if exact := [file for file in found if file.stem == split]:
         files = exact
     else:
         splits = {file: _split_in(file.relative_to(folder)) for file in found}
         own = next((key for key, words in _SPLITS.items() if split in words), split)
         files = [file for file in found if splits[file] == own]
-        if not files and own == "train" and not any(splits.values()):
+        if not any(splits.values()):
             files = found
     if not files:
         names = ", ".join(str(file.relative_to(folder)) for file in found[:8]) or "no data file"
@@ -99,6 +93,24 @@ def _files_of(folder: Path, split: str) -> list[Path]:
             f"for {split!r}; name the files, as {folder}/*{files[0].suffix}."
         )
     return files
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in FILE_FORMATS
+        and file.name not in _NOT_ROWS
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+
+
+def has_splits(source: str | Path) -> bool:
+    """True for a folder whose files, or whose saved dataset, have splits."""
+    path = Path(source).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        return True
+    return path.is_dir() and any(_split_in(file.relative_to(path)) for file in _data_files(path))
 
 
 def _split_in(path: Path) -> str | None:

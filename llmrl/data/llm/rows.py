@@ -123,6 +123,13 @@ def to_prompt(
     >>> to_prompt({"problem": "2 + 2?", "solution": 4, "level": "easy"})
     {'problem': '2 + 2?', 'solution': 4, 'level': 'easy', 'query': '2 + 2?', 'answer': '4'}
     """
+    return read_prompt(row, number=number, prompt_column=prompt_column, answer_column=answer_column)[0]
+
+
+def read_prompt(
+    row: Row, *, number: int | None = None, prompt_column: str | None = None, answer_column: str | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`to_prompt`, and the columns that are neither in the prompt nor the reference."""
     reading = Reading(row, number)
     reference: Any = None  # a reference column has priority over the last turn of the messages
     messages = reading.chat(prompt_column)
@@ -158,7 +165,7 @@ def to_prompt(
     if reference is not None:
         is_number = isinstance(reference, (int, float)) and not isinstance(reference, bool)
         prompt["answer"] = str(reference) if is_number else reference
-    return prompt
+    return prompt, reading.unused()
 
 
 def to_pair(

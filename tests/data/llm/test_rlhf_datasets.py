@@ -105,7 +105,7 @@ def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_p
     rows = [tuple(part.input_ids[i].tolist()) for part in parts for i in range(len(part))]
     assert [len(part) for part in parts] == [7, 3]
     assert len(set(rows)) == 10
-    with pytest.raises(DataError, match=r"without splits: got split='valid'.*valid_size=N"):
+    with pytest.raises(DataError, match=r"has no splits: got split='valid'.*valid_size=N"):
         PromptData.from_dataset("valid", **options)
     with pytest.raises(DataError, match=r"valid_size .*got 10 of the 10"):
         PromptData.from_dataset("train", **options, valid_size=10)

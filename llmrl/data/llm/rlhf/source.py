@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from llmrl.data.llm.dataset_files import load_rows, local_files
+from llmrl.data.llm.dataset_files import has_splits, load_rows, local_files
 from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
 from llmrl.errors import ConfigError, DataError
 
@@ -80,9 +80,7 @@ class Source:
                 rows = rows[: _VALID_ROWS if self.valid_size is None else self.valid_size]
             return rows, 0
         rows = load_rows(self.name, split=self.split)
-        # What has no splits of its own is divided: one file, or one saved dataset.
-        path = Path(self.name).expanduser()
-        return (rows, 0) if path.is_dir() and not _is_one(path) else self._part(rows)
+        return (rows, 0) if has_splits(self.name) else self._part(rows)
 
     def _files(self) -> list[Path] | None:
         """The files of the split, or a saved folder; None for a name on the hub."""
@@ -96,7 +94,7 @@ class Source:
         held = self.valid_size or 0
         if self.split not in ("train", "valid") or (self.split == "valid" and not held):
             raise DataError(
-                f"dataset: {self.name} is one file, without splits: got split={self.split!r}; 'train' is all of it; "
+                f"dataset: {self.name} has no splits: got split={self.split!r}; 'train' is all of it; "
                 "with valid_size=N its last N rows are 'valid' and the others 'train'; or give a folder with a file "
                 "for each split."
             )
@@ -107,10 +105,6 @@ class Source:
         cut = len(rows) - held
         part = range(cut) if self.split == "train" else range(cut, len(rows))
         return rows[part.start : part.stop], part.start
-
-
-def _is_one(path: Path) -> bool:
-    return (path / "state.json").is_file()  # a Dataset, not a DatasetDict
 
 
 def blocks_of(rows: Sequence[Row], before: int) -> Iterator[tuple[int, list[Row]]]:

@@ -140,6 +140,8 @@ class JudgeReward:
             place = column if row is None else f"{column} of row {row}"
             refuse_images(value, f"JudgeReward: judge {self.model!r}, {place}")
             return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
+        if isinstance(value, (Mapping, list, tuple, bool)):
+            return json.dumps(value, ensure_ascii=False, default=str)
         return "" if value is None else str(value)
 
     def score(self, said: str) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmrl.data.llm.dataset_files import load_rows
-from llmrl.data.llm.row_reading import REFERENCE_COLUMNS
+from llmrl.data.llm.row_reading import REFERENCE_COLUMNS, place_of
 from llmrl.data.llm.rows import to_prompt
 from llmrl.envs.llm.chat import DatasetChatEnv, checked_rows
 from llmrl.envs.llm.options import split_keywords
@@ -77,6 +77,10 @@ class TaskEnv(DatasetChatEnv):
             raise DataError(
                 f"{cls.__name__}: {row_label(number)} must have a reference column, one of "
                 f"{', '.join(REFERENCE_COLUMNS)}: its columns are {', '.join(row)}.{did_you_mean('answer', row)}"
+            )
+        if not isinstance(prompt["answer"], str):
+            raise DataError(
+                f"{cls.__name__}: the reference must be text: {place_of(row, number)} has {prompt['answer']!r:.80}."
             )
         return prompt
 

@@ -123,6 +123,11 @@ class RewardFunction(ScoringTransform):
         else:
             self._runner = ProcessRunner(self.name, importable, concurrency=concurrency, batched=self.batched)
 
+    def reads(self, column: str) -> bool:
+        """True if the function has this column as a parameter."""
+        asked = self._parameters
+        return asked.takes_all or column in (*asked.required, *asked.optional, self.answer_key)
+
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
         self._parameters.check_datasets(container, *_KEPT)
