@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase, lazy_stack
 from torch import nn
-from transformers import masking_utils
+from transformers import AutoModelForCausalLM, masking_utils
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, ShapeError
@@ -64,7 +64,7 @@ def shapes_seen(model: nn.Module) -> list[tuple[int, ...]]:
     """The shape of the ids of each call of the model's body from now on."""
     seen: list[tuple[int, ...]] = []
     find_head_path(model).body.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda _, args, kwargs: seen.append(tuple((*args, kwargs.get("input_ids"))[0].shape)), with_kwargs=True
     )
     return seen
 
@@ -122,16 +122,21 @@ def test_packed_equals_one_by_one_in_log_probs_entropy_and_gradients(name: str, 
     assert why_not_packed(model) is None
     rows = sequences()
     ids, mask, select = padded(rows)
-    expected = naive_scores(model, ids, mask, select)
-    seen = shapes_seen(model)
-    scores = token_logprobs(model, ids, mask, select, entropy=True, packing="on")
-    assert seen == [(3, 16)], "the body must see three packs, not eight padded rows"
-    torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
-    got = weighted_gradients(model, scores)
-    assert_same_gradients(got, weighted_gradients(model, expected))
-    unpacked = token_logprobs(model, ids, mask, select, packing="off")
-    assert scores.top1.tolist() == unpacked.top1.tolist()
+    for _ in range(3):
+        expected = naive_scores(model, ids, mask, select)
+        seen = shapes_seen(model)
+        scores = token_logprobs(model, ids, mask, select, entropy=True, packing="on")
+        assert seen == [(3, 16)], "the body must see three packs, not eight padded rows"
+        torch.testing.assert_close(scores.log_probs, expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.entropy, expected[1], atol=1e-5, rtol=1e-5)
+        unpacked = token_logprobs(model, ids, mask, select, packing="off")
+        assert scores.top1.tolist() == unpacked.top1.tolist()
+        got = weighted_gradients(model, scores)
+        assert_same_gradients(got, weighted_gradients(model, expected))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-2 * parameter.grad.sign()
 
 
 def test_padding_on_the_left_and_in_the_middle_is_packed_away():
@@ -226,20 +231,24 @@ def test_bfloat16_is_packed_too(name: str, in_autocast: bool):
     assert (on - off).abs().mean() < 0.02 * off[select].abs().mean()
 
 
-def test_a_step_of_the_recipes_has_one_switch_and_one_result():
-    config = SFTConfig(model={}, data={"path": "sums"}, optim={"lr": 1e-2}, tokens_per_microbatch=64)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_steps_of_the_recipes_have_one_switch_and_one_result(tmp_path, tied):
+    optim = {"lr": 5e-3, "schedule": "constant"}
+    config = SFTConfig(model={}, data={"path": "sums"}, optim=optim, tokens_per_microbatch=64)
+    causal_lm("qwen2", **GROUPED, tie_word_embeddings=tied).save_pretrained(tmp_path)
     results = []
     with Session(config) as session:
         for packing in ("off", "on", "auto"):
-            model = build("qwen2")
+            model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
             settings = config.model_copy(update={"packing": packing})
-            updater = Updater(session, TokenScorer(model), settings, steps=2)
+            updater = Updater(session, TokenScorer(model), settings, steps=4)
             seen = shapes_seen(model)
-            metrics = updater.step(SFTLoss(updater.scorer), conversations(), 1)
-            results.append((seen, metrics["loss"], metrics["grad_norm"]))
-    assert [seen for seen, _, _ in results] == [[(4, 8), (1, 15)], [(3, 8), (1, 15)], [(3, 8), (1, 15)]]
-    for _, loss, norm in results[1:]:
-        assert (loss, norm) == pytest.approx(results[0][1:], abs=1e-6, rel=1e-6)
+            metrics = [updater.step(SFTLoss(updater.scorer), conversations(), step) for step in (1, 2, 3, 4)]
+            results.append((seen, [row[name] for row in metrics for name in ("loss", "grad_norm")]))
+    assert [seen for seen, _ in results] == [4 * [(4, 8), (1, 15)], 4 * [(3, 8), (1, 15)], 4 * [(3, 8), (1, 15)]]
+    for _, found in results[1:]:
+        assert found == pytest.approx(results[0][1], abs=1e-5, rel=1e-5)
+    assert found[6] < found[0] - 0.1, "the weights have moved"
 
 
 # ---------------------------------------------------------------------------------------------- models that do not pack

@@ -1,4 +1,4 @@
-"""Two processes under DDP and FSDP2 compute the gradients of one process, though their shares of the tokens differ."""
+"""Two processes under DDP and FSDP2 compute the gradients of one process in three steps, though their shares differ."""
 
 import subprocess
 import sys
@@ -19,9 +19,10 @@ from llmrl.objectives import total_loss
 from llmrl.objectives.llm import GRPOLoss, SFTLoss, count_step
 
 
-def scorer():
+def scorer(tied):
     torch.manual_seed(0)
     sizes = dict(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    sizes["tie_word_embeddings"] = tied
     return TokenScorer(Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2)).double())
 
 
@@ -39,7 +40,12 @@ def row(index, prompt, response):
 def gradients(wrapped, td, counts, ranks):
     for loss in (GRPOLoss(wrapped, entropy_coeff=0.1), SFTLoss(wrapped)):
         (total_loss(loss(td, counts)) * ranks).backward()
-    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
+    found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in wrapped.parameters()]
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter -= 0.3 * parameter.grad
+            parameter.grad = None
+    return found
 
 
 dist.init_process_group("gloo")
@@ -49,14 +55,16 @@ whole = lazy_stack(rows)
 mine = lazy_stack(rows[:1] if rank == 0 else rows[1:])  # rank 0 has nothing to train
 counts = count_step(mine).over_ranks()
 assert counts == count_step(whole), counts
-expected = gradients(scorer(), whole, None, 1)
-
-sharded = scorer()
-for layer in sharded.model.model.layers:
-    fully_shard(layer)
-for wrapped in (DistributedDataParallel(scorer()), fully_shard(sharded)):
-    for got, want in zip(gradients(wrapped, mine, counts, ranks), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+for tied in (False, True):
+    sharded = scorer(tied)
+    for layer in sharded.model.model.layers:
+        fully_shard(layer)
+    for wrapped in (DistributedDataParallel(scorer(tied)), fully_shard(sharded)):
+        plain = scorer(tied)
+        for step in range(3):
+            expected = gradients(plain, whole, None, 1)
+            for got, want in zip(gradients(wrapped, mine, counts, ranks), expected, strict=True):
+                torch.testing.assert_close(got, want, atol=1e-12, rtol=0, msg=lambda m: f"{tied=} {step=} {m}")
 wait_for_gloo_threads()
 dist.destroy_process_group()
 """

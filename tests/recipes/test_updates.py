@@ -2,11 +2,14 @@
 
 import copy
 import math
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
@@ -17,6 +20,7 @@ from llmrl.train.distributed import Session
 from llmrl.train.row_lengths import microbatches
 from llmrl.train.settings import OptimSettings, SFTConfig
 from llmrl.train.updater import Updater, learning_rate
+from tests.support.saved_models import save_tiny
 from tests.support.training_rows import random_rows
 
 CONFIG = SFTConfig(model={}, data={"path": "sums"})
@@ -29,6 +33,17 @@ def updater(session, model, *, tokens=16384, steps=10, **optim):
 
 def tiny():
     return tiny_model(hidden_size=32, layers=1, heads=2)
+
+
+@cache
+def saved_folder(tied):
+    folder = TemporaryDirectory()
+    save_tiny(folder.name, tied=tied)
+    return folder
+
+
+def saved(tied):
+    return AutoModelForCausalLM.from_pretrained(saved_folder(tied).name).eval()
 
 
 def batch(lengths, seed=0, ratio=0.0):
@@ -78,7 +93,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
 # --- the step
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(st.integers(4, 24), min_size=2, max_size=8),
     budget=st.integers(1, 120),
@@ -91,21 +106,22 @@ def test_the_budget_of_a_micro_batch_never_changes_the_result(lengths, budget, l
         "dr_grpo": lambda actor: GRPOLoss(actor, aggregation="dr_grpo", max_length=32),
         "prompt-mean": lambda actor: GRPOLoss(actor, aggregation="prompt-mean"),
     }
-    results = []
-    with Session(CONFIG) as session:
-        for tokens in (10**6, budget):
-            model = tiny()
-            one = updater(session, model, tokens=tokens)
-            metrics = one.step(losses[loss](one.scorer), batch(lengths, ratio=0.1), 1)
-            results.append((metrics, model.state_dict()))
-    (whole, whole_weights), (cut, cut_weights) = results
-    assert whole.keys() == cut.keys()
-    for name, value in whole.items():
-        assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    for name, value in whole_weights.items():
-        # Adam's first step is lr * sign(gradient) where the gradient is not tiny: compare where it is not
-        close = (cut_weights[name] - value).abs() <= 1e-5
-        assert close.float().mean() > 0.99, name
+    # Adam's first step is lr * sign(gradient), which noise decides where the gradient is tiny; a larger eps is smooth.
+    for tied in (False, True):
+        results = []
+        with Session(CONFIG) as session:
+            for tokens in (10**6, budget):
+                model = saved(tied)
+                one = updater(session, model, tokens=tokens)
+                one.optimizer.param_groups[0]["eps"] = 1e-2
+                loss_of = losses[loss](one.scorer)
+                metrics = [one.step(loss_of, batch(lengths, ratio=0.1), step) for step in (1, 2, 3)]
+                results.append((metrics, model.state_dict()))
+        (whole, whole_weights), (cut, cut_weights) = results
+        for row, other in zip(whole, cut, strict=True):
+            assert other == pytest.approx(row, rel=1e-4, abs=1e-5)
+        for name, value in whole_weights.items():
+            assert (cut_weights[name] - value).abs().max() < 1e-5, name
 
 
 @pytest.mark.parametrize("aggregation", ["token", "seq-mean", "seq-sum", "prompt-mean", "sum"])
@@ -192,15 +208,17 @@ def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(session):
         assert (moment < 1e-3) == (clip_norm < 1)
 
 
-def test_an_optimizer_goes_on_from_its_state_in_another_updater(session):
-    first, second = tiny(), tiny()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_optimizer_goes_on_from_its_state_in_another_updater(session, tied):
+    first, second = saved(tied), saved(tied)
     one = updater(session, first, weight_decay=0.1)
     for step in (1, 2):
         one.step(SFTLoss(one.scorer), batch([6, 7, 8], seed=step), step)
     other = updater(session, second, weight_decay=0.1)
     second.load_state_dict(first.state_dict())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
-    for step in (3, 4):
+    assert len(one.state_dict()["state"]) == len(list(first.parameters())), "a tied weight has one state"
+    for step in (3, 4, 5):
         rows = batch([6, 7, 8], seed=step)
         assert one.step(SFTLoss(one.scorer), rows, step) == other.step(SFTLoss(other.scorer), rows, step)
     for name, value in first.state_dict().items():

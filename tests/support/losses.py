@@ -16,11 +16,12 @@ from llmrl.objectives.base import output_fields
 Step = tuple[dict[str, Tensor], dict[str, Tensor]]  # the fields of an output, and gradients by parameter
 
 
-def tiny_qwen(vocab: int = 29, hidden: int = 16, layers: int = 2) -> Qwen2ForCausalLM:
+def tiny_qwen(vocab: int = 29, hidden: int = 16, layers: int = 2, tied: bool = False) -> Qwen2ForCausalLM:
     """The same random weights at every call."""
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden // 2, "num_hidden_layers": layers}
-    config = Qwen2Config(vocab_size=vocab, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    config = Qwen2Config(vocab_size=vocab, **sizes)
     return Qwen2ForCausalLM(config).eval()
 
 
