@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from llmrl.run.masking import masked, masked_arguments, masked_text
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout
 from tests.support.processes import wait_until
 
-CONFIG = {"steps": 2, "optim": {"lr": 1e-4}}
-PLAN = [("model", "a tiny one"), ("batch", "2 prompts")]
+SERVER = {"command": "x", "env": {"NAME": "SECRET1"}, "args": ["--api-key", "SECRET2", "--token=SECRET3"]}
+WEB = {"url": "http://me:SECRET4@host/?api_key=SECRET5", "headers": {"X-Auth": "SECRET6"}, "password": "SECRET7"}
+CONFIG = {"steps": 2, "optim": {"lr": 1e-4}, "env": {"name": "sums", "tools": [{"mcp": {"a": SERVER, "b": WEB}}]}}
+PLAN = [("model", "a tiny one"), ("batch", "2 prompts"), ("judge", "http://me:SECRET8@host")]
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -21,6 +24,24 @@ def write(folder, name):
         log.log_rollouts(1, [*rollouts, Rollout("failed", "", None, None, "eos", version=0, tokens=0)])
         log.log(2, {"policy/loss": 0.25})
         log.log_rollouts(2, rollouts)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        masked(CONFIG),
+        masked_arguments([f"env={json.dumps(CONFIG['env'])}"]),
+        masked_arguments([f"env.tools={json.dumps(CONFIG['env']['tools'])}"]),
+        masked_text(f"must be text: got { ({'api_key': 'SECRET'})!r}, http://me:SECRET@host, hf_SECRETSECRET"),
+        masked_text("api_key='SECRET' Authorization: Bearer SECRETSECRET"),
+    ],
+)
+def test_secrets_of_settings_are_replaced_and_the_rest_is_shown(shown):
+    assert "SECRET" not in str(shown)
+    assert "***" in str(shown)
+    kept = {"env": {"name": "sums", "rewards": [{"answer_key": "gold"}]}, "judge": {"api_key_env": "MY_KEY"}, "n": 3}
+    assert masked(kept) == kept
+    assert masked_text("the key: 'a', token=3, max_tokens=5") == "the key: 'a', token=3, max_tokens=5"
 
 
 def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
@@ -35,6 +56,7 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
         return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
 
     assert '"lr": 0.0001' in texts("settings")[0]
+    assert "SECRET" not in texts("settings")[0] + texts("plan")[0]
     assert "a tiny one" in texts("plan")[0]
     (rollouts,) = texts("rollouts")
     assert rollouts.count(HOSTILE) == 15, "16 rows, one of them failed"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmrl.errors import ConfigError
+from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.run.yaml_source import Source
 
 Row = dict[str, float | None]
-_SECRET = re.compile(r"(key|token|secret|password|credentials?)$|authorization", re.IGNORECASE)
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def read_run(path: Path | str) -> RunFiles:
     run, notes = RunDir(Path(path)), []
     info, settings = {}, {}
     try:
-        info = _without_secrets(run.read_info())
+        info = masked_info(run.read_info())
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     try:
@@ -66,28 +64,21 @@ def read_run(path: Path | str) -> RunFiles:
     return RunFiles(run.path.resolve().name, info, settings, steps, notes)
 
 
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Each setting on one line, by its dotted name; what looks like a password is replaced."""
+    return _flat(masked(settings), "")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            found |= flat_settings(value, f"{prefix}{name}.")
+            found |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = one_line(_without_secrets(value, str(name)))
+            found[f"{prefix}{name}"] = one_line(value)
     return found
 
 
 def one_line(value: Any) -> str:
     """A setting's value as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _without_secrets(value: Any, name: str = "") -> Any:
-    """Masks header values, users in URLs, and strings under a name like ``api_key``, because pages are shared."""
-    if isinstance(value, Mapping):
-        return {key: "***" if name == "headers" else _without_secrets(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_secrets(inner, name) for inner in value]
-    if not isinstance(value, str):
-        return value
-    return "***" if value and _SECRET.search(name) else _URL_USER.sub("***@", value)

@@ -42,6 +42,7 @@ from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.commands import COMMANDS, RUN, Parser, option
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
+from llmrl.run.masking import masked_arguments, masked_text
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
@@ -157,7 +158,7 @@ def _train(command: str, arguments: list[str]) -> int:
         from llmrl.run.console import make_console, print_plan  # rich is not needed to report errors
 
         console = make_console()
-        console.print(dump_config(loaded.config, loaded.origins), end="", markup=False, soft_wrap=True)
+        console.print(dump_config(loaded.config, loaded.origins, mask=True), end="", markup=False, soft_wrap=True)
         elsewhere = {}
         if options.gpu:
             elsewhere["gpu"] = load_object("llmrl.train.gpus:parse_gpu", what="plan")(options.gpu)
@@ -314,7 +315,7 @@ def _record(run: RunDir, command: str, recipe: str, loaded: Loaded, arguments: S
     info = {
         "command": command,
         "recipe": recipe,
-        "arguments": list(arguments),
+        "arguments": masked_arguments(arguments),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "llmrl": llmrl.__version__,
         "python": sys.version.split()[0],
@@ -409,12 +410,12 @@ def _let_rank_0_speak() -> None:
 
 def _report(error: Exception) -> None:
     rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    print(f"{rank}error         {error}", file=sys.stderr)
+    print(f"{rank}error         {masked_text(str(error))}", file=sys.stderr)
 
 
 def _config_report(error: ConfigError, arguments: Sequence[str], seconds: float) -> str:
     hints = ("did you mean  ", "it means      ", "known here    ", "packaged      ")
-    first, *rest = str(error).splitlines()
+    first, *rest = masked_text(str(error)).splitlines()
     lines = [f"config error  {first}", *(line if line.startswith(hints) else f"{'':14}{line}" for line in rest)]
     if "torch" not in sys.modules:
         last = f"nothing was loaded ({seconds:.2f} s)."

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from llmrl.errors import ConfigError, closest
+from llmrl.run.masking import masked
 from llmrl.run.yaml_source import Source, YamlDumper, YamlLoader, dotted
 
 __all__ = [
@@ -83,10 +84,11 @@ def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequ
     return Loaded(config, source.origins())
 
 
-def dump_config(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
+def dump_config(config: BaseModel, origins: Mapping[str, str] | None = None, *, mask: bool = False) -> str:
     """The whole configuration as YAML, which `load_config` reads back to an equal model.
 
-    With ``origins`` (of a `Loaded`), each explicitly set value has a comment that names its source.
+    With ``origins`` (of a `Loaded`), each explicitly set value has a comment that names its source. ``mask`` replaces
+    secrets, for text that is shown.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-6
@@ -95,7 +97,8 @@ def dump_config(config: BaseModel, origins: Mapping[str, str] | None = None) -> 
     lr: 2.0e-06  # command line
     betas: [0.9, 0.95]
     """
-    return _to_yaml(config.model_dump(mode="json"), origins or {})
+    tree = config.model_dump(mode="json")
+    return _to_yaml(masked(tree) if mask else tree, origins or {})
 
 
 def dump_defaults(model_cls: type[BaseModel]) -> str:

@@ -18,6 +18,7 @@ from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.run.console import make_console, print_summary
+from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir, writing
 from llmrl.run.show import changes
@@ -162,7 +163,7 @@ def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
 
 def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adapters: bool) -> str:
     """The model card: base model, training command, measures, settings and how to load it."""
-    info = run.read_info()
+    info = masked_info(run.read_info())
     base = base_of(str(checkpoint)) if (checkpoint / ADAPTER).is_dir() else config.model
     named = isinstance(base, str) and not Path(base).exists() and not base.startswith("latest:")  # on the hub
     head = ["---", f"library_name: {'peft' if adapters else 'transformers'}"]
@@ -198,7 +199,7 @@ def _how_to_load(config: ModelSource, *, adapters: bool) -> tuple[str, str, str]
 
 
 def _value(config: ModelSource, name: str) -> Any:
-    value: Any = config.model_dump(mode="json")
+    value: Any = masked(config.model_dump(mode="json"))
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value

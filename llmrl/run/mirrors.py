@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.optional import require
+from llmrl.run.masking import masked, masked_text
 from llmrl.run.rollout_log import Rollout
 
 _EVERY, _ROWS = 10, 16  # steps between tables of rollouts, and conversations in one: first, 10th, 20th ... step
@@ -32,7 +33,9 @@ def make_mirror(name: str, run_dir: Path, config: Mapping[str, Any], plan: Seque
     if name not in MIRRORS:
         near = did_you_mean(name, MIRRORS)
         raise ConfigError(f"log: must name mirrors among {', '.join(MIRRORS)}: got {name!r}.{near}")
-    return MIRRORS[name](run_dir, config, plan)
+    # Dashboards are shared with other people.
+    shown = [(label, masked_text(text)) for label, text in plan]
+    return MIRRORS[name](run_dir, masked(config), shown)
 
 
 class WandbMirror:

@@ -24,6 +24,7 @@ from llmrl.run.console import (
     print_summary,
     print_table,
 )
+from llmrl.run.masking import masked_info
 from llmrl.run.metrics import METRICS, evenly, read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.run.run_dir import RunDir
@@ -46,7 +47,7 @@ def show(run: RunDir, *, rows: int, step: int | None, samples: int, as_json: boo
 
     Raises  DataError if the run has no metrics, or no rollouts of the ``step`` asked for
     """
-    info, steps = run.read_info(), read_metrics(run.path)
+    info, steps = masked_info(run.read_info()), read_metrics(run.path)
     checkpoints = CheckpointStore(run.path, writer=False).steps()
     if as_json:
         measures = {name: {"before": before, "after": after} for name, before, after in changes(steps)}

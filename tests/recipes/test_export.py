@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -35,6 +36,22 @@ def test_the_folder_is_the_checkpoint_in_bfloat16_with_its_template_and_a_card(t
     assert "| sums | " in card
     assert "`optim.lr: 0.01` (taught.yaml" in card
     assert "library_name: transformers" in card
+
+
+def test_the_card_holds_no_secrets_of_the_settings(taught):
+    tools = [{"mcp": {"server": {"command": "x", "env": {"NAME": "SECRET1"}}, "tool": "lookup"}}]
+    settings = yaml.safe_load((taught.path / "runs/taught/config.yaml").read_text())
+    settings["env"] |= {"tools": tools, "max_turns": 2}
+    (taught.path / "runs/taught/config.yaml").write_text(yaml.safe_dump(settings))
+    info = json.loads((taught.path / "runs/taught/run.json").read_text())
+    info["origins"]["env.tools"] = "command line"
+    info["arguments"] += [f"env.tools={json.dumps(tools)}", "model=http://me:SECRET2@host"]
+    (taught.path / "runs/taught/run.json").write_text(json.dumps(info))
+    taught.run("export", "taught", "out")
+    card = (taught.path / "out/README.md").read_text()
+    assert "env.tools" in card
+    assert "SECRET" not in card
+    assert "SECRET" not in taught.run("show", "taught").out
 
 
 def test_nothing_is_written_over_and_what_fails_leaves_nothing(taught):
