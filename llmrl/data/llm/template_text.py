@@ -17,7 +17,7 @@ from llmrl.data.llm.templates import Chat, Tools
 REFUSALS = Exception  # a template is a program: what it does not support may raise anything
 FIRST_RENDER_S = 10.0
 
-_finished: set[str] = set()  # templates whose first rendering ended
+_finished: dict[str, bool] = {}  # False: the first rendering of this template did not end
 
 
 def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
@@ -32,9 +32,9 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
     jinja = options["chat_template"]
     if "tools" not in jinja and (tools or any(declared)):
         raise ValueError("it does not use tools; describe them in the system message instead")
-    if jinja not in _finished and len(chats):
+    if not _finished.get(jinja) and len(chats):
         _render_in_time(chats[0], tools or declared[0] or None, options)
-        _finished.add(jinja)
+        _finished[jinja] = True
     if not any(declared):
         return render_jinja_template(conversations=chats, tools=tools, **options)
     texts, blocks = [], []  # one by one: the library renders all conversations of a call with the same tools
@@ -46,6 +46,9 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
 
 
 def _render_in_time(chat: Chat, tools: Any, options: dict[str, Any]) -> None:
+    too_late = TimeoutError(f"it did not end within {FIRST_RENDER_S:g} s")
+    if options["chat_template"] in _finished:
+        raise too_late
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -60,7 +63,8 @@ def _render_in_time(chat: Chat, tools: Any, options: dict[str, Any]) -> None:
     if thread.is_alive():
         stopped = ctypes.py_object(SystemExit)  # raised between two instructions of the template's loop
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), stopped)
-        raise TimeoutError(f"it did not end within {FIRST_RENDER_S:g} s")
+        _finished[options["chat_template"]] = False
+        raise too_late
     if errors:
         raise errors[0]
 
