@@ -147,7 +147,7 @@ def make_reference(
     if config.lora is None:
         frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
         frozen_actor, kind = actor.get_new_version(model=frozen), "model"
-    return RetrieveLogProb(frozen_actor, log_probs_full_key=("ref_log_probs", "full"), reference=kind)
+    return RetrieveLogProb(frozen_actor, reference=kind)
 
 
 def make_collector(

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import TensorDictBase
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
 from llmrl.errors import ConfigError, RolloutError
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens
+from llmrl.modules.llm.policies.columns import from_plain, to_plain
 from llmrl.train.step_rollouts import oldest_versions
 
 _COUNTS = ("produced", "delivered", "dropped_old", "dropped_stragglers", "restarted")
@@ -160,10 +159,10 @@ class RolloutQueue:
         with self._changed:
             return {**self.counts, "queued": len(self._finished)}
 
-    def sample(self) -> TensorDict:
+    def sample(self) -> TensorDictBase:
         """A batch that is sampled now, with the columns of a restored one."""
         with self._modes():
-            return _from_plain(_plain(self._collector.rollout()))
+            return from_plain(to_plain(self._collector.rollout()))
 
     def close(self) -> None:
         """Stops sampling and waits for the threads. Blocked calls of `wait` return, those of `take` raise."""
@@ -199,7 +198,7 @@ class RolloutQueue:
         try:
             with self._modes():
                 # Converted to the checkpoint format and back, so that a resumed run trains on exactly the same columns.
-                data = None if part.stopped.is_set() else _from_plain(_plain(part.run(part.stopped)))
+                data = None if part.stopped.is_set() else from_plain(to_plain(part.run(part.stopped)))
         except BaseException as caught:
             error = caught  # raised when the part is taken
         with self._changed:
@@ -243,7 +242,7 @@ class RolloutQueue:
             self.wait()
         with self._changed:
             parts = sorted([*self._finished, *self._unfinished, *self._drawn], key=lambda part: part.number)
-            rows = [None if part.data is None else _plain(part.data) for part in parts]
+            rows = [None if part.data is None else to_plain(part.data) for part in parts]
             saved = [{"before": part.before, "rows": row} for part, row in zip(parts, rows, strict=True)]
             state = {"collector": self._collector.state_dict(), "parts": saved, "counts": dict(self.counts)}
             return state | {"by_group": self.by_group}
@@ -259,49 +258,5 @@ class RolloutQueue:
                 self.counts["restarted"] += 1
             else:
                 self._num_drawn += 1
-                self._finished.append(_Part(self._num_drawn, part["before"], None, data=_from_plain(part["rows"])))
+                self._finished.append(_Part(self._num_drawn, part["before"], None, data=from_plain(part["rows"])))
         self._collector.load_state_dict(state["collector"])
-
-
-_RAGGED = {
-    ("tokens", "full"): Tokens,
-    ("masks", "all_assistant_mask"): Masks,
-    ("log_probs", "full"): LogProbs,
-    ("log_probs", "plain"): LogProbs,
-    ("log_probs", "versions"): LogProbs,
-    ("text", "prompt"): Text,
-    ("text", "response"): Text,
-}
-
-
-def _plain(data: TensorDictBase) -> dict[str, Any]:
-    """Converts the columns that a training step reads to plain tensors, strings, lists and dicts.
-
-    Returns  "ragged", lists of rows by "container.field"; "root" and "next", tensors[B, ...] and nested dicts of them
-    """
-    ragged = {}
-    for (container, name), kind in _RAGGED.items():
-        holder = data.get(container, None)
-        rows: Sequence[Any] | None = None if holder is None else holder.rows(name)
-        if rows is not None:
-            ragged[f"{container}.{name}"] = [row if kind is Text else row.cpu() for row in rows]
-    return {"ragged": ragged, "root": _tensors(data.exclude("next")), "next": _tensors(data.get("next"))}
-
-
-def _from_plain(plain: dict[str, Any]) -> TensorDict:
-    """Rebuilds the rollouts from the result of `_plain`."""
-    columns: dict[str, dict[str, Any]] = {}
-    for path, rows in plain["ragged"].items():
-        container, name = path.split(".")
-        columns.setdefault(container, {})[name] = rows
-    kinds = {container: kind for (container, _), kind in _RAGGED.items()}
-    containers = {container: kinds[container].from_rows(fields) for container, fields in columns.items()}
-    size = [len(plain["ragged"]["tokens.full"])]
-    return TensorDict(
-        {**plain["root"], **containers, "next": TensorDict(plain["next"], batch_size=size)}, batch_size=size
-    )
-
-
-def _tensors(td: TensorDictBase) -> dict[str, Any]:
-    plain = {key: _tensors(value) for key, value in td.items() if type(value) is TensorDict}
-    return plain | {key: value.cpu() for key, value in td.items() if isinstance(value, Tensor)}

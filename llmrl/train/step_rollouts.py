@@ -14,8 +14,8 @@ from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.columns import trained_keys
 from llmrl.modules.llm.rendering import text_tokenizer
-from llmrl.modules.llm.vision import MEDIA
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout, ToolCallRecord
 from llmrl.train.sft_data import marked_pieces
@@ -28,24 +28,13 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm import GRPOLoss
     from llmrl.train.distributed import Session
 
-_TRAINED = (
-    ("tokens", "full"),
-    ("masks", "all_assistant_mask"),
-    ("log_probs", "full"),
-    "group_id",
-    "policy_version",
-    "seed",
-    ("next", "reward"),
-    ("next", "done"),
-)
+_TRAINED = ("group_id", "policy_version", "seed", ("next", "reward"), ("next", "done"))  # beside those of the table
 _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """Selects the columns that advantages and loss read; the others need not be stored."""
-    some = [("log_probs", name) for name in ("plain", "versions", "routes")]  # top-p, several versions, experts
-    given = [key for key in some if data.get(key, None, as_list=True) is not None]
-    return data.select(*_TRAINED, *given, *([MEDIA] if MEDIA in data.keys() else []))
+    return data.select(*_TRAINED, *trained_keys(data))
 
 
 def oldest_versions(data: TensorDictBase) -> list[int]:

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.modules.llm.policies.containers import LogProbs, Masks, Tokens
+from llmrl.modules.llm.policies.columns import placeholders
+from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.routers import active_routes, same_routes
 from llmrl.objectives.base import merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
@@ -355,17 +356,12 @@ def _lengths(batch: TensorDictBase) -> list[int]:
 
 def _empty_batch(device: torch.device) -> TensorDict:
     """A batch without a trained token, with which a rank without rows takes part in the collectives of a step."""
-
-    def column(dtype: torch.dtype) -> list[Tensor]:
-        return [torch.zeros(2, dtype=dtype, device=device)]
-
+    rows = placeholders(device)
     return TensorDict(
         {
-            "tokens": Tokens.from_rows({"full": column(torch.int64)}),
-            "masks": Masks.from_rows({"all_assistant_mask": column(torch.bool)}),
-            "log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
-            "proximal_log_probs": LogProbs.from_rows({"full": column(torch.float32)}),
-            "next": TensorDict({"ref_log_probs": LogProbs.from_rows({"full": column(torch.float32)})}, batch_size=[1]),
+            **rows,
+            "proximal_log_probs": rows["log_probs"].clone(),
+            "next": TensorDict({"ref_log_probs": rows["log_probs"].clone()}, batch_size=[1]),
             "advantage": torch.zeros(1, 1, 1, device=device),
             "group_id": torch.zeros(1, dtype=torch.int64, device=device),
             "num_chosen": torch.ones(1, dtype=torch.int64, device=device),

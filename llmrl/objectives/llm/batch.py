@@ -99,6 +99,13 @@ class PaddedBatch:
         self._check_finite(value_BT, mask_BT, f"{key} must be finite on every trained token", remedy)
         return value_BT
 
+    def reference(self, td: TensorDictBase, key: NestedKey, mask_BT: Tensor) -> Tensor:
+        """The log-probs of the reference; under ``key`` without "next" for data that are not steps."""
+        at_root = key[1:] if isinstance(key, tuple) and key[0] == "next" else key
+        if td.get(key, None, as_list=True) is None and td.get(at_root, None, as_list=True) is not None:
+            key = at_root
+        return self.finite(td, key, mask_BT, missing="Couldn't find the ref log-prob", remedy="score it again")
+
     def align(self, column: Tensor | list[Tensor], key: NestedKey) -> Tensor:
         if isinstance(column, Tensor) and self.lengths is None:
             if column.shape[:2] != self.input_ids.shape:

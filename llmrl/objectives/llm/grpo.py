@@ -73,7 +73,7 @@ class GRPOLoss(LossModule):
             ("log_probs", "plain")            float32 ragged[T]  optional, replaces it: before top-p, top-k, min-p
             ("log_probs", "routes")           int16 ragged[T, layers, K]  optional: the experts to replay
             ("proximal_log_probs", "full")    float32 ragged[T]  if proximal="recomputed"
-            ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given
+            ("next", "ref_log_probs", "full") float32 ragged[T]  if kl_to_ref_coeff is given; or at the root
             "advantage"                       float32[B, 1, 1], or [T, 1] per row
             "group_id"                        int64[B]           if aggregation="prompt-mean"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
@@ -297,8 +297,7 @@ class GRPOLoss(LossModule):
     ) -> Iterator[tuple[str, float, Tensor]]:
         """Name, coefficient and log-probs of each policy that a KL term keeps the current one close to."""
         if self.settings.kl is not None:
-            key, missing = self.tensor_keys.ref_log_prob, "Couldn't find the ref log-prob"
-            reference_BT = batch.finite(td, key, mask_BT, missing=missing, remedy="score it again")
+            reference_BT = batch.reference(td, self.tensor_keys.ref_log_prob, mask_BT)
             yield "ref", self.settings.kl, reference_BT.to(behaviour_BT)
         if self.settings.kl_inference is not None:
             yield "inference", self.settings.kl_inference, behaviour_BT

@@ -56,7 +56,8 @@ class SFTLoss(LossModule):
                                                                   "trained_from") leaves out those before it
             ("history", "full")                History [B, M]     if one of these two is missing; rendered with
                                                                   ``tokenizer`` or else by the actor's renderer
-            ("next", "ref_log_probs", "full")  float32 ragged[T]  if kl_to_ref_coeff is given, or for "minor_sft"
+            ("next", "ref_log_probs", "full")  float32 ragged[T]  or at the root; if kl_to_ref_coeff is given, or for
+                                                                  "minor_sft"
     Calls   actor_network.token_scores(ids, attention mask, select, entropy=) if it has that, else actor_network(td)
             for ("log_probs", "full")
     Returns SFTLossOutput; pass ``normalizer``, the StepCounts of the optimizer step, and micro-batches add up
@@ -154,9 +155,7 @@ class SFTLoss(LossModule):
         log_prob_BT = scores.log_probs
         reference_BT = None
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
-            missing = "Couldn't find the ref log-prob"
-            reference_BT = batch.finite(td, keys.ref_log_prob, mask_BT, missing=missing, remedy="score it again")
-            reference_BT = reference_BT.to(log_prob_BT)
+            reference_BT = batch.reference(td, keys.ref_log_prob, mask_BT).to(log_prob_BT)
 
         def mean(value_BT: Tensor) -> Tensor:
             return value_BT.masked_fill(~mask_BT, 0).sum() / counts.tokens

@@ -21,7 +21,7 @@ from llmrl.envs.llm.transforms import (
 from llmrl.envs.llm.transforms.log_probs import adapter_off
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
 from llmrl.modules.llm import ChatHistory, LogProbs, Masks, Tokens, TransformersWrapper
-from llmrl.objectives.llm import GRPOLoss, MCAdvantage
+from llmrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
 from llmrl.testing import FakeEngine, ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.conversations import AskAgain, fake_policy, rows
 
@@ -243,14 +243,25 @@ def test_a_buffer_scores_what_it_samples(models):
 def test_log_probs_are_written_under_the_key_of_the_model(models):
     model, _ = models
     td = one_turn(chat_env("history", One()), policy_of(model))
-    for options, name in ({}, "log_probs"), ({"log_probs_key": "ref"}, "ref"):
+    for options, name in ({}, "ref_log_probs"), ({"log_probs_key": "ref"}, "ref"):
         transform = RetrieveLogProb(wrapper(model, **options))
         assert transform.log_probs_full_key == (name, "full")
         scores = rows(transform(td.copy()), "next", name, "full")[0]
         torch.testing.assert_close(scores, rows(td, "log_probs", "full")[0], atol=2e-5, rtol=0)
-    with pytest.raises(ConfigError, match="already holds what the policy sampled with"):
-        RetrieveLogProb(wrapper(model))(td.exclude("next"))
     assert RetrieveLogProb(FakeEngine(["4"], tokenizer=TOKENIZER)).log_probs_full_key == ("ref_log_probs", "full")
+
+
+@pytest.mark.parametrize("at_root", [False, True])
+def test_the_losses_read_what_the_transform_writes_by_default(models, at_root):
+    model, other = models
+    policy = policy_of(model)
+    td = one_turn(chat_env("history", One()), policy)
+    td = td.exclude("next") if at_root else td
+    td = RetrieveLogProb(wrapper(other))(td).set("advantage", torch.ones(3, 1, 1))
+    actor = policy.get_new_version(generate=False)
+    kl = GRPOLoss(actor, kl_to_ref_coeff=0.1)(td).kl_to_ref
+    torch.testing.assert_close(kl, SFTLoss(actor, kl_to_ref_coeff=0.1)(td).kl_to_ref, atol=1e-5, rtol=0)
+    assert kl > 1e-3
 
 
 @pytest.mark.parametrize("kl_key", ["kl_penalty", ("kl", "penalty")])
@@ -368,7 +379,7 @@ def test_gradients_reach_the_model_unless_detached(models):
 def test_a_conversation_that_was_not_sampled_is_scored_by_its_rendering(models):
     model, _ = models
     td = said()
-    [scores] = rows(RetrieveLogProb(wrapper(model))(td), "log_probs", "full")
+    [scores] = rows(RetrieveLogProb(wrapper(model))(td), "ref_log_probs", "full")
     assert "next" not in td
     assert int((scores != 0).sum()) == len(TOKENIZER("4<|im_end|>").input_ids)
     text = RetrieveLogProb(wrapper(model, input_mode="text", input_key="said"))

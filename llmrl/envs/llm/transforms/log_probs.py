@@ -39,12 +39,12 @@ class RetrieveLogProb(Transform):
             pass over the conversation so far at each turn, in a buffer one over each sampled batch
     Writes  ("next", *log_probs_full_key)    float32, as ("tokens", "full"): [t] = log p(token t | tokens before t);
                                              ``assistant_only``: 0 at other tokens; at the root of data without "next"
-    Raises  ConfigError for a model that cannot score, or a key that holds the policy's own log-probs; MissingKeyError
-            if the data do not record which tokens the policy wrote
+    Raises  ConfigError for a model that cannot score; MissingKeyError if the data do not record which tokens the policy
+            wrote
 
     model               a wrapper with ``generate=False``, or an engine
-    log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full"), for an engine
-                        ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read
+    log_probs_full_key  (name, "full"); default (the wrapper's ``log_probs_key``, "full") if it was given one, else
+                        ("ref_log_probs", "full"), which `GRPOLoss` and `SFTLoss` read in "next" or at the root
     tokenizer, tokenizer_kwargs  for conversations without ids; arguments of ``History.apply_chat_template``
     device              of the log-probs; None: of the tokens. ``padding_side`` has no effect
     reference           "adapter_off": ``model`` is the policy's own PEFT model, run without its adapter; no other
@@ -73,9 +73,9 @@ class RetrieveLogProb(Transform):
         super().__init__()
         check_choice(type(self).__name__, "padding_side", padding_side, ("left", "right"))
         self.model = _scoring_wrapper(model, tokenizer, tokenizer_kwargs)
-        name = self.model.keys["log_probs"] if isinstance(model, LLMWrapperBase) else "ref_log_probs"
+        name = self.model.keys["log_probs"]
+        name = "ref_log_probs" if name == "log_probs" else name  # the policy's own, which are never replaced by default
         self.log_probs_full_key = full_key(log_probs_full_key or (name, "full"), type(self).__name__)
-        self._by_default = log_probs_full_key is None
         check_choice("RetrieveLogProb", "reference", reference, ("model", "adapter_off"))
         if reference == "adapter_off" and not hasattr(_module(self.model), "disable_adapter"):
             raise ConfigError(
@@ -96,13 +96,6 @@ class RetrieveLogProb(Transform):
         next_td = td.get("next", None)
         if next_td is not None:
             return td.set("next", self._step(td, next_td))
-        name, _ = self.log_probs_full_key
-        # In an env the log-probs go to "next"; at the root they would overwrite the policy's own.
-        if self._by_default and td.get((name, "response"), None, as_list=True) is not None:
-            raise ConfigError(
-                f"RetrieveLogProb: {self.log_probs_full_key!r} already holds what the policy sampled with, which would "
-                "be overwritten; set log_probs_full_key to another key, such as ('ref_log_probs', 'full')."
-            )
         return self._step(td, td)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -223,7 +216,7 @@ def _beside(old: Any, new: LogProbs) -> LogProbs:
     """``new`` with the other fields of ``old``, so that entries carried to the next turn are kept."""
     if not isinstance(old, LogProbs):
         return new
-    names = ("prompt", "response", "plain", "versions", "routes")
+    names = [name for name in LogProbs.__expected_keys__ if name not in ("full", "padded")]
     fields = [name for name in names if old.get(name, None, as_list=True) is not None]
     if new.padded:
         return LogProbs.from_padded({**{name: old.get(name) for name in fields}, "full": new.full}, new.batch_size)
