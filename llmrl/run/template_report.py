@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.message_forms import render_text
-from llmrl.data.llm.rows import to_messages
+from llmrl.data.llm.rows import read_conversation
 from llmrl.data.llm.templates import choose_template, template_names
 from llmrl.errors import DataError, TemplateError, did_you_mean
 from llmrl.modules.llm.rendering import Rendered, Renderer
@@ -168,7 +168,8 @@ def _check_coverage(diagnosis: Diagnosis, renderer: Renderer, data: str | None) 
     chats: list[Chat] = [[_QUESTION, _ANSWER, *_MORE]]
     if data:
         rows = load_rows(data)
-        chats = [to_messages(rows[index], number=index + 1) for index in range(min(len(rows), _MAX_ROWS))]
+        read = [read_conversation(rows[index], number=index + 1) for index in range(min(len(rows), _MAX_ROWS))]
+        chats = [row.chats[0] for row in read if row.is_trained]
     rendered: list[Rendered] = []
     refused = ""
     try:

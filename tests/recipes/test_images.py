@@ -76,6 +76,8 @@ def test_an_image_that_is_missing_or_broken_is_named_with_its_row_and_column(pla
     place.train(
         "grpo", "b", model=VISION, env=env, code=3, words=("column 'images' of missing.jsonl:1", "FileNotFoundError")
     )
+    long = {"model": VISION, "data": {"path": place.rows("long.jsonl", rows[:1])}, "max_length": 4}
+    place.train("sft", "d", **long, too_long="truncate", code=3, words=("long.jsonl:1: ", "with images cannot be cut"))
     data = {"path": place.rows("text.jsonl", rows[:1])}
     place.train("sft", "c", data=data, code=3, words=("images need the model's processor",))
 
