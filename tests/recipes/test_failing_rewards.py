@@ -66,7 +66,7 @@ def run(place):
 )
 def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goes_on(place, run, reward, frames):
     out = run(reward, words=frames).out
-    assert out.count("rollouts failed") == 3, "once in each step"
+    assert out.count("rollouts failed") == 4, "once in each step, and at the end"
     assert out.count("ZeroDivisionError") == len(frames), "the first traceback alone"
     for step in place.steps("f"):
         rollouts = place.rollouts("f", step["step"])
@@ -85,7 +85,7 @@ def test_a_conversation_without_a_reward_is_left_out_and_counted_and_the_run_goe
 def test_the_first_traceback_is_shown_though_conversations_without_one_failed_before(run):
     """Regression: the warning of a step without a traceback counted as its report."""
     out = run("none_then_raise", words=["in none_then_raise", "ZeroDivisionError"]).out
-    assert out.count("rollouts failed") == 3
+    assert out.count("rollouts failed") == 4
 
 
 def test_an_infinite_reward_of_an_environment_of_ones_own_is_a_failed_one(place):
