@@ -105,7 +105,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
         rollouts.begin_next(steps_left=config.steps - step)
         sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
         metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
-        sampled.check_failed(config.max_failed, step, rollouts.first_error)
+        sampled.check_failed(config.max_failed, step, rollouts.failure)
 
         # 3. The rows of all ranks, dealt over them by cost. Then, before the first update changes the weights, the
         #    log-probs that the loss compares with: of the starting model, and of the current one if the engine's

@@ -125,6 +125,12 @@ class RolloutSource:
         errors = [getattr(part, "first_error", None) for part in parts]
         return next((f"First error:\n{error}" for error in errors if error), "")
 
+    @property
+    def failure(self) -> str:
+        """`first_error`; without one, the rewards that returned None."""
+        messages = (getattr(part, "none_message", "") for part in self._collector.env.transform.leaves())
+        return self.first_error or " ".join(filter(None, messages))
+
     def warning(self, num_failed: float) -> str:
         """The engine's warning, and the number of failed rollouts; `first_error` is included the first time."""
         if not num_failed:

@@ -66,6 +66,9 @@ class RewardSettings(Settings):
     concurrency: int | None = Field(None, ge=1, description="rows that are scored at a time")
     answer_key: str | None = Field(None, description="column of the reference; null: answer")
     batched: bool | None = Field(None, description="true: called once, with lists of all rows")
+    style: Literal["llmrl", "trl"] | None = Field(
+        None, description="trl: called as TRL calls it; null: if it has a parameter completions or completion_ids"
+    )
     process: bool | None = Field(
         None, description="run fn in a separate process, which can be killed; null: unless the function is llmrl's"
     )

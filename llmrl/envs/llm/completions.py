@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -52,10 +54,25 @@ class ScoringTransform(Transform):
         return td
 
 
-def add_reward(next_td: TensorDictBase, values_B: Tensor, key: str = "reward") -> None:
-    """Adds one value per row to the reward, float32[B, 1, 1]; a missing reward counts as 0."""
+def add_reward(
+    next_td: TensorDictBase, values_B: Tensor, key: str = "reward", *, applies_B: Tensor | None = None
+) -> None:
+    """Adds one value per row to the reward, float32[B, 1, 1]; a missing reward counts as 0.
+
+    ``applies_B``  bool: a row of False has no value of this function. It is NaN as long as no function had a value,
+                   which "scored", bool[B, 1, 1], keeps for the next function; a value of NaN (failed) stays NaN
+    """
     values_B11, before = values_B.view(-1, 1, 1), next_td.get(key, None)
-    next_td.set(key, values_B11 if before is None else before + values_B11)
+    if applies_B is None:
+        next_td.set(key, values_B11 if before is None else before + values_B11)
+        return
+    before = torch.zeros_like(values_B11) if before is None else before
+    scored = next_td.get("scored", None)
+    scored = before != 0 if scored is None else scored  # a turn of a user adds 0, which is not a score
+    applies = applies_B.view(-1, 1, 1)
+    total = torch.where(scored, before, 0.0) + torch.where(applies, values_B11, 0.0)
+    scored = scored | applies
+    next_td.set("scored", scored).set(key, torch.where(scored, total, math.nan))
 
 
 def completion_texts(

@@ -343,3 +343,50 @@ test_what_cannot_be_run_is_named = refusals(
     (ConfigError, "url must begin with http", lambda: make_rewards([{"judge": {"url": "x", "model": "m"}}])),
 )
 pytest.mark.usefixtures("module")(test_what_cannot_be_run_is_named)
+
+
+def test_none_of_one_of_several_rewards_leaves_the_others_and_a_failure_does_not(say):
+    """Rows: both apply, one applies, none applies, one fails; in both orders."""
+
+    def maths(completion):
+        return 1.0 if completion in ("both", "maths") else None
+
+    def code(completion):
+        return 1 / 0 if completion == "fails" else 0.5 if completion == "both" else None
+
+    for order in ([maths, code], [code, maths]):
+        env = ChatEnv(batch_size=[4])
+        for reward in (rewards := make_rewards(order)):
+            env = env.append_transform(reward)
+        td = TensorDict(query="q", batch_size=[4])
+        values = env.step(say(env.reset(td), ["both", "maths", "none", "fails"]))["next", "reward"].flatten().tolist()
+        assert values[:2] == [1.5, 1.0]
+        assert all(map(math.isnan, values[2:]))
+        assert {r.name: r.none_message for r in rewards}["maths"] == "reward 'maths' returned None for 2 of 4 rows."
+
+
+@pytest.mark.parametrize("as_messages", [True, False])
+def test_a_reward_with_the_signature_of_trl_is_called_as_trl_calls_it(as_messages, say):
+    seen = {}
+
+    def judged(prompts, completions, level, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions, level=level)
+        return [float(n) for n in level]
+
+    query = [{"role": "user", "content": "q"}] if as_messages else "q"
+    rows = [{"query": query, "answer": "4", "level": n} for n in (1, 2)]
+    env = DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, system_prompt="s")
+    env.append_transform(RewardFunction(judged))
+    assert env.step(say(env.reset(), ["a", "b"]))["next", "reward"].flatten().tolist() == [1.0, 2.0]
+    said = [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert seen["completions"] == (said if as_messages else ["a", "b"])
+    assert (seen["prompts"], seen["level"], seen["answer"]) == ([query] * 2, [1, 2], ["4", "4"])
+
+
+def test_the_rewards_of_trl_run_unchanged_on_messages(say):
+    rewards = pytest.importorskip("trl.rewards")
+    rows = [{"query": [{"role": "user", "content": "q"}]}]
+    env = DatasetChatEnv(dataset=rows, num_envs=2).append_transform(RewardFunction(rewards.think_format_reward))
+    texts = ["<think>a</think>b", "b"]
+    expected = rewards.think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
+    assert env.step(say(env.reset(), texts))["next", "reward"].flatten().tolist() == expected == [1.0, 0.0]

@@ -23,21 +23,23 @@ from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner, is_coro
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of
+from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of, unpadded_ids
 from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
 from llmrl.envs.specs import DONE_KEYS
-from llmrl.errors import ConfigError, ShapeError, check_at_least, did_you_mean
+from llmrl.envs.transforms.base import innermost
+from llmrl.errors import ConfigError, ShapeError, check_at_least, check_choice, did_you_mean
 from llmrl.loading import load_function
 
 Reward = Callable[..., Any]
 Spec = Mapping[str, Any] | str | Reward
 
 _KEPT = ("answer", "group_id", "policy_version", "stop_reason")  # allowed parameters besides the dataset's columns
+_OF_TRL = ("prompts", "completions", "completion_ids")
 _LARGEST = 1e17  # of a reward: sums of squared differences over a group of thousands must fit float32
 _COROUTINES = 64  # default concurrency of coroutine functions
 _KINDS = ("fn", "judge", "reward_model", "code")
-_OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process")
+_OPTIONS = ("name", "weight", "deadline_s", "retries", "concurrency", "answer_key", "batched", "process", "style")
 _BATCH_DEADLINE_S = 600.0  # default for judges, reward models and code, which also have their own per-row deadlines
 
 
@@ -57,16 +59,20 @@ class RewardFunction(ScoringTransform):
 
     Reads   the response as text (see `completion_texts`), ``answer_key``, and the columns that ``fn`` names
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
-            lists of all rows. Further parameters are dataset columns by name, a tensor's row as a tensor; ``**kwargs``
-            receives every column that is not a tensor. ``fn`` may be a coroutine function, or a name for `load_reward`.
-            ``concurrency`` (or ``fn.concurrency``) rows are scored at a time; default 1, or 64 for a coroutine function
+            lists of all rows. A function with a parameter ``completions`` or ``completion_ids`` (or ``style="trl"``) is
+            called as TRL's trainer calls it, see `_trl_arguments`. Further parameters are dataset columns by name, a
+            tensor's row as a tensor; ``**kwargs`` receives every column that is not a tensor. ``fn`` may be a coroutine
+            function, or a name for `load_reward`. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time;
+            default 1, or 64 for a coroutine function
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
     Raises  ConfigError for a parameter without a matching column, as soon as the columns are known; ShapeError if
             ``fn`` returns anything but a number per row
 
-    A row is NaN if ``fn`` raised (also in all ``retries``), returned None, NaN, an infinite number or one beyond 1e17
-    (also after weighting), or was not done ``deadline_s`` seconds after its batch began. ``counters`` counts each kind;
+    None (or NaN) means that ``fn`` does not apply to the row: the reward is the sum over the functions that returned a
+    number, NaN if none did. A row is also NaN if ``fn`` raised (also in all ``retries``), returned an infinite number
+    or one beyond 1e17 (also after weighting), or was not done ``deadline_s`` seconds after its batch began.
+    ``counters`` counts each kind;
     ``first_error`` keeps the first traceback.
 
     With ``process`` (default: if ``fn`` is a name outside of llmrl) the function runs in another process, which is
@@ -91,6 +97,7 @@ class RewardFunction(ScoringTransform):
         batched: bool | None = None,
         tokenizer: Any | None = None,
         process: bool | None = None,
+        style: str | None = None,
     ):
         importable = _name_for_process(fn, process)
         fn = load_reward(fn) if isinstance(fn, str) else fn
@@ -111,12 +118,18 @@ class RewardFunction(ScoringTransform):
         self.deadline_s = deadline_s
         self.retries = retries
         self.answer_key = answer_key
-        self.batched = getattr(fn, "batched", False) if batched is None else batched
+        if style is None:  # the parameters of TRL's reward functions; functions of llmrl say that they are batched
+            of_trl = not hasattr(fn, "batched") and {"completions", "completion_ids"} & _parameter_names(fn)
+            style = "trl" if of_trl else "llmrl"
+        check_choice("RewardFunction", "style", style, ("trl", "llmrl"))
+        self.style = style
+        self.batched = style == "trl" or (getattr(fn, "batched", False) if batched is None else batched)
         self.tokenizer = tokenizer
         self.counters = {"rows": 0, "errors": 0, "timeouts": 0, "none": 0, "retries": 0}
         self.first_error: str | None = None
         self._owns_fn = True
-        self._parameters = Parameters.of(fn, f"RewardFunction {self.name!r}", "completion")
+        first = None if style == "trl" else "completion"
+        self._parameters = Parameters.of(fn, f"RewardFunction {self.name!r}", first)
         self._runner: AsyncRunner | ThreadRunner | ProcessRunner
         if importable is None:
             self._runner = runner_of(fn, f"reward-{self.name}", concurrency)
@@ -130,15 +143,25 @@ class RewardFunction(ScoringTransform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        self._parameters.check_datasets(container, *_KEPT)
+        self._parameters.check_datasets(container, *_KEPT, *(_OF_TRL if self.style == "trl" else ()))
+
+    @property
+    def none_message(self) -> str:
+        """How many rows had no reward; "" if all had one."""
+        none, rows = self.counters["none"], self.counters["rows"]
+        return f"reward {self.name!r} returned None for {none} of {rows} rows." if none else ""
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         completions = completion_texts(td, tokenizer_of(self), who=f"RewardFunction {self.name!r}")
-        values = self._score(completions, self._arguments(td, len(completions)))
-        scores_B = torch.tensor(values, dtype=torch.float32, device=td.device).view(-1, 1, 1)
+        values = self._score(completions, self._arguments(td, completions))
+        numbers = [math.nan if value is None else value for value in values]
+        scores_B = torch.tensor(numbers, dtype=torch.float32, device=td.device).view(-1, 1, 1)
         next_td.set(f"reward_{self.name}", scores_B)
-        # With weight 0 a failed score must not affect the reward, but 0 * NaN would be NaN.
-        add_reward(next_td, scores_B * self.weight if self.weight else torch.zeros_like(scores_B))
+        if not self.weight:  # only reported: a failed score must not affect the reward, but 0 * NaN would be NaN
+            add_reward(next_td, torch.zeros_like(scores_B))
+            return next_td
+        applies_B = torch.tensor([value is not None for value in values], device=td.device)
+        add_reward(next_td, scores_B * self.weight, applies_B=applies_B)
         return next_td
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -162,27 +185,55 @@ class RewardFunction(ScoringTransform):
         if self._owns_fn and callable(close := getattr(self.fn, "close", None)):
             close()
 
-    def _arguments(self, td: TensorDictBase, count: int) -> dict[str, list[Any]]:
+    def _arguments(self, td: TensorDictBase, completions: list[str]) -> dict[str, list[Any]]:
+        count = len(completions)
+        given = self._trl_arguments(td, completions) if self.style == "trl" else {}
         # Skips views of the conversation (text, tokens, masks): they are containers, not columns of the dataset.
         objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
         present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
-        asked.check([*present, *_KEPT])
-        names = asked.required + [n for n in asked.optional if n in present]
+        asked.check([*present, *_KEPT, *given])
+        names = [n for n in asked.required if n not in given]
+        names += [n for n in asked.optional if n in present and n not in given]
         if asked.takes_all:
-            names += [n for n in objects if n not in (*names, self.answer_key)]
+            names += [n for n in objects if n not in (*names, *given, self.answer_key)]
         columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
             # References in a file may be numbers, but functions compare strings.
             is_number = [isinstance(a, (int, float)) and not isinstance(a, bool) for a in answers]
             columns["answer"] = [str(a) if number else a for a, number in zip(answers, is_number, strict=True)]
-        return columns
+        return columns | {n: v for n, v in given.items() if asked.takes_all or n in asked.required + asked.optional}
 
-    def _score(self, completions: list[str], columns: dict[str, list[Any]]) -> list[float]:
+    def _trl_arguments(self, td: TensorDictBase, completions: list[str]) -> dict[str, list[Any]]:
+        """What TRL passes besides the columns: ``prompts``, as the data have them; ``completions``, lists of messages
+        where the prompt is one, else text; ``completion_ids``, from the first sampled token on, if there are ids."""
+        container = None if self.container is None else innermost(self.container)
+        prompts = column_values(td, getattr(container, "data_key", "query")) or [""] * len(completions)
+        history = td.get("history", None)
+        chats = None if history is None else history.chats("full")
+        shown: list[Any] = []
+        for row, (prompt, text) in enumerate(zip(prompts, completions, strict=True)):
+            if isinstance(prompt, str):
+                shown.append(text)
+                continue
+            chat = chats[row] if chats else []
+            has_system = bool(chat) and chat[0]["role"] == "system" and prompt[0]["role"] != "system"
+            shown.append([*chat[len(prompt) + has_system : -1], {"role": "assistant", "content": text}])
+        given = {"prompts": prompts, "completions": shown}
+        full, masks = unpadded_ids(td, "full"), td.get(("masks", "all_assistant_mask"), None, as_list=True)
+        if full is not None and masks is not None and all(map(len, masks)):
+            starts = [int(mask.to(torch.uint8).argmax()) for mask in masks]
+            given["completion_ids"] = [ids[start:].tolist() for ids, start in zip(full, starts, strict=True)]
+        elif (rows := unpadded_ids(td, "response")) is not None:
+            given["completion_ids"] = [row.tolist() for row in rows]
+        return given
+
+    def _score(self, completions: list[str], columns: dict[str, list[Any]]) -> list[float | None]:
         count = len(completions)
         if self.batched:
-            calls = Calls([partial(self.fn, completions, **columns)], self.retries, convert=plain_numbers)
+            call = partial(self.fn, **columns) if self.style == "trl" else partial(self.fn, completions, **columns)
+            calls = Calls([call], self.retries, convert=plain_numbers)
         else:
             rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
             arguments = rows if columns else ({} for _ in completions)
@@ -210,7 +261,7 @@ class RewardFunction(ScoringTransform):
                 )
             values += [self._number(value, f"row {len(values) + n} of {count}") for n, value in enumerate(found, 1)]
         self.counters["none"] += sum(value is None for value in values)
-        return [math.nan if value is None else value for value in values]
+        return values
 
     def _number(self, value: float | str | None, where: str) -> float | None:
         """The value of `plain_number`: None or NaN for an unusable number. Raises ShapeError if it is not a number."""
@@ -290,13 +341,18 @@ class Parameters:
     takes_all: bool
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], who: str, first: str) -> Parameters:
-        """Reads the signature. Raises ConfigError if it does not accept ``first`` by position and columns by name."""
+    def of(cls, fn: Callable[..., Any], who: str, first: str | None) -> Parameters:
+        """Reads the signature. Raises ConfigError if it does not accept ``first`` by position and columns by name.
+
+        Without ``first`` all parameters are passed by name.
+        """
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins have no signature
             return cls(who, required=[], optional=["answer"], takes_all=False)
         parameters = list(signature.parameters.values())
+        if first is None:
+            parameters = [inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY), *parameters]
         if not parameters or parameters[0].kind in (parameters[0].KEYWORD_ONLY, parameters[0].VAR_KEYWORD):
             raise ConfigError(
                 f"{who}: its first parameter must take the {first} by position, as in def f({first}, answer): its "
@@ -329,6 +385,13 @@ class Parameters:
         for primer in env.transform.leaves():
             if isinstance(primer, DataLoadingPrimer) and primer.columns is not None:
                 self.check([*primer.columns, *others])
+
+
+def _parameter_names(fn: Reward) -> set[str]:
+    try:
+        return set(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return set()
 
 
 def _name_for_process(fn: Reward | str, process: bool | None) -> str | None:
