@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+# Entries that the environment, the primer or the policy writes over.
+_OWN_COLUMNS = {"seed", "group_id", "stop_reason", "policy_version", "step_count", "done", "terminated", "truncated"}
 
 
 class ChatEnv(EnvBase):
@@ -258,6 +260,11 @@ class DatasetChatEnv(TransformedEnv):
             rows = list(collate_fn(list(rows)))
         if data_key not in (None, "query"):
             rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
+        if taken := sorted({name for row in rows for name in row} & _OWN_COLUMNS):
+            raise ConfigError(
+                f"{who}: a column of the data must not have a name that the environment writes: got "
+                f"{', '.join(taken)}; rename it in the data, as in {taken[0]}_of_row."
+            )
         self.primer = DataLoadingPrimer(rows, batch_size=num_envs, **keywords_of(DataLoadingPrimer, given))
         super().__init__(ChatEnv(batch_size=self.primer.batch_size, **keywords_of(ChatEnv, given)), self.primer)
         if max_steps is not None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion
 from llmrl.errors import CheckpointError, ConfigError, DataError, MissingKeyError
 from tests.support.refusals import refusals
@@ -224,3 +224,9 @@ def test_the_batch_size_does_not_change_order_groups_or_seeds():
     seeds = {seed for _, seed, _ in expected}
     assert len(seeds) == 12
     assert min(seeds) >= 0
+
+
+@pytest.mark.parametrize("name", ["seed", "group_id", "stop_reason", "policy_version", "step_count", "done"])
+def test_a_column_that_the_environment_would_write_over_is_refused_by_its_name(name):
+    with pytest.raises(ConfigError, match=f"got {name}; rename it in the data, as in {name}_of_row"):
+        DatasetChatEnv(dataset=[{"query": "q", name: 3}], seed=0)

@@ -167,6 +167,8 @@ class RewardFunction(ScoringTransform):
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         for key in ("reward", f"reward_{self.name}"):
             reward_spec[key] = Unbounded((*reward_spec.shape, 1, 1))
+        if self.weight:
+            reward_spec["scored"] = Unbounded((*reward_spec.shape, 1, 1), dtype=torch.bool)
         return reward_spec
 
     def clone(self) -> Self:
