@@ -149,7 +149,8 @@ def _reserve(capacity: float) -> float:
 def longest_row(config: ModelSource) -> int:
     """Tokens of the longest possible row of a run."""
     if isinstance(config, GRPOConfig):
-        return config.env.max_prompt_tokens + config.env.max_turns * config.sampling.max_tokens
+        longest = config.env.max_prompt_tokens + config.env.max_turns * config.sampling.max_tokens
+        return min(longest, config.env.max_conversation_tokens or longest)
     return config.row_length if isinstance(config, SFTConfig) else config.tokens_per_microbatch
 
 

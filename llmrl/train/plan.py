@@ -177,6 +177,9 @@ def prepare_grpo(
     lengths = RowLengths(tuple(length + most for length in tokens), alike=config.group_size)
     held_out = eval_rows(config.env, config.eval) or ()
     empty = meta_model(source, task.processor, runs=runs)
+    context = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
+    limits = [limit for limit in (config.env.max_conversation_tokens, context) if limit is not None]
+    lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
     settings = grpo_settings(config, exact=engine is None and not session.low_precision)
@@ -356,7 +359,10 @@ def _sampling(config: GRPOConfig) -> str:
     limits = (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0))
     cut = [f"{name} {value:g}" for name, value, off in limits if value != off]
     warning = f" · {', '.join(cut)}: samples are not the policy's own" if cut else ""
-    return f"at most {sampling.max_tokens} tokens · temperature {sampling.temperature:g}{warning}"
+    limit, turns = config.env.max_conversation_tokens, ""
+    if limit is not None or config.env.max_turns > 1:
+        turns = f" · conversations of at most {'what the model holds' if limit is None else f'{limit} tokens'}"
+    return f"at most {sampling.max_tokens} tokens{turns} · temperature {sampling.temperature:g}{warning}"
 
 
 def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:

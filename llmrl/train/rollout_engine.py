@@ -77,6 +77,7 @@ class RolloutEngine:
         self._on_servers = bool(servers)
         prefer = True if config.env.on_rewrite == "new_record" else "always"
         wrapping = {"tokenizer": tokenizer, "generate_kwargs": config.sampling.generate_kwargs, "prefer_tokens": prefer}
+        wrapping["max_conversation_tokens"] = config.env.max_conversation_tokens
         self.policy: LLMWrapperBase
         if self.is_vllm:
             vllm = self._parts.enter_context(closing(self._make_vllm(config, plan, servers, tokenizer)))

@@ -136,6 +136,12 @@ class EnvSettings(Settings):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
     too_long: Literal["error", "drop"] = Field("error", description="longer prompts end the run, or are dropped")
+    max_conversation_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="a conversation that leaves no room for an answer ends as truncated, without the message that did "
+        "not fit; null: what the model and the engine can hold",
+    )
 
     @property
     def max_records(self) -> int:

@@ -192,8 +192,9 @@ def test_the_policy_knows_its_collector_without_keeping_it(tokenizer):
 
 def test_the_arguments_are_the_documented_ones():
     names = set(inspect.signature(LLMWrapperBase).parameters)
-    assert names == {*ARGUMENTS, "model", "tokenizer", "device", "pad_model_input"}
-    assert len(names) == 27
+    own = {"model", "tokenizer", "device", "pad_model_input", "max_conversation_tokens"}
+    assert names == {*ARGUMENTS, *own}
+    assert len(names) == 28
     assert set(inspect.signature(TransformersWrapper).parameters) == names
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
+from torch import Tensor
 
 from llmrl.data.llm.chat import History
 from llmrl.data.llm.dataset_files import load_rows
@@ -26,6 +27,7 @@ from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
 from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
+from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import TokenStream
@@ -142,7 +144,11 @@ class ChatEnv(EnvBase):
                 f"{self.input_mode!r} has {' and '.join(fields) or 'nothing'}."
             )
         # The next prompt reuses the sampled ids unchanged: rendering them again could give other ids.
-        return new_tensordict(next_prompt(td), td.batch_size, self.device)
+        out = new_tensordict(next_prompt(td), td.batch_size, self.device)
+        if (ends_B := _without_room(td)) is not None:
+            for flag in ("truncated", "done"):
+                out.set(flag, ends_B.view(*td.batch_size, 1).to(self.device or ends_B.device))
+        return out
 
     def _blank(self, old: TensorDictBase, new: TensorDictBase) -> None:
         key = self.data_key
@@ -188,6 +194,20 @@ class ChatEnv(EnvBase):
         if self.input_mode == "text":
             return Text.from_rows({"prompt": self.renderer.codec.render(chats, add_generation_prompt=True)})
         return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self.renderer.prompt_ids(chats)]})
+
+
+def _without_room(td: TensorDictBase) -> Tensor | None:
+    """bool[B]: True for conversations that left no room for an answer; None if there are none."""
+    reasons, tokens = td.get("stop_reason", None), td.get("tokens", None)
+    responses = None if tokens is None or is_non_tensor(tokens) else tokens.rows("response")
+    if reasons is None or responses is None:
+        return None
+    empty = torch.tensor([not len(row) for row in responses], device=reasons.device)
+    if getattr(tokens, "padded", False) and not empty.any():  # answers of the batch's width, which the mask tells apart
+        attention = td.get(("masks", "all_attention_mask")).flatten(0, -2)
+        empty = ~attention[:, -len(responses[0]) :].bool().any(1)
+    ends_B = empty & (reasons.flatten() == StopReason.LENGTH)
+    return ends_B if bool(ends_B.any()) else None
 
 
 class DatasetChatEnv(TransformedEnv):

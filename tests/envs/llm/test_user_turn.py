@@ -3,12 +3,17 @@
 import threading
 
 import pytest
+import torch
 from tensordict import TensorDict
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import RewardFunction, UserTurn
 from llmrl.errors import ConfigError
-from llmrl.testing import ScriptedPolicy, tiny_tokenizer
+from llmrl.modules.llm import TransformersWrapper
+from llmrl.modules.llm.engines import StopReason
+from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
 from tests.support.refusals import refusals
 
 ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
@@ -107,3 +112,47 @@ def test_a_copy_counts_for_itself():
     env = ChatEnv(batch_size=[1]).append_transform(other)
     env.step(ScriptedPolicy(["x"])(env.reset(TensorDict(query="q", batch_size=[1]))))
     assert (user.counters["ended"], other.counters["ended"]) == (0, 1)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_the_others_go_on(positions, concurrent):
+    """Regression: one long reply was an error of the whole batch, or trained a row of any length."""
+    tokenizer = tiny_tokenizer()
+    if positions == "learned":
+        sizes = {"n_positions": 96, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        model, limit = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)), {}
+    else:
+        model, limit = tiny_model(tokenizer), {"max_conversation_tokens": 96}
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 24, "seed": 0}, **limit)
+    assert policy.context_length == 96
+
+    def reply(messages, answer):
+        return "word " * (400 if answer == "0" else 2)
+
+    rows = [{"query": f"{n}?", "answer": str(n % 4)} for n in range(8)]
+    env = DatasetChatEnv(dataset=rows, num_envs=8, shuffle=False, seed=0, max_steps=3).append_transform(UserTurn(reply))
+    options = {"async_envs": True, "dialog_turns_per_batch": 16} if concurrent else {"dialog_turns_per_batch": 24}
+    collector = LLMCollector(env, policy=policy, yield_only_last_steps=True, **options)
+    batch = next(iter(collector)) if concurrent else collector.rollout()
+    collector.shutdown()
+    lengths = [len(row) for row in batch.get(("tokens", "full"), as_list=True)]
+    sampled = [int(row.sum()) for row in batch.get(("masks", "all_assistant_mask"), as_list=True)]
+    long = [answer == "0" for answer in batch.get("answer").tolist()]
+    assert max(lengths) <= 96
+    assert {count for count, is_long in zip(sampled, long, strict=True) if is_long} == {24}, "its first answer is kept"
+    assert min(count for count, is_long in zip(sampled, long, strict=True) if not is_long) > 24
+    assert batch["next", "truncated"].all()
+    ended = batch["stop_reason"].flatten()[torch.tensor(long)]
+    assert (ended == StopReason.LENGTH).all()
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_a_first_prompt_without_room_ends_its_own_conversation(mode, pad_output):
+    tokenizer = tiny_tokenizer()
+    options = {"input_mode": mode, "pad_output": pad_output, "max_conversation_tokens": 40}
+    policy = TransformersWrapper(tiny_model(tokenizer), tokenizer=tokenizer, **options)
+    env = ChatEnv(batch_size=[2], input_mode=mode, tokenizer=None if mode == "history" else tokenizer)
+    out = env.step(policy(env.reset(TensorDict(query=["hi", "word " * 100], batch_size=[2]))))
+    assert out["next", "truncated"].flatten().tolist() == [False, True]

@@ -5,7 +5,7 @@ An engine handles only ids: messages, templates, tensordicts and masks belong to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
@@ -135,6 +135,54 @@ class Generation:
     routes: list[Tensor] | None = None
 
 
+def with_unanswered(generation: Generation | None, answered: Sequence[int], prompts: Rows, version: int) -> Generation:
+    """``generation`` of the prompts at ``answered``, with empty answers that end as LENGTH for the others.
+
+    generation  None if no prompt was answered; ``version`` is then the result's
+    """
+    places = {row: place for place, row in enumerate(answered)}
+    nothing = prompts[0].new_zeros(0, dtype=torch.int64)
+
+    def rows(values: Sequence[Any] | None, empty: Callable[[int], Any]) -> list[Any] | None:
+        if values is None:
+            return None
+        return [values[places[row]] if row in places else empty(row) for row in range(len(prompts))]
+
+    if generation is None:
+        generation, places = Generation([], [], None, [], version), {}
+    routes = generation.routes or None
+    return Generation(
+        rows(generation.ids, lambda row: nothing),
+        rows(generation.log_probs, lambda row: nothing.float()),
+        rows(generation.plain_log_probs, lambda row: nothing.float()),
+        rows(generation.stop_reasons, lambda row: StopReason.LENGTH),
+        generation.version,
+        versions=rows(generation.versions, lambda row: nothing),
+        routes=rows(routes, lambda row: routes[0].new_full((len(prompts[row]), *routes[0].shape[1:]), -1)),
+    )
+
+
+def cut_answers(generation: Generation, prompts: Rows, limit: int) -> Generation:
+    """``generation`` with answers cut where prompt and answer together reach ``limit`` tokens; those end as LENGTH."""
+    rooms = [limit - len(prompt) for prompt in prompts]
+    if all(len(ids) <= room for ids, room in zip(generation.ids, rooms, strict=True)):
+        return generation
+
+    def cut(values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor] | None:
+        return None if values is None else [row[:length] for row, length in zip(values, lengths, strict=True)]
+
+    ends = zip(generation.stop_reasons, generation.ids, rooms, strict=True)
+    return Generation(
+        cut(generation.ids, rooms),
+        cut(generation.log_probs, rooms),
+        cut(generation.plain_log_probs, rooms),
+        [StopReason.LENGTH if len(ids) > room else reason for reason, ids, room in ends],
+        generation.version,
+        versions=cut(generation.versions, rooms),
+        routes=cut(generation.routes, [limit] * len(rooms)),
+    )
+
+
 Rows = Sequence[Tensor]  # ids int64[T], or masks bool[T]
 MediaRows = Sequence[Mapping[str, Tensor]] | None
 
@@ -167,9 +215,13 @@ class Engine(Protocol):
 
 
 class SeededEngine:
-    """Base class of engines that draws the seeds of rows."""
+    """Base class of engines that draws the seeds of rows.
+
+    ``context_length``  the most tokens that a prompt and its answer may have together; None: unknown
+    """
 
     version = 0
+    context_length: int | None = None
 
     def __init__(self, seed: int | None) -> None:
         self._generator = torch.Generator()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, ShapeError
 from llmrl.modules.llm.engines.base import (
     Generation,
     MediaRows,
@@ -87,6 +87,11 @@ class TransformersEngine(SeededEngine):
         # The argument for the KV cache was renamed by Transformers, model by model.
         newly_named = "cache" in self._accepts and "past_key_values" not in self._accepts
         self._cache_argument = "cache" if newly_named else "past_key_values"
+
+    @property
+    def context_length(self) -> int | None:
+        """The positions that the model was made for; None if its configuration has no such number."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +212,16 @@ class _Decoding:
         self.uniforms_BR = None if params.greedy else row_uniforms(seeds, params.max_new_tokens).to(device)
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
         self.check_every = 1 if device.type == "cpu" else 4  # each check synchronises an accelerator
+        # Where a row would leave the model's positions: with learned ones the next token would be an index error.
+        context = engine.context_length
+        rooms = [params.max_new_tokens if context is None else context - len(prompt) for prompt in prompts]
+        self.room_B = torch.tensor(rooms, device=device) if min(rooms) < params.max_new_tokens else None
+        if min(rooms) < 1:
+            row = next(row for row, room in enumerate(rooms) if room < 1)
+            raise ShapeError(
+                f"TransformersEngine: a prompt must have at most {context - 1} tokens, so that one can be added "
+                f"(max_position_embeddings={context}): got {len(prompts[row])} in row {row}."
+            )
 
     def run(self) -> Iterator[_Row]:
         """Prefills, decodes until every row has ended, and yields each row's results."""
@@ -219,7 +234,7 @@ class _Decoding:
         segments: list[tuple[Tensor, list[_Step]]] = []  # the rows of a batch, and its steps until rows were removed
         steps: list[_Step] = []
         tails: list[list[int]] = [[] for _ in self.prompts]
-        uniforms_NR = self.uniforms_BR
+        uniforms_NR, room_N = self.uniforms_BR, self.room_B
         for step in range(params.max_new_tokens):
             steps.append(self._draw(logits_NV, seen_NV, None if uniforms_NR is None else uniforms_NR[:, step]))
             token_N, drawn_N, _ = steps[-1]
@@ -231,18 +246,24 @@ class _Decoding:
                 ended_N = ended_N | self._string_ends(token_N, rows_N, tails, string_end_B, step)
             if step + 1 == params.max_new_tokens:
                 break
-            if (step + 1) % self.check_every == 0:
+            is_full = False
+            if room_N is not None:
+                is_full_N = room_N <= step + 1
+                ended_N, is_full = ended_N | is_full_N, bool(is_full_N.any())
+            if (step + 1) % self.check_every == 0 or is_full:
                 num_left = int((~ended_N).sum())
                 if num_left == 0:
                     break
-                # Ended rows are removed only when they are half of the batch: removal copies the whole cache.
-                if num_left * 2 <= len(token_N):
+                # Ended rows are removed only when they are half of the batch, because removal copies the whole cache;
+                # but a full one at once, because it has no further position.
+                if num_left * 2 <= len(token_N) or is_full:
                     segments.append((rows_N, steps))
                     steps = []
                     keep = (~ended_N).nonzero().squeeze(1)
                     token_N, rows_N, ended_N = token_N[keep], rows_N[keep], ended_N[keep]
                     seen_NV = None if seen_NV is None else seen_NV[keep]
                     uniforms_NR = None if uniforms_NR is None else uniforms_NR[keep]
+                    room_N = None if room_N is None else room_N[keep]
                     self._keep(keep)
             if seen_NV is not None:
                 seen_NV.scatter_(1, token_N[:, None], True)
@@ -383,14 +404,15 @@ class _Decoding:
         is_stop_BR = torch.isin(columns[0], self.stop_ids)
         eos_end_B = torch.where(is_stop_BR.any(1), is_stop_BR.int().argmax(1) + 1, num_steps + 1).tolist()
         columns = [column_BR.to(self.home) for column_BR in columns]
-        for row, eos_end in enumerate(eos_end_B):
+        room_B = [num_steps] * len(eos_end_B) if self.room_B is None else self.room_B.clamp(max=num_steps).tolist()
+        for row, (eos_end, room) in enumerate(zip(eos_end_B, room_B, strict=True)):
             # Cut at the earliest end: sampling continues past it while other rows of the batch run.
             string_end = string_end_B[row] or num_steps + 1
-            length = min(eos_end, string_end, num_steps)
-            if eos_end <= min(string_end, num_steps):
+            length = min(eos_end, string_end, room)
+            if eos_end <= min(string_end, room):
                 reason = StopReason.EOS
             else:
-                reason = StopReason.STOP_STRING if string_end <= num_steps else StopReason.LENGTH
+                reason = StopReason.STOP_STRING if string_end <= room else StopReason.LENGTH
             # Cloned, because a view would keep every row alive.
             ids, drawn, plain = (columns[part][row, :length].clone() for part in (0, 1, -1))
             routes = None

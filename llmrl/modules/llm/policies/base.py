@@ -19,13 +19,22 @@ from torch import Tensor, nn
 
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.errors import ConfigError, RewriteError, ShapeError, UnsupportedError, did_you_mean
-from llmrl.modules.llm.engines.base import Engine, MediaRows, Rows, check_ids
+from llmrl.modules.llm.engines.base import (
+    Engine,
+    Generation,
+    MediaRows,
+    Rows,
+    SamplingParams,
+    check_ids,
+    cut_answers,
+    with_unanswered,
+)
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.modules.llm.model_files import loaded
 from llmrl.modules.llm.policies.batching import BATCHING_SETTINGS, BatchingEngine, join_requests, own_engine
 from llmrl.modules.llm.policies.containers import CONTAINERS, make_containers
-from llmrl.modules.llm.policies.modes import Turn, make_mode
+from llmrl.modules.llm.policies.modes import Prompts, Turn, make_mode
 from llmrl.modules.llm.policies.options import (
     GenerationOptions,
     check_settings,
@@ -113,6 +122,7 @@ class LLMWrapperBase(nn.Module):
         max_batch_size: int | None = None,  # maximum rows in one joined call
         batching_timeout: float = 10.0,  # seconds after which a call is made with fewer rows
         prefer_tokens: bool | Literal["always"] = True,  # False: render every turn; "always": no new records
+        max_conversation_tokens: int | None = None,  # prompt and answer together; None: what the engine can hold
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
@@ -133,6 +143,7 @@ class LLMWrapperBase(nn.Module):
         self.attention_mask_key = attention_mask_key
         self._set_outputs()
         self.prefer_tokens = prefer_tokens
+        self.max_conversation_tokens = max_conversation_tokens
         self.temperature = self.options.params.scoring_temperature
         self.counters = {"rewritten": 0}  # turns that started a new record because of the template
         backend = self._build(model)
@@ -341,9 +352,9 @@ class LLMWrapperBase(nn.Module):
         if self.num_samples is not None:  # repeated here, so that each prompt is read and encoded only once
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
-        # 2. The engine samples an answer to each.
+        # 2. The engine samples an answer to each that leaves room for one.
         params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
-        generation = self.engine.generate(prompts.ids, params, seeds=seeds, **present(media=prompts.media))
+        generation = self._sample(prompts, params, seeds)
         # 3. The views of the finished turns, ragged or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
         views, covered = self.mode.views(turn)
@@ -362,6 +373,31 @@ class LLMWrapperBase(nn.Module):
         out.set("policy_version", torch.tensor(oldest).reshape(batch_size))
         out.set("new_record", torch.tensor(begins).reshape(batch_size))
         return out
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens of a conversation: ``max_conversation_tokens``, and what the engine can hold."""
+        limits = self.max_conversation_tokens, getattr(self.engine, "context_length", None)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _sample(self, prompts: Prompts, params: SamplingParams, seeds: list[int] | None) -> Generation:
+        """An answer to each prompt. A conversation without room for one is not an error of its batch: it ends here.
+
+        Changes  the prompts of those conversations: what did not fit is not part of the row that is trained
+        """
+        limit = self.context_length
+        full = [] if limit is None else [row for row, ids in enumerate(prompts.ids) if len(ids) >= limit]
+        if full:
+            prompts.cut(full, limit)
+        rows = [row for row in range(len(prompts.ids)) if row not in set(full)]
+        generation = None
+        if rows:
+            given = {"media": None if prompts.media is None else [prompts.media[row] for row in rows]}
+            asked = None if seeds is None else [seeds[row] for row in rows]
+            ids = [prompts.ids[row] for row in rows]
+            generation = self.engine.generate(ids, params, seeds=asked, **present(**given))
+            generation = generation if limit is None else cut_answers(generation, ids, limit)
+        return with_unanswered(generation, rows, prompts.ids, self.engine.version) if full else generation
 
     def _count_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
         """Counts the rows that start a new record because of the template; logs a warning the first time.

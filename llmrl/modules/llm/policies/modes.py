@@ -24,7 +24,7 @@ from llmrl.modules.llm.policies.containers import decode_rows, history_chats
 from llmrl.modules.llm.policies.rows import Key, attention_rows, field_rows, find_holder, is_ragged, kept_parts
 from llmrl.modules.llm.rendering import is_open
 from llmrl.modules.llm.token_stream import TokenStream
-from llmrl.modules.llm.vision import Media
+from llmrl.modules.llm.vision import POSITIONS, Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,18 @@ class Prompts:
     stream: TokenStream | None = None
     texts: list[str] | None = None
     media: list[Media] | None = None
+
+    def cut(self, rows: Sequence[int], limit: int) -> None:
+        """Leaves of these rows the turns before this one, or of a first prompt its first ``limit`` ids.
+
+        A row whose new ids hold images keeps them all, because its images belong to them.
+        """
+        for row in rows:
+            before = 0 if self.stream is None else len(self.stream.ids[row])
+            length = before or limit
+            if self.media is None or not (self.media[row][POSITIONS] >= length).any():
+                self.ids[row] = self.ids[row][:length]
+                self.num_new[row] = length - before
 
     def select(self, rows: Sequence[int]) -> Prompts:
         """The rows at these indices, which may repeat."""

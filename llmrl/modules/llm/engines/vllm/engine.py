@@ -120,6 +120,10 @@ class VLLMEngine(SeededEngine):
         return self.core.info.max_length
 
     @property
+    def context_length(self) -> int:
+        return self.max_length
+
+    @property
     def address(self) -> str | None:
         """The URL of a server, or of all servers, which ranks may share; None for an engine that this process built."""
         return getattr(self.core, "url", None)
