@@ -1,9 +1,14 @@
+import errno
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmrl.errors import ConfigError
+from llmrl.errors import ConfigError, DataError, RunFolderError
+from llmrl.run.files import replace_file
+from llmrl.run.metrics import read_metrics
+from llmrl.run.rollout_log import RolloutLog, read_rollouts
 from llmrl.run.run_dir import RunDir
 
 
@@ -51,3 +56,53 @@ def test_info_is_read_back_and_a_broken_file_is_named(tmp_path):
     run.write_config("steps: 3\n")
     assert run.read_info() == {"command": "sft"}
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "run.json"}  # no draft is left
+
+
+def test_a_link_in_a_run_folder_is_not_followed(tmp_path):
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine")
+    for name in (".lock", "metrics.jsonl", "rollouts", "checkpoints"):
+        run = RunDir.create("r", "", root=tmp_path, name=f"run{name}")
+        (run.path / name).symlink_to(tmp_path if "." not in name else precious)
+        with pytest.raises(RunFolderError, match=rf"'{name}' is a link"), run.lock():
+            pass
+        assert run.holder is None
+    (run.path / "rollouts").mkdir()
+    (run.path / f".config.yaml.{os.getpid()}.draft").symlink_to(precious)
+    run.write_config("steps: 3\n")
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link", "large"])
+def test_only_regular_files_of_bounded_size_are_read_and_nothing_waits(tmp_path, kind):
+    run = RunDir.create("r", "", root=tmp_path)
+    (run.path / "rollouts").mkdir()
+    (tmp_path / "elsewhere").write_text("{}")
+    for path in (run.config, run.info, run.metrics, run.rollouts / "step000009.parquet", run.path / ".lock"):
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "large":
+            path.touch()
+            os.truncate(path, 5 << 30)  # a hole: takes no space
+        else:
+            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "elsewhere")
+    for read in (run.read_config, run.read_info):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read()
+    for read in (read_metrics, read_rollouts):
+        with pytest.raises(DataError):
+            read(run.path)
+    assert run.holder is None
+
+
+def test_a_write_that_fails_leaves_no_draft_and_the_old_file(tmp_path, monkeypatch):
+    replace_file(tmp_path / "config.yaml", "old")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(full))
+    with pytest.raises(RunFolderError, match="make room"):
+        replace_file(tmp_path / "config.yaml", "new")
+    log = RolloutLog(tmp_path)
+    with pytest.raises(RunFolderError, match="make room"):
+        log.write(1, [])
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "rollouts"]
+    assert (tmp_path / "config.yaml").read_text() == "old"

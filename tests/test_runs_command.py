@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 
@@ -50,3 +51,19 @@ def test_a_run_that_another_process_trains_is_running_until_that_ends(rows):
 def test_without_runs_it_says_how_to_begin_one(tmp_path, monkeypatch, run_llmrl):
     monkeypatch.chdir(tmp_path)
     run_llmrl("runs", words=["llmrl sft sums_sft"])
+
+
+def test_text_of_a_run_is_shown_and_not_obeyed(rows, run_llmrl, capsys):
+    run = small_run("runs", "odd", {"reward/mean": 0.5})
+    hostile = "\x1b]0;mine\x07\x00\x7f\x9b2J\u202e\u2066\ud800"
+    names = ("recipe", "created", "llmrl", "ended")
+    run.write_info(run.read_info() | dict.fromkeys(names, hostile) | {"arguments": [hostile]})
+    broken = small_run("runs", "broken", {})
+    broken.write_info({"command": hostile})
+    for command, code in (("runs", 0), ("show odd", 0), ("eval broken", 2)):
+        shown = run_llmrl(*command.split(), code=code)
+        assert not [
+            letter
+            for letter in shown.out + shown.err
+            if unicodedata.category(letter) in ("Cc", "Cf", "Cs") and letter != "\n"
+        ], command

@@ -16,8 +16,8 @@ from llmrl.report.intervals import evaluations
 from llmrl.report.page import HEADLINES, page, page_number
 from llmrl.report.run_files import RunFiles, read_run
 from llmrl.run.console import format_duration, format_number, make_console
+from llmrl.run.files import replace_file
 from llmrl.run.metrics import METRICS
-from llmrl.run.run_dir import replace_file
 
 Rows = list[list[str]]
 _PLACES = ("checkpoint", "log")  # sections of settings that do not affect the training

@@ -20,8 +20,8 @@ from llmrl.report.rollouts import rollouts_data
 from llmrl.report.run_files import RunFiles, one_line, read_run
 from llmrl.report.warnings import findings
 from llmrl.run.console import format_duration, format_number
+from llmrl.run.files import replace_file
 from llmrl.run.metrics import METRICS
-from llmrl.run.run_dir import replace_file
 from llmrl.run.yaml_source import YamlLoader
 
 HEADLINES = {"reward/mean": "reward", "preference/right_frac": "pairs ranked right", "policy/loss": "loss"}

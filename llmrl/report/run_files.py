@@ -12,7 +12,6 @@ from llmrl.errors import ConfigError
 from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
-from llmrl.run.yaml_source import Source
 
 Row = dict[str, float | None]
 
@@ -56,7 +55,7 @@ def read_run(path: Path | str) -> RunFiles:
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     try:
-        settings = flat_settings(Source.read(run.config).data)
+        settings = flat_settings(run.read_config().data)
     except ConfigError as error:
         notes.append(str(error).splitlines()[0])
     rows = read_metrics(run.path) if run.metrics.is_file() else []

@@ -23,7 +23,7 @@ from llmrl.errors import LLMRLError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.run.console import make_console, note, warn
-from llmrl.run.console.conversations import printable
+from llmrl.run.printable import printable
 from llmrl.tools import load_tool
 from llmrl.train.distributed import Session
 from llmrl.train.models import load_model, load_tokenizer

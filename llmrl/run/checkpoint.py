@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from llmrl.errors import CheckpointError, ConfigError, DataError
-from llmrl.run.run_dir import free_space, writing
+from llmrl.run.files import free_space, read_text, writing
 
 __all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "cause_of", "check_files", "latest_checkpoint"]
 
@@ -194,27 +194,39 @@ def latest_checkpoint(run_dir: Path | str) -> Path | None:
     return CheckpointStore(run_dir, writer=False).latest()
 
 
-def check_files(folder: Path) -> None:
-    """Compares every file of a checkpoint with its recorded size and checksum.
+def check_files(folder: Path) -> list[str]:
+    """Compares every file of a checkpoint with its recorded size and checksum; returns their names.
 
     Raises  DataError that names each missing or changed file, or the checksum list if that cannot be read
     """
     path = folder / CHECKSUMS
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-        faults = [fault for name, expected in listed.items() if (fault := _fault(folder / name, **expected))]
+        listed = json.loads(read_text(path))
+        faults = [fault for name, expected in listed.items() if (fault := _fault(folder, name, **expected))]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: must list the files of the checkpoint: it cannot be read: {error}.") from error
+    # Libraries that load the folder open whatever has a known name; opening a pipe would never return.
+    faults += [f"{entry.name!r} is not a file" for entry in folder.rglob("*") if _is_special(entry)]
     if faults:
         raise DataError(f"{folder}: must be as it was written: {', '.join(faults)}.")
+    return list(listed)
 
 
-def _fault(path: Path, *, size: int, blake2b: str) -> str | None:
+def _fault(folder: Path, name: str, *, size: int, blake2b: str) -> str | None:
+    path = folder / name
+    if ".." in path.parts or not path.is_relative_to(folder):
+        return f"{name!r} lies outside of it"
+    if any(part.is_symlink() for part in (path, *path.parents) if part != folder and part.is_relative_to(folder)):
+        return f"{name} is a link"
     if not path.is_file():
-        return f"{path.name} is missing"
+        return f"{name} is missing"
     if path.stat().st_size != size:
-        return f"{path.name} has {path.stat().st_size} of {size} bytes"
-    return None if _checksum(path) == blake2b else f"{path.name} has other content"
+        return f"{name} has {path.stat().st_size} of {size} bytes"
+    return None if _checksum(path) == blake2b else f"{name} has other content"
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _checksum(path: Path) -> str:

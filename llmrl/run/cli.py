@@ -43,6 +43,7 @@ from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.commands import COMMANDS, RUN, Parser, option
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.masking import masked_arguments, masked_text
+from llmrl.run.printable import printable
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
@@ -354,7 +355,7 @@ def _lock(run: RunDir) -> AbstractContextManager[None]:
 
 def _check_fixed(run: RunDir, config: Any) -> None:
     """Raises ConfigError that names each changed setting that a resumed run must keep."""
-    before = load_config(type(config), run.config).config
+    before = load_config(type(config), run.read_config()).config
     faults = []
     for name in getattr(config, "FIXED", ()):
         was, is_now = (operator.attrgetter(name)(values) for values in (before, config))
@@ -410,12 +411,12 @@ def _let_rank_0_speak() -> None:
 
 def _report(error: Exception) -> None:
     rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    print(f"{rank}error         {masked_text(str(error))}", file=sys.stderr)
+    print(f"{rank}error         {printable(masked_text(str(error)))}", file=sys.stderr)
 
 
 def _config_report(error: ConfigError, arguments: Sequence[str], seconds: float) -> str:
     hints = ("did you mean  ", "it means      ", "known here    ", "packaged      ")
-    first, *rest = masked_text(str(error)).splitlines()
+    first, *rest = printable(masked_text(str(error))).splitlines()
     lines = [f"config error  {first}", *(line if line.startswith(hints) else f"{'':14}{line}" for line in rest)]
     if "torch" not in sys.modules:
         last = f"nothing was loaded ({seconds:.2f} s)."

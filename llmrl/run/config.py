@@ -61,8 +61,10 @@ class Setting:
         return f"{self.name}  ({', '.join(filter(None, [self.meaning, default]))})"
 
 
-def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequence[str] = ()) -> Loaded[Model]:
-    """Fills ``model_cls`` from a YAML file (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
+def load_config(
+    model_cls: type[Model], given: Source | Path | str | None, overrides: Sequence[str] = ()
+) -> Loaded[Model]:
+    """Fills ``model_cls`` from YAML (None: defaults only), then from overrides such as ``optim.lr=2e-6``.
 
     An override's value is YAML (``clip=[0.2, 0.3]``). If two set the same name, the later wins. An override that names
     a whole section replaces it.
@@ -70,7 +72,7 @@ def load_config(model_cls: type[Model], path: Path | str | None, overrides: Sequ
     Returns  the model, with the origin of each value that was given
     Raises   ConfigError that lists every fault: unreadable file, repeated key, unknown name, value out of range
     """
-    source = Source.read(Path(path)) if path is not None else Source()
+    source = given if isinstance(given, Source) else Source.read(Path(given)) if given is not None else Source()
     problems = [problem for text in overrides if (problem := source.override(text))]
     if problems:
         raise ConfigError("\n".join(problems))

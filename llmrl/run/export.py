@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.run.console import make_console, print_summary
+from llmrl.run.files import writing
 from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
-from llmrl.run.run_dir import RunDir, writing
+from llmrl.run.run_dir import RunDir
 from llmrl.run.show import changes
 from llmrl.train.distributed import Session
 from llmrl.train.lora import ADAPTER, base_of, is_adapter
@@ -59,18 +61,18 @@ def export(
     if merge and not has_adapters:
         raise ConfigError(f"--merge  adds adapters to a model: the checkpoint {checkpoint} has none; leave it out")
     adapters, judges = has_adapters and not merge, isinstance(config, RewardConfig)
-    check_files(checkpoint)
+    files = [checkpoint / name for name in check_files(checkpoint)]  # no other file of the folder is exported
     with _whole_or_absent(folder) as draft:
         if adapters:
-            _cast_files(checkpoint / ADAPTER, draft, dtype)
+            _cast_files(checkpoint / ADAPTER, files, draft, dtype)
             kept = {"config.json"} if judges else set()  # it says that there is one label
-            _copy(checkpoint, draft, {"config.json", "generation_config.json"} - kept)
+            _copy(checkpoint, files, draft, {"config.json", "generation_config.json"} - kept)
         else:
             if is_adapter(str(checkpoint)):
                 _merge(config, checkpoint, run.path.parent, draft, dtype)
             else:
-                _cast_files(checkpoint, draft, dtype)
-            _copy(checkpoint, draft, set())
+                _cast_files(checkpoint, files, draft, dtype)
+            _copy(checkpoint, files, draft, set())
             _set_dtype(draft / "config.json", dtype)
         if (draft / "generation_config.json").exists():
             _set_generation(draft, config, checkpoint)
@@ -95,20 +97,23 @@ def _whole_or_absent(folder: Path) -> Iterator[Path]:
         try:
             yield draft
             os.rename(draft, folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, SafetensorError) and (number := re.search(r"os error (\d+)", str(error))):
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise
 
 
-def _cast_files(source: Path, target: Path, dtype: str) -> None:
+def _cast_files(source: Path, files: Sequence[Path], target: Path, dtype: str) -> None:
     """Copies the weight files with floating-point tensors cast to ``dtype``; an adapter's JSON files unchanged."""
-    for path in sorted(source.glob("*.safetensors")):
+    own = sorted(path for path in files if path.parent == source)
+    for path in (path for path in own if path.suffix == ".safetensors"):
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             save_file(
                 {name: _cast(file.get_tensor(name), dtype) for name in names}, target / path.name, file.metadata()
             )
-    for path in source.glob("*.json"):
+    for path in (path for path in own if path.suffix == ".json"):
         if path.name == "model.safetensors.index.json":
             index = json.loads(path.read_text())
             size = sum(file.stat().st_size for file in target.glob("model*.safetensors"))  # with their headers
@@ -131,11 +136,11 @@ def _merge(config: ModelSource, checkpoint: Path, runs: Path, draft: Path, dtype
         model.to(dtype=getattr(torch, dtype)).save_pretrained(draft)
 
 
-def _copy(checkpoint: Path, draft: Path, left_out: set[str]) -> None:
+def _copy(checkpoint: Path, files: Sequence[Path], draft: Path, left_out: set[str]) -> None:
     """Copies the tokenizer and model files that ``draft`` still lacks, without the run's own files."""
-    for path in checkpoint.iterdir():
+    for path in (path for path in files if path.parent == checkpoint):
         known = path.name in _OF_THE_RUN | left_out or path.name.startswith("model") or (draft / path.name).exists()
-        if path.is_file() and not known:
+        if not known:
             shutil.copy(path, draft)
 
 

@@ -11,17 +11,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
 from llmrl.errors import ConfigError, DataError, did_you_mean
+from llmrl.run.files import open_file, read_text, replace_file, writing
 from llmrl.run.mirrors import Mirror, make_mirror
 from llmrl.run.rollout_log import Rollout
-from llmrl.run.run_dir import replace_file, writing
 
 __all__ = ["METRICS", "MetricsLog", "check_metric_name", "evenly", "read_metrics"]
 
 T = TypeVar("T")
+_MAX_BYTES = 1 << 30
 
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's completions, failed ones left out",
@@ -161,7 +163,7 @@ class MetricsLog(AbstractContextManager):
             self._mirrors.append(made)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = TextIOWrapper(open_file(self.path, "a+b"), encoding="utf-8")
 
     def _remove_steps_after(self, last: int) -> None:
         with writing(self.path):
@@ -234,9 +236,11 @@ def evenly(rows: Sequence[T], count: int) -> list[T]:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_text(path, max_bytes=_MAX_BYTES).splitlines(keepends=True)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: must be UTF-8: {error}.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -11,7 +11,7 @@ from string import Template
 
 from llmrl.errors import ConfigError
 from llmrl.run.console import make_console, print_summary
-from llmrl.run.run_dir import writing
+from llmrl.run.files import writing
 
 KINDS = ("reward", "tool", "env", "recipe")
 

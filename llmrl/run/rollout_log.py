@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import DataError
 from llmrl.notebook_html import conversation_html, message_html, token_html
-from llmrl.run.run_dir import writing
+from llmrl.run.files import open_file, replacing, writing
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -158,12 +157,10 @@ class RolloutLog:
         kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
         schema = pyarrow.schema([(name, _arrow_type(kind)) for name, kind in kinds.items()])
         path = self.folder / _file_name(step)
-        # Readers look for step*.parquet, so they never see an incomplete file.
-        draft = path.with_suffix(".tmp")
         with writing(path):
             self.folder.mkdir(exist_ok=True)
-            parquet.write_table(pyarrow.table(columns, schema=schema), draft)
-            os.replace(draft, path)
+        with replacing(path) as file:  # readers look for step*.parquet, so they never see an incomplete file
+            parquet.write_table(pyarrow.table(columns, schema=schema), file)
         return path
 
 
@@ -206,7 +203,7 @@ def _opened(path: Path) -> Iterator[ParquetFile]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
+        with open_file(path) as opened, ParquetFile(opened) as file:
             yield file
     except (ArrowException, OSError, TypeError, KeyError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import struct
 import time
@@ -16,11 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llmrl.errors import ConfigError, RunFolderError, closest
+from llmrl.run.files import open_file, read_text, replace_file, writing
+from llmrl.run.yaml_source import Source
 
-__all__ = ["RunDir", "free_space", "replace_file", "writing"]
+__all__ = ["RunDir"]
 
 _INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "defaults": dict, "plan": list}
 
@@ -93,17 +93,18 @@ class RunDir:
 
         On file systems without locks the run continues without one.
 
-        Raises  RunFolderError that names the process that holds the lock, or if the folder cannot be written
+        Raises  RunFolderError that names the process that holds the lock, or a link in the folder, or if the folder
+                cannot be written
         """
+        self._refuse_links()
         with writing(self.path / ".lock"):
-            file = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+            file = open_file(self.path / ".lock", "a+b")
         with file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                file.seek(0)
                 raise RunFolderError(
-                    f"{self.path}: must have one process at a time: got a second one, beside {file.read().strip()}, "
+                    f"{self.path}: must have one process at a time: got a second one, beside {_holder(file)}, "
                     "which runs; wait for it or end it."
                 ) from None
             except OSError:
@@ -111,7 +112,7 @@ class RunDir:
             else:
                 with writing(self.path / ".lock"):
                     file.truncate(0)
-                    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                     file.flush()
             yield
 
@@ -121,11 +122,21 @@ class RunDir:
         # Queries the lock instead of taking it: taking it could make a run fail that starts at this moment.
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux
         try:
-            with open(self.path / ".lock", encoding="utf-8") as file:
+            with open_file(self.path / ".lock") as file:
                 kind = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
-                return None if kind == fcntl.F_UNLCK else file.read().strip() or "a process"
+                return None if kind == fcntl.F_UNLCK else _holder(file)
         except OSError:
             return None
+
+    def _refuse_links(self) -> None:
+        """Raises RunFolderError for a link: training would write or remove what it leads to."""
+        with writing(self.path):
+            links = sorted(entry.name for entry in self.path.iterdir() if entry.is_symlink())
+        if links:
+            raise RunFolderError(
+                f"{self.path}: must hold files and folders of its own: {links[0]!r} is a link; put a copy there, or "
+                "link the whole run folder."
+            )
 
     def write_config(self, text: str) -> None:
         """Writes ``config.yaml`` atomically: another process sees either the old text or the new one."""
@@ -135,13 +146,17 @@ class RunDir:
         """Writes ``run.json`` atomically."""
         replace_file(self.info, json.dumps(dict(info), indent=2) + "\n")
 
+    def read_config(self) -> Source:
+        """Reads ``config.yaml``. Raises ConfigError."""
+        return Source.read(self.config, links=False)
+
     def read_info(self) -> dict[str, Any]:
         """Reads ``run.json``.
 
         Raises  ConfigError if the file is missing, is not a JSON object, or has an entry of the wrong type
         """
         try:
-            info = json.loads(self.info.read_text(encoding="utf-8"))
+            info = json.loads(read_text(self.info))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self.info}  cannot be read: {error}") from error
         if not isinstance(info, dict):
@@ -152,47 +167,9 @@ class RunDir:
         return info
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError of the file system into a RunFolderError that names ``path`` and the remedy."""
-    try:
-        yield
-    # RunFolderError is an OSError too, but already names its file and remedy.
-    except RunFolderError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = f"{free_space(path)}; make room"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            remedy = "choose a folder that can be written, for new runs with --runs DIR"
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            remedy = "a file is where a folder must be: remove it, or choose another place with --runs DIR"
-        elif error.errno == errno.ENOENT:
-            remedy = "the folder was removed meanwhile; start a new run"
-        else:
-            remedy = "check that disk"
-        raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {remedy}.") from error
-
-
-def free_space(path: Path) -> str:
-    """The free space on the disk of ``path``, in words."""
-    try:
-        usage = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
-    except OSError:
-        return "the disk's free space is unknown"
-    return f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically: another process sees either the old text or the new one.
-
-    Raises  RunFolderError
-    """
-    # The draft is in the same folder, because a rename is atomic only within one file system.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    with writing(path):
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+def _holder(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(200).decode("utf-8", "replace").strip() or "a process"
 
 
 def _make(path: Path) -> bool:

@@ -16,7 +16,6 @@ from llmrl.run.console import format_number, make_console, note
 from llmrl.run.console.lines import print_block
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
-from llmrl.run.yaml_source import Source
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
@@ -56,7 +55,7 @@ def _describe(run: RunDir) -> dict[str, Any]:
     row = {"name": run.path.name, "recipe": "?", "state": "damaged", "step": 0, "steps": None}
     row |= {"metric": None, "best": None, "age_s": max(0.0, time.time() - newest)}
     try:
-        info, settings = run.read_info(), Source.read(run.config).data
+        info, settings = run.read_info(), run.read_config().data
         metrics = read_metrics(run.path) if run.metrics.exists() else []
     except (ConfigError, DataError):
         return row

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from llmrl.errors import ConfigError
+from llmrl.run.files import read_text
 from llmrl.text_files import why_not_text
 
 KeyPath = tuple[str | int, ...]  # ("optim", "betas", 0)
@@ -73,9 +74,10 @@ class Source:
     name: str = "command line"
 
     @classmethod
-    def read(cls, path: Path) -> Source:
+    def read(cls, path: Path, *, links: bool = True) -> Source:
+        """Reads a file; ``links`` False refuses a link. Raises ConfigError that names every fault."""
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = read_text(path, links=links, encoding="utf-8-sig")
         except OSError as error:
             raise ConfigError(f"{path}  cannot be read: {error}") from error
         except UnicodeDecodeError as error:

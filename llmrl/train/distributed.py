@@ -44,7 +44,7 @@ from llmrl.modules.llm.vision import vision_tower
 from llmrl.report.run_files import flat_settings
 from llmrl.run.console import make_console
 from llmrl.run.console.numbers import counted
-from llmrl.run.run_dir import writing
+from llmrl.run.files import writing
 from llmrl.train.settings import ModelSource
 
 T = TypeVar("T")

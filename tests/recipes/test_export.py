@@ -1,11 +1,16 @@
 """`llmrl export`: a checkpoint as a folder that Transformers and peft load, whole or absent."""
 
 import json
+import os
 
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from llmrl.errors import RunFolderError
+from llmrl.run.export import _whole_or_absent
 
 
 @pytest.fixture
@@ -64,6 +69,29 @@ def test_nothing_is_written_over_and_what_fails_leaves_nothing(taught):
     weights.write_bytes(weights.read_bytes()[:-1])
     taught.run("export", "taught", "new", code=3, words=["model.safetensors has"])
     assert sorted(path.name for path in taught.path.iterdir() if "new" in path.name) == []
+
+
+def test_only_files_that_the_checkpoint_lists_are_exported_and_no_links(taught):
+    secret, checkpoint = taught.path / "secret", taught.checkpoint("taught", 2)
+    secret.write_text("mine")
+    (checkpoint / "notes.txt").symlink_to(secret)
+    (checkpoint / "more.json").write_text("{}")
+    taught.run("export", "taught", "out")
+    assert not {"notes.txt", "more.json"} & {path.name for path in (taught.path / "out").iterdir()}
+    (taught.path / "moved").write_bytes((checkpoint / "config.json").read_bytes())
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "config.json").symlink_to(taught.path / "moved")
+    assert "config.json is a link" in taught.run("export", "taught", "out2", code=3).err
+    (checkpoint / "config.json").unlink()
+    os.mkfifo(checkpoint / "config.json")
+    assert "'config.json' is not a file" in taught.run("export", "taught", "out2", code=3).err
+
+
+def test_weights_that_do_not_fit_on_the_disk_leave_nothing_and_say_so(tmp_path):
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(RunFolderError, match="make room"), _whole_or_absent(tmp_path / "out"):
+        raise full
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_folder(taught):

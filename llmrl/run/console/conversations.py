@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from llmrl.run.console.lines import can_write, print_block
 from llmrl.run.console.numbers import format_number
+from llmrl.run.printable import printable
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,3 @@ def _shorten(pieces: Sequence[tuple[str, bool]], limit: int) -> list[tuple[str, 
             kept.append((text[max(0, tail - start) :] if end > tail else "", trained))
     groups = groupby((piece for piece in kept if piece[0]), key=lambda piece: piece[1])
     return [("".join(text for text, _ in group), trained) for trained, group in groups]
-
-
-def printable(text: str) -> str:
-    """The text with control characters escaped, so that a terminal does not interpret them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from llmrl.run.console.numbers import format_number
+from llmrl.run.printable import printable
 
 _LABEL_WIDTH = 10
 
@@ -31,7 +33,25 @@ def make_console(rank: int | None = None) -> Console:
     If the reader of the output (a pipe or a terminal) is gone, the run continues and writes nothing more there.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    return Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
+    console = Console(quiet=rank != 0, highlight=False, file=_Output(sys.stdout))
+    console.push_render_hook(_PrintableText())
+    return console
+
+
+class _PrintableText(RenderHook):
+    """Makes all text of a console printable, after rich has added its own control sequences beside it."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Printable(renderable) for renderable in renderables]
+
+
+@dataclass(frozen=True)
+class _Printable:
+    inner: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in console.render(self.inner, options):
+            yield part if part.control else Segment(printable(part.text), part.style)
 
 
 class _Output:
