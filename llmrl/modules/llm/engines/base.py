@@ -135,54 +135,6 @@ class Generation:
     routes: list[Tensor] | None = None
 
 
-def with_unanswered(generation: Generation | None, answered: Sequence[int], prompts: Rows, version: int) -> Generation:
-    """``generation`` of the prompts at ``answered``, with empty answers that end as LENGTH for the others.
-
-    generation  None if no prompt was answered; ``version`` is then the result's
-    """
-    places = {row: place for place, row in enumerate(answered)}
-    nothing = prompts[0].new_zeros(0, dtype=torch.int64)
-
-    def rows(values: Sequence[Any] | None, empty: Callable[[int], Any]) -> list[Any] | None:
-        if values is None:
-            return None
-        return [values[places[row]] if row in places else empty(row) for row in range(len(prompts))]
-
-    if generation is None:
-        generation, places = Generation([], [], None, [], version), {}
-    routes = generation.routes or None
-    return Generation(
-        rows(generation.ids, lambda row: nothing),
-        rows(generation.log_probs, lambda row: nothing.float()),
-        rows(generation.plain_log_probs, lambda row: nothing.float()),
-        rows(generation.stop_reasons, lambda row: StopReason.LENGTH),
-        generation.version,
-        versions=rows(generation.versions, lambda row: nothing),
-        routes=rows(routes, lambda row: routes[0].new_full((len(prompts[row]), *routes[0].shape[1:]), -1)),
-    )
-
-
-def cut_answers(generation: Generation, prompts: Rows, limit: int) -> Generation:
-    """``generation`` with answers cut where prompt and answer together reach ``limit`` tokens; those end as LENGTH."""
-    rooms = [limit - len(prompt) for prompt in prompts]
-    if all(len(ids) <= room for ids, room in zip(generation.ids, rooms, strict=True)):
-        return generation
-
-    def cut(values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor] | None:
-        return None if values is None else [row[:length] for row, length in zip(values, lengths, strict=True)]
-
-    ends = zip(generation.stop_reasons, generation.ids, rooms, strict=True)
-    return Generation(
-        cut(generation.ids, rooms),
-        cut(generation.log_probs, rooms),
-        cut(generation.plain_log_probs, rooms),
-        [StopReason.LENGTH if len(ids) > room else reason for reason, ids, room in ends],
-        generation.version,
-        versions=cut(generation.versions, rooms),
-        routes=cut(generation.routes, [limit] * len(rooms)),
-    )
-
-
 Rows = Sequence[Tensor]  # ids int64[T], or masks bool[T]
 MediaRows = Sequence[Mapping[str, Tensor]] | None
 
@@ -245,6 +197,81 @@ class SeededEngine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._generator.set_state(state["generator"])
         self.version = state["version"]
+
+
+def generate_within(
+    engine: Engine,
+    prompts: Rows,
+    params: SamplingParams,
+    limit: int | None,
+    *,
+    full: Sequence[int] = (),
+    seeds: Sequence[int] | None = None,
+    media: MediaRows = None,
+) -> Generation:
+    """``engine.generate`` of the prompts, none of which with its answer is longer than ``limit``.
+
+    full  rows that get an empty answer, which ends as LENGTH, like each answer that reaches the limit
+    """
+    rows = sorted(set(range(len(prompts))) - set(full))
+
+    def asked(values: Sequence[Any] | None) -> list[Any] | None:
+        return None if values is None else [values[row] for row in rows]
+
+    generation = None
+    if rows:
+        options = {} if media is None else {"media": asked(media)}
+        generation = engine.generate(asked(prompts), params, seeds=asked(seeds), **options)
+        generation = generation if limit is None else _cut(generation, asked(prompts), limit)
+    return _with_unanswered(generation, rows, prompts, engine.version) if full else generation
+
+
+def _with_unanswered(generation: Generation | None, answered: Sequence[int], prompts: Rows, version: int) -> Generation:
+    """``generation`` of the prompts at ``answered``, with empty answers that end as LENGTH for the others.
+
+    generation  None if no prompt was answered; ``version`` is then the result's
+    """
+    places = {row: place for place, row in enumerate(answered)}
+    nothing = prompts[0].new_zeros(0, dtype=torch.int64)
+
+    def rows(values: Sequence[Any] | None, empty: Callable[[int], Any]) -> list[Any] | None:
+        if values is None:
+            return None
+        return [values[places[row]] if row in places else empty(row) for row in range(len(prompts))]
+
+    if generation is None:
+        generation, places = Generation([], [], None, [], version), {}
+    routes = generation.routes or None
+    return Generation(
+        rows(generation.ids, lambda row: nothing),
+        rows(generation.log_probs, lambda row: nothing.float()),
+        rows(generation.plain_log_probs, lambda row: nothing.float()),
+        rows(generation.stop_reasons, lambda row: StopReason.LENGTH),
+        generation.version,
+        versions=rows(generation.versions, lambda row: nothing),
+        routes=rows(routes, lambda row: routes[0].new_full((len(prompts[row]), *routes[0].shape[1:]), -1)),
+    )
+
+
+def _cut(generation: Generation, prompts: Rows, limit: int) -> Generation:
+    """``generation`` with answers cut where prompt and answer together reach ``limit`` tokens; those end as LENGTH."""
+    rooms = [limit - len(prompt) for prompt in prompts]
+    if all(len(ids) <= room for ids, room in zip(generation.ids, rooms, strict=True)):
+        return generation
+
+    def ends_of(values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor] | None:
+        return None if values is None else [row[:length] for row, length in zip(values, lengths, strict=True)]
+
+    ends = zip(generation.stop_reasons, generation.ids, rooms, strict=True)
+    return Generation(
+        ends_of(generation.ids, rooms),
+        ends_of(generation.log_probs, rooms),
+        ends_of(generation.plain_log_probs, rooms),
+        [StopReason.LENGTH if len(ids) > room else reason for reason, ids, room in ends],
+        generation.version,
+        versions=ends_of(generation.versions, rooms),
+        routes=ends_of(generation.routes, [limit] * len(rooms)),
+    )
 
 
 def check_ids(rows: Sequence[Tensor], vocabulary_size: int | None, *, who: str, what: str) -> None:

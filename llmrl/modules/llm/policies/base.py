@@ -26,8 +26,7 @@ from llmrl.modules.llm.engines.base import (
     Rows,
     SamplingParams,
     check_ids,
-    cut_answers,
-    with_unanswered,
+    generate_within,
 )
 from llmrl.modules.llm.engines.transformers import model_device, vocabulary_size
 from llmrl.modules.llm.log_probs import TokenScores
@@ -387,17 +386,9 @@ class LLMWrapperBase(nn.Module):
         """
         limit = self.context_length
         full = [] if limit is None else [row for row, ids in enumerate(prompts.ids) if len(ids) >= limit]
-        if full:
-            prompts.cut(full, limit)
-        rows = [row for row in range(len(prompts.ids)) if row not in set(full)]
-        generation = None
-        if rows:
-            given = {"media": None if prompts.media is None else [prompts.media[row] for row in rows]}
-            asked = None if seeds is None else [seeds[row] for row in rows]
-            ids = [prompts.ids[row] for row in rows]
-            generation = self.engine.generate(ids, params, seeds=asked, **present(**given))
-            generation = generation if limit is None else cut_answers(generation, ids, limit)
-        return with_unanswered(generation, rows, prompts.ids, self.engine.version) if full else generation
+        prompts.cut(full, limit)
+        options = {"full": full, "seeds": seeds, "media": prompts.media}
+        return generate_within(self.engine, prompts.ids, params, limit, **options)
 
     def _count_rewritten(self, rewritten: Mapping[int, RewriteError]) -> None:
         """Counts the rows that start a new record because of the template; logs a warning the first time.

@@ -52,7 +52,7 @@ class Prompts:
     texts: list[str] | None = None
     media: list[Media] | None = None
 
-    def cut(self, rows: Sequence[int], limit: int) -> None:
+    def cut(self, rows: Sequence[int], limit: int | None) -> None:
         """Leaves of these rows the turns before this one, or of a first prompt its first ``limit`` ids.
 
         A row whose new ids hold images keeps them all, because its images belong to them.
