@@ -235,3 +235,12 @@ def test_help_shows_the_arguments_of_a_constructor():
     arguments = inspect.signature(ReplayBuffer).parameters
     assert list(arguments)[:3] == ["storage", "sampler", "writer"]
     assert all(each.kind is each.KEYWORD_ONLY for each in arguments.values())
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_a_write_that_replaces_its_own_rows_is_told(storage):
+    buffer = ReplayBuffer(storage=storage(4))
+    rows = TensorDict(a=torch.arange(6), batch_size=[6])
+    with pytest.warns(UserWarning, match=r"6 rows were written at once into a storage of 4: the first 2 are lost"):
+        buffer.extend(list(rows.unbind(0)) if storage is ListStorage else rows)
+    assert sorted(int(row["a"]) for row in buffer.storage[:]) == [2, 3, 4, 5]

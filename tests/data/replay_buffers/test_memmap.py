@@ -13,6 +13,8 @@ from llmrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, Repl
 from llmrl.errors import UnsupportedError
 from tests.support.buffers import holding
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows were written at once")  # longer than the storage on purpose
+
 
 def rows(*numbers: int) -> TensorDict:
     return TensorDict({"a": torch.tensor(numbers), "b.c": torch.tensor(numbers) / 2}, batch_size=[len(numbers)])

@@ -32,6 +32,8 @@ from llmrl.data.replay_buffers import (
 )
 from tests.support.buffers import holding
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows were written at once")  # longer than the storage on purpose
+
 STREAMS = {1: (), 2: (2,), 3: (2, 2)}
 CAPACITY = {1: 7, 2: 8, 3: 16}  # cells, a multiple of the streams
 SLICE = {"slice_len": 2, "traj_key": "trajectory", "strict_length": False}

@@ -23,6 +23,8 @@ from llmrl.errors import MissingKeyError
 from tests.support.buffers import holding
 from tests.support.buffers import steps as rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows were written at once")  # longer than the storage on purpose
+
 CUTS = [
     Cut(length, left, right, strict)
     for length in (1, 2, 3, 5)

@@ -17,6 +17,8 @@ from llmrl.data.replay_buffers import (
 from llmrl.errors import DataError, MissingKeyError
 from tests.support.buffers import holding, rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows were written at once")  # longer than the storage on purpose
+
 
 class Marking(RandomSampler):
     """Says something about each row, and remembers the priorities that it is told."""

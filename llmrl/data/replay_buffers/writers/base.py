@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -75,15 +76,15 @@ class Writer(StateFile, ABC):
 class RoundRobinWriter(Writer):
     """Writes at a cursor that wraps at the end of the storage, which keeps the newest ``max_size`` rows.
 
-    If a batch is longer than the storage, its later rows overwrite earlier ones, and positions repeat.
+    If a batch is longer than the storage, its later rows overwrite earlier ones, with a warning, and positions repeat.
 
     >>> from llmrl.data.replay_buffers import ListStorage
     >>> writer, storage = RoundRobinWriter(), ListStorage(5)
     >>> writer.register_storage(storage)
-    >>> writer.extend(list(range(12))).tolist()
-    [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    >>> writer.extend([0, 1, 2]).tolist(), writer.extend([3, 4, 5, 6]).tolist()
+    ([0, 1, 2], [3, 4, 0, 1])
     >>> storage.get(slice(0, 5)), writer.cursor
-    ([10, 11, 7, 8, 9], 2)
+    ([5, 6, 2, 3, 4], 2)
     """
 
     def add(self, data: Any) -> int:
@@ -116,6 +117,12 @@ class RoundRobinWriter(Writer):
         storage = self.storage
         size = storage.max_size
         skip = max(0, count - size)  # rows that later ones of the same batch would replace
+        if skip:
+            warnings.warn(
+                f"{type(self).__name__}: {count} rows were written at once into a storage of {size}: the first {skip} "
+                f"are lost; give the storage a max_size of at least {count}.",
+                stacklevel=5,
+            )
         start = (start + skip) % size
         head = size - start
         runs = [

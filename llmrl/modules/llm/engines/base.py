@@ -259,18 +259,18 @@ def _cut(generation: Generation, prompts: Rows, limit: int) -> Generation:
     if all(len(ids) <= room for ids, room in zip(generation.ids, rooms, strict=True)):
         return generation
 
-    def ends_of(values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor] | None:
+    def shortened(values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor] | None:
         return None if values is None else [row[:length] for row, length in zip(values, lengths, strict=True)]
 
     ends = zip(generation.stop_reasons, generation.ids, rooms, strict=True)
     return Generation(
-        ends_of(generation.ids, rooms),
-        ends_of(generation.log_probs, rooms),
-        ends_of(generation.plain_log_probs, rooms),
+        shortened(generation.ids, rooms),
+        shortened(generation.log_probs, rooms),
+        shortened(generation.plain_log_probs, rooms),
         [StopReason.LENGTH if len(ids) > room else reason for reason, ids, room in ends],
         generation.version,
-        versions=ends_of(generation.versions, rooms),
-        routes=ends_of(generation.routes, [limit] * len(rooms)),
+        versions=shortened(generation.versions, rooms),
+        routes=shortened(generation.routes, [limit] * len(rooms)),
     )
 
 
