@@ -34,6 +34,7 @@ def test_rollouts_are_read_back_with_their_step_and_a_failed_reward_stays_missin
 def test_tokens_rewards_and_calls_are_read_back(tmp_path):
     call = ToolCallRecord(0, "calculator", '{"expression": "1 + 1"}', "2", "ok", 0.25)
     given = replace(rollout(1.0), rewards={"exact": 1.0, "style": None}, tool_calls=(call,), prompt_id="ab")
+    given = replace(given, columns={"answer": "4", "steps": [1, None], "tests": {"a": True}})
     RolloutLog(tmp_path).write(1, [replace(given, token_record=TOKENS), given])
     first, second = read_rollouts(tmp_path)
     assert first == replace(given, token_record=replace(TOKENS, entropy=[]), step=1)

@@ -100,7 +100,11 @@ def _groups(run_dir: Path, step: int) -> list[Group] | None:
 def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
     """A rollout without its tokens, or a tool call, as the page shows it."""
 
-    def shown(value: Any) -> Any:
+    def shown(name: str, value: Any) -> Any:
+        if name == "columns":
+            return {
+                key: _cut(part if isinstance(part, str) else json.dumps(part), max_chars) for key, part in value.items()
+            }
         if isinstance(value, str):
             return _cut(value, max_chars)
         if isinstance(value, dict):
@@ -110,7 +114,7 @@ def _row(record: Rollout | ToolCallRecord, max_chars: int) -> dict[str, Any]:
         return _rounded(value) if isinstance(value, float) else value
 
     values = {part.name: getattr(record, part.name) for part in fields(record) if part.name != "token_record"}
-    return {name: shown(value) for name, value in values.items()}
+    return {name: shown(name, value) for name, value in values.items()}
 
 
 def _records(run_dir: Path, step: int) -> Mapping[int, TokenRecord]:

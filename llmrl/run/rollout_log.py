@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,6 +81,7 @@ class Rollout:
     step: int = 0  # filled in by the log
     prompt_id: str = ""  # equal for equal first prompts, at any step
     rewards: dict[str, float | None] = field(default_factory=dict)  # of each reward function
+    columns: dict[str, Any] = field(default_factory=dict)  # of its row of the data, such as "answer"; values as in JSON
     tool_calls: Sequence[ToolCallRecord] = ()
     token_record: TokenRecord | None = None  # only of some conversations of a step; absent in files of older versions
 
@@ -101,6 +103,7 @@ class Rollout:
 # or null for a conversation without tokens.
 _TYPES = {"int": "int64", "str": "string", "float | None": "float64"}
 _COLUMNS = {part.name: _TYPES[part.type] for part in fields(Rollout) if part.type in _TYPES}
+_COLUMNS |= {"columns": "string"}  # a JSON object
 _COLUMNS |= {"rewards": {"name": "string", "value": "float64"}}
 _COLUMNS |= {"tool_calls": {part.name: _TYPES[part.type] for part in fields(ToolCallRecord)}}
 _OF_TOKENS = {"int": "int64", "str": "string", "bool": "bool_", "float | None": "float32"}
@@ -144,6 +147,7 @@ class RolloutLog:
         rows = list(rollouts)
         columns = {name: [_plain(getattr(row, name)) for row in rows] for name in _COLUMNS}
         columns["step"] = [step] * len(rows)
+        columns["columns"] = [json.dumps(row.columns) for row in rows]
         columns["rewards"] = [[{"name": n, "value": _plain(v)} for n, v in row.rewards.items()] for row in rows]
         columns["tool_calls"] = [
             [{name: _plain(getattr(call, name)) for name in _COLUMNS["tool_calls"]} for call in row.tool_calls]
@@ -219,6 +223,8 @@ def rollout_files(run_dir: Path | str) -> dict[int, Path]:
 def _rollout(row: dict[str, Any]) -> Rollout:
     """A rollout from a row of a file; columns that older versions did not write may be missing."""
     row["token_record"] = _token_record({name: row.pop(name) for name in list(row) if name.startswith(_TOKEN)})
+    if "columns" in row:
+        row["columns"] = json.loads(row["columns"])
     if "rewards" in row:
         row["rewards"] = {entry["name"]: entry["value"] for entry in row["rewards"]}
         row["tool_calls"] = tuple(ToolCallRecord(**call) for call in row["tool_calls"])

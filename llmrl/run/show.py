@@ -138,4 +138,5 @@ def _sample(rollout: Rollout) -> Sample:
     label = f"step {rollout.step}, {rollout.tokens} tokens, {rollout.stop_reason}"
     if rollout.reward is None:
         label += ", reward failed"
+    label += "".join(f", {name} {value!s:.40}" for name, value in rollout.columns.items())
     return Sample([(rollout.prompt, False), (rollout.completion, True)], rollout.reward, rollout.advantage, label)

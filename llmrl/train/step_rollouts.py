@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
 from llmrl.errors import RolloutError
 from llmrl.modules.llm.engines import StopReason
-from llmrl.modules.llm.policies.columns import trained_keys
+from llmrl.modules.llm.policies.columns import is_plain, trained_keys
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.run.console import Sample
 from llmrl.run.rollout_log import Rollout, ToolCallRecord
@@ -35,6 +35,12 @@ _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 def select_training_columns(data: TensorDictBase) -> TensorDictBase:
     """Selects the columns that advantages and loss read; the others need not be stored."""
     return data.select(*_TRAINED, *trained_keys(data))
+
+
+def data_columns(data: TensorDictBase) -> dict[str, list[Any]]:
+    """The columns of the data that a JSON object can hold, but for the prompt, which is in the text."""
+    found = {key: column_values(data, key) for key in data.keys() if is_non_tensor(data.get(key))}
+    return {key: values for key, values in found.items() if is_plain(values) and values != found.get("query")}
 
 
 def oldest_versions(data: TensorDictBase) -> list[int]:
@@ -89,6 +95,7 @@ class StepRollouts:
                 prompt_ids[groups[row]] = prompt_id(self._ids[row], self._masks[row])
         calls = column_values(data.get("next"), "tool_calls") or [""] * len(groups)
         parts = {key.removeprefix("reward_"): values.tolist() for key, values in _reward_parts(data).items()}
+        columns = data_columns(data)
         mine = [
             Rollout(
                 prompt=prompts[row],
@@ -101,6 +108,7 @@ class StepRollouts:
                 group=groups[row],
                 prompt_id=prompt_ids[groups[row]],
                 rewards={name: values[row] for name, values in parts.items()},
+                columns={name: values[row] for name, values in columns.items()},
                 tool_calls=tuple(ToolCallRecord(**call) for call in read_calls(calls[row])),
             )
             for row, length in zip(self._last, lengths, strict=True)

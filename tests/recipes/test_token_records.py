@@ -53,6 +53,7 @@ def test_numbers_of_tokens_agree_with_the_metrics_of_their_step(place):
         for record in (rollout.token_record for rollout in rollouts):
             for ratio, trainer, engine in zip(record.ratio, record.trainer_logp, record.engine_logp, strict=True):
                 assert ratio is None or ratio == pytest.approx(math.exp(trainer - engine), rel=1e-5)
+        assert {frozenset(rollout.columns) for rollout in rollouts} == {frozenset({"answer"})}
         first = rollouts[0].token_record
         assert "".join(first.texts).startswith("<|im_start|>user\nSay")
         assert (first.roles[0], first.roles[-1], set(first.turns)) == ("user", "assistant", {0})

@@ -32,6 +32,7 @@ def rollout(step, number, **changes):
         "completion": f"answer {number}",
         "reward": number / 10,
         "rewards": {"exact": number / 10},
+        "columns": {"answer": f"right {number}"},
         "advantage": 0.5,
         "stop_reason": "length" if number % 3 == 0 else "eos",
         "version": step - 1,
@@ -244,6 +245,11 @@ def test_a_rollout_has_an_address_and_is_copied_as_json(show):
     page.goto(page.evaluate("window.copied"))
     page.reload()
     assert page.locator("[aria-selected=true] .rv-start").text_content() == "answer 3"
+
+
+def test_the_columns_of_the_data_stand_with_the_facts(show):
+    page = show(data_of([rollout(1, 3)]))
+    assert "data: answer right 3" in " ".join(page.locator(".rv-detail .rv-dl").first.inner_text().split())
 
 
 def test_a_long_system_message_is_folded(show):

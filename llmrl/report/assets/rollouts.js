@@ -347,7 +347,8 @@ window.renderRollouts = (() => {
 
     drawOne(rollout) {
       const rewards = Object.entries(rollout.rewards).map(([name, value]) => [`reward ${name}`, shown(value)]);
-      const facts = [["reward", shown(rollout.reward)], ...rewards, ["advantage", shown(rollout.advantage)], ["step", rollout.step],
+      const ofData = Object.entries(rollout.columns ?? {}).map(([name, value]) => [`data: ${name}`, whole(value)]);
+      const facts = [["reward", shown(rollout.reward)], ...rewards, ["advantage", shown(rollout.advantage)], ...ofData, ["step", rollout.step],
         ["weights of step", rollout.version], ["group", rollout.group], ["prompt", rollout.prompt_id], ["stop reason", rollout.stop_reason], ["tokens", rollout.tokens]];
       const copy = (text, label) => make("button", { type: "button", click: (event) => copyText(text(), event.target) }, label);
       const link = () => `${location.href.split("#")[0]}${this.address(rollout)}`;

@@ -92,7 +92,7 @@ def to_plain(data: TensorDictBase) -> dict[str, Any]:
             plain[key] = {"nested": to_plain(value)}
         elif isinstance(value, LazyStackedTensorDict | NonTensorData):
             values = column_values(data, key)
-            if values is not None and _is_plain(values):
+            if values is not None and is_plain(values):
                 plain[key] = {"values": values}
     return plain
 
@@ -115,7 +115,8 @@ def _rebuilt(entry: Mapping[str, Any], size: Sequence[int]) -> Any:
     return column(value) if how == "values" else value
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """True for text, numbers, None, and lists and dicts of them."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
+        return all(isinstance(key, str) and is_plain(part) for key, part in value.items())
+    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
