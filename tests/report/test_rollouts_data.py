@@ -55,6 +55,7 @@ def test_a_small_run_is_shown_whole(tmp_path):
         "completion": "answer 0.0",
         "reward": 0.0,
         "rewards": {"exact": 1.0},
+        "columns": {},
         "advantage": 0.0,
         "stop_reason": "eos",
         "version": 0,
