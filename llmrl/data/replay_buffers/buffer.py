@@ -28,6 +28,7 @@ from llmrl.data.replay_buffers.grid_index import (
 )
 from llmrl.data.replay_buffers.prefetch import Prefetcher
 from llmrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from llmrl.data.replay_buffers.samplers.base import PortableGenerator
 from llmrl.data.replay_buffers.samplers.slice_samplers import SLICE_END
 from llmrl.data.replay_buffers.saving import dump_parts, load_parts, load_parts_state, part_names, parts_state
 from llmrl.data.replay_buffers.storages import ListStorage, Storage
@@ -95,7 +96,8 @@ class ReplayBuffer:
             raise ValueError("ReplayBuffer: prefetch prepares batches of a known size: give batch_size too.")
         if pin_memory and not torch.accelerator.is_available():
             raise ValueError("ReplayBuffer: pin_memory prepares copies to an accelerator: this machine has none.")
-        self._given = (storage, sampler, writer, checkpointer, generator, shared)
+        portable = None if generator is None else PortableGenerator(generator)
+        self._given = (storage, sampler, writer, checkpointer, portable, shared)
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._batch_size = batch_size

@@ -23,6 +23,9 @@ _NUMBERS = 512  # number of process ids that the file can hold
 class ProcessLock:
     """Reentrant mutual exclusion between all threads of all processes that have the lock.
 
+    ``on_enter``, a weak reference, names a function to call after each entry: what an earlier holder that was killed
+    has left half done can be undone there.
+
     Pickled copies and copies that a forked process inherits are the same lock. Until the first copy is made, the lock
     excludes only threads and does not use the file ``path``. Processes enter in order of arrival. The operating system
     removes a process from the queue when it ends, even if it is killed. Waiting longer than ``timeout_s`` raises
@@ -38,6 +41,7 @@ class ProcessLock:
         self.timeout_s = timeout_s
         self._file: int | None = None
         self._alone = True
+        self.on_enter: Callable[[], Callable[[], None] | None] = lambda: None
         self._begin()
         _mind_forks()
         _locks.add(self)
@@ -72,6 +76,8 @@ class ProcessLock:
                 self._depth = 0
                 self._thread.release()
                 raise
+        if self._depth == 1 and (repair := self.on_enter()) is not None:
+            repair()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +24,10 @@ from llmrl.data.replay_buffers import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -446,3 +451,88 @@ def test_two_writers_and_a_reader_never_see_half_a_row():
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_two_writers_and_a_reader_for_five_seconds_each(method):
     stress(method, lambda size: LazyTensorStorage(size, shared_init=True), 5.0, 500)
+
+
+def sample_equal(buffer: ReplayBuffer, expected: list) -> None:
+    assert [buffer.sample().tolist() for _ in range(3)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement, partial(RandomSampler, max_uses=9)])
+def test_a_buffer_that_was_sampled_continues_with_the_same_draws_in_another_process(method, sampler):
+    buffer = ReplayBuffer(
+        storage=LazyMemmapStorage(20), batch_size=4, sampler=sampler and sampler(), generator=torch.Generator()
+    )
+    buffer.extend(torch.arange(20))
+    buffer.sample()
+    buffer.state_dict()
+    expected = copy.deepcopy(buffer.sampler)
+    draws = [expected.sample(buffer.storage, 4)[0].tolist() for _ in range(3)]
+    run(method, sample_equal, buffer, draws)
+
+
+def test_a_pickled_sampler_holds_no_shared_memory_and_its_parts_still_share_one_generator():
+    ensemble = ReplayBufferEnsemble(
+        *(holding(constant(number), LazyMemmapStorage(21)) for number in (0.0, 1.0)),
+        generator=torch.Generator().manual_seed(3),
+        batch_size=4,
+    )
+    ensemble.sample()
+    content = ForkingPickler.dumps(ensemble.sampler.samplers)
+    assert b"rebuild_storage" not in bytes(content)
+    first, second = pickle.loads(content)
+    assert first.generator is second.generator
+    assert torch.equal(first.generator.get_state(), ensemble.sampler.generator.get_state())
+
+
+def die_in_mid_write(buffer: ReplayBuffer, write) -> None:
+    """Kills this process when half of the columns are written."""
+    storage = buffer.storage
+    columns = storage._columns[:1]
+
+    def half(index, leaves, count):
+        for column, leaf in zip(columns, leaves, strict=False):
+            column[index] = leaf
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    storage._write = half
+    write(buffer)
+
+
+def pairs(value: int, count: int) -> TensorDict:
+    return TensorDict(a=torch.full((count,), value), b=torch.full((count, 2), float(value)), batch_size=[count])
+
+
+@pytest.mark.parametrize("kind", ["memmap", "shared memory"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda buffer: buffer.extend(pairs(2, 5)),
+        lambda buffer: buffer.extend(pairs(2, 12)),  # past the end of the ring
+        lambda buffer: buffer.add(pairs(2, 1)[0]),
+        lambda buffer: buffer.__setitem__(torch.tensor([3, 20, 3]), pairs(2, 3)),
+        lambda buffer: buffer.__setitem__(20, pairs(2, 1)[0]),
+    ],
+    ids=["extend", "wrap", "add", "set", "set one"],
+)
+def test_rows_that_a_killed_writer_was_replacing_are_as_before(kind, write):
+    buffer = holding(pairs(1, 21), SHARED[kind](), kind=ReplayBuffer, batch_size=2)
+    buffer.extend(pairs(1, 15))
+    process = FORK.Process(target=die_in_mid_write, args=(buffer, write))
+    process.start()
+    process.join(DEADLINE_S)
+    assert process.exitcode == -signal.SIGKILL
+    assert buffer.storage.counters.replaced
+    assert buffer[:]["a"].tolist() == [1] * 21
+    assert buffer[:]["b"].tolist() == [[1.0, 1.0]] * 21
+    write(buffer)
+    assert (buffer[:]["a"] == buffer[:]["b"][:, 0]).all()
+
+
+def test_a_shared_write_that_fails_halfway_is_undone():
+    buffer = holding(pairs(1, 21), LazyMemmapStorage(21), kind=ReplayBuffer)
+    buffer.storage._arrays[1] = None
+    with pytest.raises(TypeError):
+        buffer.extend(pairs(2, 5))
+    assert buffer[:]["a"].tolist() == [1] * 21

@@ -19,6 +19,23 @@ from llmrl.data.replay_buffers.write_journal import WriteJournal
 from llmrl.errors import DataError
 
 
+class PortableGenerator:
+    """A random generator that is pickled as bytes.
+
+    torch pickles it as a tensor in shared memory, which is gone before a spawned process maps it.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __getstate__(self) -> tuple[torch.device, bytes]:
+        return self.generator.device, self.generator.get_state().numpy().tobytes()
+
+    def __setstate__(self, state: tuple[torch.device, bytes]) -> None:
+        self.generator = torch.Generator(state[0])
+        self.generator.set_state(torch.frombuffer(bytearray(state[1]), dtype=torch.uint8))
+
+
 class Sampler(StateFile, ABC):
     """Selects rows of a storage with its own random generator, which is part of its state.
 
@@ -29,17 +46,18 @@ class Sampler(StateFile, ABC):
     ``extend``, ``mark_update`` and ``empty``.
     """
 
-    _generator: torch.Generator | None = None
+    _random: PortableGenerator | None = None
 
     @property
     def generator(self) -> torch.Generator:
-        if self._generator is None:
+        if self._random is None:
             seed = int(torch.randint(torch.iinfo(torch.int64).max, ()))
-            self._generator = torch.Generator().manual_seed(seed)
-        return self._generator
+            self.set_rng(torch.Generator().manual_seed(seed))
+        return self._random.generator
 
-    def set_rng(self, generator: torch.Generator) -> None:
-        self._generator = generator
+    def set_rng(self, generator: torch.Generator | PortableGenerator) -> None:
+        """Sets the generator; samplers that get the same `PortableGenerator` share it, also in a copy."""
+        self._random = generator if isinstance(generator, PortableGenerator) else PortableGenerator(generator)
 
     @property
     def ran_out(self) -> bool:

@@ -75,7 +75,7 @@ class SamplerEnsemble(Members, Sampler):
         """Sets one generator for the ensemble and all members."""
         super().set_rng(generator)
         for sampler in self.samplers:
-            sampler.set_rng(generator)
+            sampler.set_rng(self._random)
 
     def sample(self, storage: StorageEnsemble, batch_size: int) -> tuple[TensorDict, dict[Any, Any]]:
         """``buffer_ids`` and ``index``, int64[members drawn, rows of each]; the members' info is left out."""

@@ -25,7 +25,7 @@ Key = str | tuple[str, ...]
 Index = int | slice | range | Sequence[int] | Tensor  # a tensor of positions, or a mask
 
 
-_WORDS = 5
+_WORDS = 6
 
 
 def _word(place: int, doc: str) -> property:
@@ -55,6 +55,7 @@ class Counters:
     write_count = _word(2, "Number of rows ever written by a writer.")
     mutations = _word(3, "Number of changes of the content: writes, replacements, loads, empty.")
     allocated = _word(4, "Not 0 once some process has allocated the columns of a shared storage.")
+    replaced = _word(5, "Rows that a write into a shared storage is replacing; 0 outside of a write.")
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -76,20 +76,33 @@ class SharedFolder:
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in a new file whose disk space is reserved now, so that a full disk raises here."""
-        path, size = self.file(name), prod(shape)
-        with path.open("wb") as file:
-            if size:
-                try:
-                    # A sparse file would succeed here; a later write on a full disk would kill the process (SIGBUS).
-                    os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
-                except OSError as error:
-                    path.unlink()
-                    raise OSError(
-                        error.errno,
-                        f"{self.who}: the disk of {self.path} has no room for {size * dtype.itemsize:,} bytes: "
-                        f"{error.strerror}",
-                    ) from error
+        self.file(name).touch()
+        try:
+            self.take_space(name, prod(shape) * dtype.itemsize)
+        except OSError:
+            self.find(name).unlink()
+            raise
         return self.map(name, shape, dtype)
+
+    def sparse(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a file that all processes share; before a part of it is written, `take_space` reserves it."""
+        with self.find(name).open("ab") as file:
+            file.truncate(prod(shape) * dtype.itemsize)
+        return self.map(name, shape, dtype)
+
+    def take_space(self, name: str, num_bytes: int) -> None:
+        """Reserves disk space for the first bytes of a file. Raises OSError if there is none."""
+        if not num_bytes:
+            return
+        with self.find(name).open("r+b") as file:
+            try:
+                # A sparse file would succeed here; a later write on a full disk would kill the process (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{self.who}: the disk of {self.path} has no room for {num_bytes:,} bytes: {error.strerror}",
+                ) from error
 
     def map(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor in a file that this or another process has allocated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from llmrl.data.replay_buffers.serialization import decode, encode
 from llmrl.data.replay_buffers.storages.base import Index, Key, Storage, row_limit
 from llmrl.data.replay_buffers.storages.schema import Schema, difference
 from llmrl.data.replay_buffers.storages.shared_folder import SharedFolder
+from llmrl.data.replay_buffers.storages.undo import UndoLog
 from llmrl.errors import CheckpointError, DataError, UnsupportedError
 
 _SCHEMA_FILE = "schema.json"
@@ -93,6 +95,7 @@ class TensorStorage(Storage):
         self._arrays: list[Any] = []
         self._plain = False  # True if all columns are CPU tensors
         self._folder: SharedFolder | None = None
+        self._undo: UndoLog | None = None  # once a row of shared memory is replaced
         self._cleanup = True
 
     # --- rows ---
@@ -113,6 +116,21 @@ class TensorStorage(Storage):
             first = end - len(new)  # the first new position if the new positions are contiguous
         leaves = self._leaves(data, count)
         self._check_place(first, end, length)
+        if self._folder is not None and (first < length or isinstance(index, Tensor)):
+            if self._undo is None:
+                self._undo = UndoLog(self._folder, self._columns)
+            counters.replaced = self._undo.remember(index, length)
+        try:
+            self._write(index, leaves, count)
+        except BaseException:
+            self._repair()
+            raise
+        counters.replaced = 0
+        if end > length:  # after the rows: a process that sees the new length must find the rows
+            counters.length = end
+        counters.changed()
+
+    def _write(self, index: Index, leaves: list[Any], count: int | None) -> None:
         columns = self._columns if count is not None and count > self._few else self._arrays
         # numpy would treat a one-element tensor as a number.
         where = index.numpy(force=True) if isinstance(index, Tensor) else index
@@ -125,9 +143,14 @@ class TensorStorage(Storage):
                 column[index] = leaf.detach()
             else:
                 column[index.to(column.device)] = leaf.detach().to(column.device)
-        if end > length:  # after the rows: a process that sees the new length must find the rows
-            counters.length = end
-        counters.changed()
+
+    def _repair(self) -> None:
+        """Undoes a write that did not end: its process was killed, or it raised an error."""
+        if self.counters.replaced:
+            self._known_schema()
+            UndoLog(self._folder, self._columns).put_back(self.counters.replaced)
+            self.counters.replaced = 0
+            self.counters.changed()
 
     def get(self, index: Index) -> Any:
         return self.batch(self._rows_at(index))
@@ -216,6 +239,7 @@ class TensorStorage(Storage):
         self.counters.share(folder.file("counters.int64"))
         self.counters.allocated = self._schema is not None
         self.lock = ProcessLock(folder.file("lock"))
+        self.lock.on_enter = weakref.WeakMethod(self._repair)
 
     def _known_schema(self) -> Schema | None:
         """The schema, loaded from the folder if another process has fixed it."""
@@ -236,13 +260,15 @@ class TensorStorage(Storage):
         return self._schema
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_arrays": []}
+        state = {**super().__getstate__(), "_arrays": [], "_undo": None}
         if self.shared:
             state |= {"_columns": [], "_schema": None, "_auto_device": False, "device": torch.device("cpu")}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.shared:
+            self.lock.on_enter = weakref.WeakMethod(self._repair)
         if self._schema is not None:
             self._hold(self._schema.layout, self._columns)
 
