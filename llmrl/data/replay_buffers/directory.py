@@ -5,30 +5,34 @@
       checkpoint.7/         its files and their manifest.json
 
 A version is written to ``checkpoint.8.draft``, flushed to disk and renamed; then ``checkpoint.current`` is replaced
-atomically; then older versions are removed. Other files in ``path`` are not touched. If a subfolder has its own
-manifest, that manifest covers its files, and the outer manifest lists only the inner one.
+atomically; then older versions are removed, but for those that are being read. Writers wait for each other. Other files
+in ``path`` are not touched. If a subfolder has its own manifest, that manifest covers its files, and the outer manifest
+lists only the inner one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from llmrl.concurrency.folder_lock import locked
 from llmrl.data.replay_buffers.serialization import object_bytes, object_from
-from llmrl.errors import CheckpointError
+from llmrl.errors import CheckpointError, DeadlineError
 
 MANIFEST = "manifest.json"
 _version = cache(version)
 _POINTER = "checkpoint.current"
+_MAX_ATTEMPTS = 100
 _VERSION = re.compile(r"checkpoint\.(\d+)(\.draft)?")
 
 
@@ -56,32 +60,56 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{path} must be a directory, or not exist: it is a file; choose another path."
         ) from error
-    number = 1 + max((int(_VERSION.fullmatch(name)[1]) for name in _versions(path)), default=0)
-    complete, draft = path / f"checkpoint.{number}", path / f"checkpoint.{number}.draft"
-    draft.mkdir()
-    try:
-        yield draft
-        # Flushed before the rename: otherwise a power cut could leave a final name with incomplete files.
-        for folder, _, names in os.walk(draft):
-            for name in (*names, "."):
-                _flush(Path(folder) / name)
-        draft.rename(complete)
-        pointer = path / f"{_POINTER}.draft"
-        pointer.write_text(complete.name + "\n")
-        _flush(pointer)
-        pointer.replace(path / _POINTER)  # atomically makes the new version current
-        _flush(path)
-    except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
-            ) from error
-        raise
-    # Only now, because the old version was current until the pointer was replaced.
-    for name in _versions(path):
-        if name != complete.name:
-            shutil.rmtree(path / name, ignore_errors=True)
+    except OSError as error:
+        raise _not_written(path, error) from error
+    with locked(path):
+        number = 1 + max((int(_VERSION.fullmatch(name)[1]) for name in _versions(path)), default=0)
+        complete, draft = path / f"checkpoint.{number}", path / f"checkpoint.{number}.draft"
+        try:
+            draft.mkdir()
+            yield draft
+            # Flushed before the rename: otherwise a power cut could leave a final name with incomplete files.
+            for folder, _, names in os.walk(draft):
+                for name in (*names, "."):
+                    _flush(Path(folder) / name)
+            draft.rename(complete)
+            pointer = path / f"{_POINTER}.draft"
+            pointer.write_text(complete.name + "\n")
+            _flush(pointer)
+            pointer.replace(path / _POINTER)  # atomically makes the new version current
+            _flush(path)
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _not_written(path, error) from error
+            raise
+        # Only now, because the old version was current until the pointer was replaced.
+        for name in _versions(path):
+            if name != complete.name:
+                with suppress(DeadlineError, OSError), locked(path / name, timeout_s=0):  # held by those who read it
+                    shutil.rmtree(path / name, ignore_errors=True)
+
+
+def _not_written(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} could not be written: {error}; make room or choose another path. What it held is still there."
+    )
+
+
+@contextmanager
+def reading_directory(path: str | Path) -> Iterator[Path]:
+    """Yields `current_directory`, which no writer removes inside the block."""
+    with ExitStack() as stack:
+        for attempt in itertools.count():
+            folder = current_directory(path)
+            try:
+                stack.enter_context(locked(folder, shared=True))
+            except FileNotFoundError:  # a writer has replaced and removed it
+                if attempt == _MAX_ATTEMPTS:
+                    raise CheckpointError(f"{path} is replaced too often to be read; load it again.") from None
+                continue
+            break
+        yield folder
 
 
 def current_directory(path: str | Path) -> Path:
@@ -96,6 +124,8 @@ def current_directory(path: str | Path) -> Path:
     if not pointer.exists():
         return path  # a part of a larger write, or an unrelated folder, for which reading the manifest raises
     name = pointer.read_text().strip()
+    while not (path / name).is_dir() and (newer := pointer.read_text().strip()) != name:
+        name = newer  # a writer has replaced the version
     if not _VERSION.fullmatch(name) or not (path / name).is_dir():
         raise CheckpointError(
             f"{pointer} names the version {name!r}, which is not there; copy checkpoints as whole directories."

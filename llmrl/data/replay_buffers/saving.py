@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.data.replay_buffers.directory import (
-    current_directory,
     read_manifest,
     read_object,
+    reading_directory,
     replace_directory,
     write_manifest,
     write_object,
@@ -44,14 +44,14 @@ def load_parts(path: Path, parts: dict[str, Any], transforms: Transforms) -> Non
     Raises: CheckpointError, with nothing changed, if the directory is missing or damaged, holds other parts, or does
     not fit.
     """
-    folder = current_directory(path)
-    manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
-    absent = [name for name in parts if not any(file.startswith(f"{name}/") for file in manifest["files"])]
-    if absent:
-        raise CheckpointError(f"ReplayBuffer: {folder} must list the files of every part: got none of {absent}.")
-    _check_kinds(manifest["parts"], parts, manifest["transforms"], transforms)
-    states = read_object(folder / _TRANSFORMS)
-    _load(parts, transforms, lambda name, part: part.loads(folder / name), states)
+    with reading_directory(path) as folder:
+        manifest = read_manifest("ReplayBuffer", folder, _FORMAT, _FORMAT_VERSION)
+        absent = [name for name in parts if not any(file.startswith(f"{name}/") for file in manifest["files"])]
+        if absent:
+            raise CheckpointError(f"ReplayBuffer: {folder} must list the files of every part: got none of {absent}.")
+        _check_kinds(manifest["parts"], parts, manifest["transforms"], transforms)
+        states = read_object(folder / _TRANSFORMS)
+        _load(parts, transforms, lambda name, part: part.loads(folder / name), states)
 
 
 def parts_state(parts: dict[str, Any], transforms: Transforms) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """Storages on disk: what comes back, what the files hold, and what damage does."""
 
+import errno
 import json
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -368,3 +372,36 @@ def test_an_ensemble_with_other_transforms_stays_as_it_was(tmp_path):
             load()
         assert [storage[:] for storage in other.storages] == [["old"], ["old"]]
         assert [transform.factor for transform in other.transforms] == [3, 4]
+
+
+def test_two_writers_and_two_readers_of_one_path_do_not_disturb_each_other(tmp_path):
+    path, stop = tmp_path / "buffer", time.monotonic() + 1.0
+    number_of = [ReplayBuffer(storage=LazyTensorStorage(8)) for _ in range(4)]
+    for number, buffer in enumerate(number_of):
+        buffer.extend(torch.full((8,), number))
+    number_of[0].dumps(path)
+
+    def write(number):
+        while time.monotonic() < stop:
+            number_of[number].dumps(path)
+
+    def read(number):
+        while time.monotonic() < stop:
+            number_of[number].loads(path)
+            assert number_of[number][:].tolist() in ([0] * 8, [1] * 8)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(write, 0), pool.submit(write, 1), pool.submit(read, 2), pool.submit(read, 3)]:
+            done.result()
+    number_of[1].dumps(path)
+    assert sorted(entry.name.split(".")[0] for entry in path.iterdir()) == ["checkpoint", "checkpoint"]
+
+
+def test_a_disk_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(path, *arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match=r"could not be written: .*Read-only"):
+        buffer.dumps(tmp_path)

@@ -20,9 +20,9 @@ from tensordict import NestedKey
 
 from llmrl.data.replay_buffers.checkpointers.containers import FileContainer, H5Container
 from llmrl.data.replay_buffers.directory import (
-    current_directory,
     read_manifest,
     read_object,
+    reading_directory,
     replace_directory,
     write_manifest,
     write_object,
@@ -99,16 +99,16 @@ class StorageCheckpointerBase:
 
         Raises  CheckpointError, with the storage unchanged, if the checkpoint is missing, damaged, or does not fit
         """
-        folder = current_directory(path)
-        manifest = read_manifest(type(self).__name__, folder, FORMAT, FORMAT_VERSION)
-        name, files = manifest["container"], manifest["files"]
-        if name is None:
-            content = decode(manifest["rows"], FileContainer(folder, files).get)
-        elif name not in files:
-            raise CheckpointError(f"{folder}: the rows must lie in a file of the checkpoint: got {name!r}.")
-        else:
-            with H5Container.open(folder / name, "r") as container:
-                content = decode(manifest["rows"], container.get)
+        with reading_directory(path) as folder:
+            manifest = read_manifest(type(self).__name__, folder, FORMAT, FORMAT_VERSION)
+            name, files = manifest["container"], manifest["files"]
+            if name is None:
+                content = decode(manifest["rows"], FileContainer(folder, files).get)
+            elif name not in files:
+                raise CheckpointError(f"{folder}: the rows must lie in a file of the checkpoint: got {name!r}.")
+            else:
+                with H5Container.open(folder / name, "r") as container:
+                    content = decode(manifest["rows"], container.get)
         if content is not None:
             content = _DECODERS[manifest["layout"]["name"]](content)
             for hook in self._load_hooks:
@@ -272,11 +272,11 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
 
     def loads(self, storage: StorageEnsemble, path: str | Path) -> None:
         """Raises  CheckpointError, with every member unchanged, if one of them cannot be loaded"""
-        folder = current_directory(path)
-        manifest = read_manifest(type(self).__name__, folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION)
-        states = read_object(folder / _TRANSFORMS)
-        folders = [folder / str(number) for number in range(len(manifest["members"]))]
-        storage.restore_each(folders, states, lambda member, its: member.checkpointer.loads(member, its))
+        with reading_directory(path) as folder:
+            manifest = read_manifest(type(self).__name__, folder, _ENSEMBLE_FORMAT, _ENSEMBLE_VERSION)
+            states = read_object(folder / _TRANSFORMS)
+            folders = [folder / str(number) for number in range(len(manifest["members"]))]
+            storage.restore_each(folders, states, lambda member, its: member.checkpointer.loads(member, its))
 
 
 def default_for(storage: Storage) -> StorageCheckpointerBase:

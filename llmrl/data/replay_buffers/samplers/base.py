@@ -52,7 +52,7 @@ class Sampler(StateFile, ABC):
     def generator(self) -> torch.Generator:
         if self._random is None:
             seed = int(torch.randint(torch.iinfo(torch.int64).max, ()))
-            self.set_rng(torch.Generator().manual_seed(seed))
+            self._random = PortableGenerator(torch.Generator().manual_seed(seed))
         return self._random.generator
 
     def set_rng(self, generator: torch.Generator | PortableGenerator) -> None:
