@@ -129,7 +129,7 @@ def test_values_mean_what_they_mean_in_a_thread(reward):
 def test_coroutines_and_batched_functions_run_there_too(reward):
     assert len(set(score(reward("waits"), ["a"] * 3))) == 1
     columns = {"completions": ["a", "a", "b"], "answer": ["x"] * 3}
-    assert score(reward("shares", batched=True), columns["completions"], **columns) == [2 / 3, 2 / 3, 1 / 3]
+    assert reward("shares", batched=True)._score(columns["completions"], columns) == [2 / 3, 2 / 3, 1 / 3]
 
 
 def test_the_process_is_warm_shared_by_clones_and_ends_with_close(reward):
