@@ -41,6 +41,8 @@ def load_object(name: str, *, what: str) -> Any:
         raise ConfigError(
             f"{what}: module {module_name!r} has no {attribute!r}: it has {listed}.{did_you_mean(attribute, public)}"
         ) from None
+    except Exception as error:  # from a module's own __getattr__
+        raise ConfigError(f"{what}: reading {attribute!r} of {module_name!r} failed: {_reason(error)}.") from error
 
 
 def load_function(name: str, *, what: str) -> Callable[..., Any]:
@@ -77,11 +79,11 @@ def _import(module_name: str, what: str) -> ModuleType:
         raise ConfigError(
             f"{what}: there is no module {missing!r}, neither installed nor in {os.getcwd()}.{_near_module(missing)}"
         ) from None
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | SystemExit) -> str:
     """Returns the exception's text and the line of user code that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"  # its text names the line

@@ -135,6 +135,8 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path):
         ("model: a\n---\nmodel: b\n", "is not valid YAML"),
         ("model: a\nclip: \a\n", "sums.yaml:2  is not valid YAML: the control character '\\x07' is not allowed"),
         ("model: " + "[" * 5000, "nested deeper than 32 levels"),
+        ("model: !!bool maybe\n", "is not valid YAML: a value does not fit its tag"),
+        ("model: !!timestamp nope\n", "is not valid YAML: a value does not fit its tag"),
         ("clip: " + "9" * 5000, "Exceeds the limit"),
         (
             "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
@@ -166,6 +168,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("clip=\a", "the control character '\\x07' is not allowed"),
         ("clip=" + "[" * 5000, "nested deeper than 32 levels"),
         ("clip=" + "9" * 5000, "Exceeds the limit"),
+        ("clip=!!bool abc", "a value does not fit its tag"),
+        ("clip=&a {b: *a}", "nested deeper than 32 levels"),
+        (
+            f"clip=[&a0 [1, 1], {', '.join(f'&a{n + 1} [*a{n}, *a{n}]' for n in range(28))}]",
+            "more than 100,000 entries",
+        ),
         ("group_size.x=1", "cannot be set: group_size is 8 and not a section"),
     ],
 )
@@ -246,3 +254,10 @@ def test_a_recipe_is_a_path_or_a_packaged_name(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="did you mean  sums_grpo") as caught:
         find_recipe("sum_grpo.yaml")
     assert "packaged      sums_grpo" in str(caught.value)
+
+
+def test_thousands_of_unknown_keys_are_counted_and_the_first_explained(tmp_path):
+    text = fault(write(tmp_path, "model: m\n" + "".join(f"unknown{number}: 1\n" for number in range(20_000))))
+    assert text.count("is not a setting") == 50
+    assert text.endswith("and more; 20000 faults in all")
+    assert "sums.yaml:2  unknown0" in text

@@ -174,7 +174,7 @@ def _cut(text: str, limit: int) -> str | list[Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return value if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
 def _size(value: Sequence[Any] | Mapping[Any, Any]) -> int:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=BaseModel)
+_MAX_FAULTS = 50  # that are explained; each takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def load_config(
     a whole section replaces it.
 
     Returns  the model, with the origin of each value that was given
-    Raises   ConfigError that lists every fault: unreadable file, repeated key, unknown name, value out of range
+    Raises   ConfigError that lists the first 50 faults: unreadable file, repeated key, unknown name, value out of range
     """
     source = given if isinstance(given, Source) else Source.read(Path(given)) if given is not None else Source()
     problems = [problem for text in overrides if (problem := source.override(text))]
@@ -80,9 +81,12 @@ def load_config(
         config = model_cls.model_validate(source.data)
     except ValidationError as error:
         known = list(settings(model_cls))
-        faults = _without_other_members(error.errors(), source)
+        faults = _without_other_members(error.errors()[: 10 * _MAX_FAULTS], source)
         faults.sort(key=lambda fault: _line(source.place(fault["loc"])[1]))
-        raise ConfigError("\n".join(_explain(fault, source, known) for fault in faults)) from None
+        lines = [_explain(fault, source, known) for fault in faults[:_MAX_FAULTS]]
+        if error.error_count() > 10 * _MAX_FAULTS or len(faults) > _MAX_FAULTS:
+            lines.append(f"and more; {error.error_count()} faults in all")
+        raise ConfigError("\n".join(lines)) from None
     return Loaded(config, source.origins())
 
 

@@ -62,7 +62,8 @@ YamlDumper.add_representer(
 )
 
 _MAX_ENTRIES = 100_000
-_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError)  # ValueError: an integer with too many digits
+# PyYAML's constructors raise the others, for an integer with too many digits and for values that do not fit their tag.
+_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError, OverflowError)
 
 
 @dataclass
@@ -136,7 +137,11 @@ class Source:
             hint = f"; write {text.lstrip('-')}, without dashes" if equals and text.startswith("-") else ""
             return f"command line  {text}  must read section.key=value{hint}"
         try:
-            parsed = yaml.load(value, YamlLoader)
+            loader, problems = YamlLoader(value), []
+            root = loader.get_single_node()
+            parsed = None if root is None else Source()._plain(loader, root, (), problems)
+            if problems:
+                return problems[0]
         except _NOT_YAML as error:
             return f"command line  {text}  has a value that is not valid YAML: {_problem(error, value)[1]}"
         *sections, leaf = name.split(".")
@@ -189,6 +194,8 @@ def _problem(error: Exception, text: str) -> tuple[int | None, str]:
         return line, f"the control character {chr(error.character)!r} is not allowed; remove it, or escape it in quotes"
     if isinstance(error, RecursionError):
         return None, "nested deeper than 32 levels"
+    if not isinstance(error, ValueError | OverflowError):
+        return None, f"a value does not fit its tag ({type(error).__name__}: {error})"
     return None, str(error)
 
 

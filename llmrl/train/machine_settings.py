@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from llmrl.errors import ConfigError
 from llmrl.train.setting_types import Settings
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimSettings(Settings):
@@ -16,13 +18,15 @@ class OptimSettings(Settings):
     name: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
         "adamw", description="adamw_8bit: a quarter of the memory, by torchao; adamw_offload: moments in host memory"
     )
-    lr: float = Field(1e-6, gt=0, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]})
+    lr: float = Field(
+        1e-6, gt=0, le=100, description="peak learning rate", json_schema_extra={"also": ["learning_rate"]}
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="schedule after warm-up; linear and cosine end at a twentieth of lr"
     )
     warmup: int = Field(0, ge=0, description="optimizer steps until lr is reached")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on every parameter")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW's decay rates")
+    weight_decay: float = Field(0.0, ge=0, le=100, description="AdamW's weight decay, on every parameter")
     clip_norm: float = Field(
         1.0, gt=0, description="gradients are scaled down to this norm", json_schema_extra={"also": ["max_grad_norm"]}
     )

@@ -1,5 +1,6 @@
 """Mistakes in settings and data: each is one clear message and an exit code, before anything is trained."""
 
+import math
 import subprocess
 import sys
 
@@ -55,6 +56,24 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("grpo", {"optim": {"lr": -1.0}}, ["optim.lr"]),
         ("grpo", {"max_failed": 1.5}, ["max_failed"]),
         ("sft", {"stop": {"at_least": 0.5}}, ["stop needs env"]),
+        *(
+            ("grpo", {section: {name: value}}, [f"{section}.{name}"])
+            for section, name, values in (
+                ("optim", "lr", (math.inf, math.nan, 1e300)),
+                ("optim", "weight_decay", (math.inf,)),
+                ("optim", "betas", ([5, -1], [math.nan, 0.9])),
+                ("sampling", "max_tokens", (10**29,)),
+                ("sampling", "temperature", (math.inf,)),
+                ("parallel", "timeout_s", (math.inf, 1e18)),
+                ("env", "reward_deadline_s", (math.inf,)),
+                ("grpo", "kl", (math.inf,)),
+                ("grpo", "entropy", (1e30,)),
+                ("grpo", "correction_band", ([0.5, math.inf],)),
+            )
+            for value in values
+        ),
+        ("grpo", {"env": {"reward": "exits:score"}}, ["importing 'exits' failed: SystemExit: 5"]),
+        ("grpo", {"env": {"reward": "raises:score"}}, ["reading 'score' of 'raises' failed: RuntimeError: mine"]),
         ("grpo", {"env": {"reward": "nowhere:score"}}, ["nowhere"]),
         ("grpo", {"env": {"reward": "vowels:shares"}}, ["Did you mean 'share'?"]),
         ("grpo", {"env": {"reward": "vowels"}}, ["must be 'package.module:name'"]),
@@ -69,6 +88,8 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(place, command, changes, messages):
+    (place.path / "exits.py").write_text("import sys; sys.exit(5)")
+    (place.path / "raises.py").write_text("def __getattr__(name):\n    raise RuntimeError('mine')\n")
     place.train(command, "bad", code=2, words=messages, **changes)
     assert not (place.path / "runs").exists()
 
