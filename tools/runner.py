@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -72,7 +73,7 @@ class ToolRunner(contextlib.AbstractContextManager):
             ("calls", "ok", "error", "timeout", "malformed", "unknown", "cut", "left_behind"), 0
         )
         self._slots = threading.Semaphore(max_concurrency)
-        self._lock = threading.Lock()
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._running: dict[_Job, None] = {}  # jobs that hold a slot
         self._threads = DaemonThreads("llmrl-tools")
         self._left_behind: Counter[str] = Counter()  # per tool, abandoned calls that still run
@@ -89,6 +90,8 @@ class ToolRunner(contextlib.AbstractContextManager):
         """The results, in the order of the calls; blocks until each call has ended or its deadline has passed."""
         if self._closed:
             raise ConfigError("ToolRunner: must not be closed: got a call after close().")
+        if self._process != os.getpid():  # after a fork: a thread of the parent may have held the lock
+            self._process, self._lock = os.getpid(), threading.Lock()
         batch = _Batch([None] * len(calls))
         lanes: dict[Hashable, deque[_Job]] = {}  # the calls of one conversation, which run one after another
         for index, call in enumerate(calls):
