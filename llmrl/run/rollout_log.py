@@ -17,6 +17,7 @@ from llmrl.notebook_html import conversation_html, message_html, token_html
 from llmrl.run.files import open_file, replacing, writing
 
 if TYPE_CHECKING:
+    from pyarrow import Table
     from pyarrow.parquet import ParquetFile
 
 __all__ = [
@@ -180,7 +181,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None, *, tokens: bool 
     path = files[max(files) if step is None else step]
     with _opened(path) as file:
         names = [name for name in file.schema_arrow.names if name in _COLUMNS or (tokens and name.startswith(_TOKEN))]
-        return Rollouts(_rollout(row) for row in file.read(names).to_pylist())
+        return Rollouts(_rollout(row) for row in _typed(file, names).to_pylist())
 
 
 def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
@@ -192,7 +193,7 @@ def read_tokens(run_dir: Path | str, step: int) -> dict[int, TokenRecord]:
         names = [name for name in file.schema_arrow.names if name.startswith(_TOKEN)]
         if not names:
             return {}
-        rows = file.read(names)
+        rows = _typed(file, names)
         # Filtered in Arrow, before the conversion to Python objects: most rows of a step have no tokens.
         kept = rows[f"{_TOKEN}ids"].is_valid()
         places = [place for place, has_tokens in enumerate(kept.to_pylist()) if has_tokens]
@@ -209,7 +210,7 @@ def _opened(path: Path) -> Iterator[ParquetFile]:
     try:
         with open_file(path) as opened, ParquetFile(opened) as file:
             yield file
-    except (ArrowException, OSError, TypeError, KeyError) as error:
+    except (ArrowException, OSError, TypeError, ValueError, LookupError, RecursionError) as error:
         raise DataError(f"{path}: must be a Parquet file of rollouts: {error}.") from error
 
 
@@ -220,21 +221,46 @@ def rollout_files(run_dir: Path | str) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found.items() if match))
 
 
+def _typed(file: ParquetFile, names: Sequence[str]) -> Table:
+    """The columns by ``names``, in the types of the log. Raises ArrowException for a column that has another."""
+    table = file.read(names)
+    kinds = _COLUMNS | {_TOKEN + name: [kind] for name, kind in _TOKEN_COLUMNS.items()}
+    for place, name in enumerate(names):
+        if name in kinds and not isinstance(kinds[name], dict):
+            table = table.set_column(place, name, table[name].cast(_arrow_type(kinds[name])))
+    return table
+
+
 def _rollout(row: dict[str, Any]) -> Rollout:
     """A rollout from a row of a file; columns that older versions did not write may be missing."""
     row["token_record"] = _token_record({name: row.pop(name) for name in list(row) if name.startswith(_TOKEN)})
     if "columns" in row:
-        row["columns"] = json.loads(row["columns"])
+        row["columns"] = dict(json.loads(row["columns"]))
     if "rewards" in row:
-        row["rewards"] = {entry["name"]: entry["value"] for entry in row["rewards"]}
-        row["tool_calls"] = tuple(ToolCallRecord(**call) for call in row["tool_calls"])
-    return Rollout(**row)
+        row["rewards"] = {str(entry["name"]): entry["value"] for entry in row["rewards"]}
+        row["tool_calls"] = tuple(_without_nulls(ToolCallRecord(**call)) for call in row["tool_calls"])
+    return _without_nulls(Rollout(**row))
 
 
 def _token_record(values: dict[str, Any]) -> TokenRecord | None:
     if values.get(f"{_TOKEN}ids") is None:
         return None
-    return TokenRecord(**{part.name: values[_TOKEN + part.name] for part in fields(TokenRecord)})
+    record = TokenRecord(**{part.name: values[_TOKEN + part.name] for part in fields(TokenRecord)})
+    for part in fields(record):
+        column = getattr(record, part.name)
+        if len(column) != len(record.ids) and not (len(column) == 0 and part.default == ()):
+            raise ValueError(f"{part.name} must have a value per token: got {len(column)} for {len(record.ids)}")
+        if "None" not in part.type and None in column:
+            raise TypeError(f"{part.name} must not have nulls")
+    return record
+
+
+def _without_nulls(record: Any) -> Any:
+    """The record. Raises TypeError for a null in a field that must have a value."""
+    for part in fields(record):
+        if "None" not in part.type and getattr(record, part.name) is None:
+            raise TypeError(f"{part.name} must not be null")
+    return record
 
 
 def _record_html(record: TokenRecord) -> list[str]:

@@ -1,10 +1,15 @@
 """The rollouts of a report: a bounded sample, read from files of any age and state."""
 
 import json
+import math
 from dataclasses import replace
 
+import pytest
+
+from llmrl.errors import DataError
+from llmrl.report.page import as_json
 from llmrl.report.rollouts import rollouts_data
-from llmrl.run.rollout_log import Rollout, RolloutLog, TokenRecord, ToolCallRecord
+from llmrl.run.rollout_log import Rollout, RolloutLog, TokenRecord, ToolCallRecord, read_rollouts
 
 ROOM = 10**6
 
@@ -131,3 +136,46 @@ def test_markup_counts_as_long_as_the_page_writes_it(tmp_path):
     data = rollouts_data(tmp_path, max_bytes=40_000)
     assert data["rollouts"]
     assert len(json.dumps(data).replace("<", "\\u003c")) < 40_000
+
+
+def test_numbers_that_are_not_finite_are_shown_as_missing(tmp_path):
+    infinite = replace(record(), engine_logp=[None, math.inf, -math.inf, -0.5])
+    write(
+        tmp_path, (1,), rewards={"exact": math.inf}, advantage=-math.inf, token_record=infinite, columns={"x": math.inf}
+    )
+    data = json.loads(as_json(rollouts_data(tmp_path, max_bytes=ROOM)))
+    shown = data["rollouts"][0]
+    assert (shown["advantage"], shown["rewards"], shown["record"]["engine"]) == (
+        None,
+        {"exact": None},
+        [None] * 3 + [-0.5],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("reward", ["high"] * 6),
+        ("group", [None] * 6),
+        ("prompt", [None] * 6),
+        ("tokens", [[1]] * 6),
+        ("columns", ["{"] * 6),
+        ("columns", ["[1]"] * 6),
+        ("rewards", [None] * 6),
+        ("token_ids", [["a"]] * 6),
+        ("token_texts", [["a"]] * 6),
+        ("token_roles", [[None] * 4] * 6),
+        ("token_engine_logp", [None] * 6),
+    ],
+)
+def test_a_file_with_other_types_or_nulls_is_named(tmp_path, name, column):
+    import pyarrow
+    from pyarrow import parquet
+
+    write(tmp_path, (1,), token_record=record())
+    path = tmp_path / "rollouts" / "step000001.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(table.set_column(table.column_names.index(name), name, pyarrow.array(column)), path)
+    with pytest.raises(DataError, match=r"step000001\.parquet: must be a Parquet file of rollouts"):
+        read_rollouts(tmp_path)
+    as_json(rollouts_data(tmp_path, max_bytes=ROOM))
