@@ -9,8 +9,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from llmrl.errors import CheckpointError, ConfigError
-from llmrl.run.checkpoint import CheckpointStore, InterruptGuard, latest_checkpoint
+from llmrl.errors import CheckpointError, ConfigError, DataError
+from llmrl.run.checkpoint import CheckpointStore, InterruptGuard, check_files, latest_checkpoint
+from llmrl.run.recipes import reading_checkpoint
+from llmrl.run.run_dir import RunDir
 
 
 def writer(content: str):
@@ -152,3 +154,18 @@ def test_outside_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+def test_a_checkpoint_that_is_read_stays_until_it_has_been_read(tmp_path):
+    run, store = RunDir(tmp_path), CheckpointStore(tmp_path, keep=1)
+    store.save(1, lambda folder: (folder / "weights").write_text("1"))
+    with reading_checkpoint(run) as last, reading_checkpoint(run, "step1") as named:
+        for step in (2, 3):
+            store.save(step, lambda folder: (folder / "weights").write_text("2"))
+        assert last == named
+        assert check_files(last) == ["weights"]
+        assert store.steps() == [1, 3]
+    store.save(4, lambda folder: (folder / "weights").write_text("4"))
+    assert store.steps() == [4]
+    with pytest.raises(DataError, match="got step1, there: step4"), reading_checkpoint(run, "step1"):
+        pass

@@ -20,7 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
-from llmrl.errors import CheckpointError, ConfigError, DataError
+from llmrl.concurrency.folder_lock import locked
+from llmrl.errors import CheckpointError, ConfigError, DataError, DeadlineError
 from llmrl.run.files import free_space, read_text, writing
 
 __all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "cause_of", "check_files", "latest_checkpoint"]
@@ -30,7 +31,7 @@ _DRAFT, _REPLACED, _PRUNED, _DAMAGED = ".draft-", ".replaced-", ".pruned-", "dam
 
 
 class CheckpointStore:
-    """``<run>/checkpoints/stepN``, the last ``keep`` of them.
+    """``<run>/checkpoints/stepN``, the last ``keep`` of them and those that another command reads.
 
     A checkpoint is written to a draft folder, flushed to disk and renamed; a checkpoint to be removed is renamed first.
     So a folder named ``stepN`` is always complete, even if the process was killed. Drafts and leftovers of an earlier
@@ -168,7 +169,8 @@ class CheckpointStore:
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
             doomed = self.folder / f"{_PRUNED}step{step}"
-            with contextlib.suppress(OSError):  # costs disk space, not the run; the next start tries again
+            # A failure costs disk space, not the run. The next time tries again, also if a command reads it now.
+            with contextlib.suppress(OSError, DeadlineError), locked(self.folder / f"step{step}", timeout_s=0):
                 os.rename(self.folder / f"step{step}", doomed)
                 shutil.rmtree(doomed)
 

@@ -9,13 +9,14 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from llmrl.errors import ConfigError, closest
 from llmrl.loading import load_object
 from llmrl.run.config import load_config
-from llmrl.run.recipes import checkpoint_of, load_run
+from llmrl.run.recipes import load_run, reading_checkpoint
 from llmrl.run.run_dir import RunDir
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -58,33 +59,46 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}  {message}")
 
 
+def _as_given(held: ExitStack, **given: Any) -> dict[str, Any]:
+    return given
+
+
 class _Command:
     """A command: ``usage``, ``options``, and the ``function`` "module:name" that gets them as keyword arguments.
 
-    ``prepare``  turns the options into the function's arguments, before the function's module is imported
+    ``prepare``  turns the options into the function's arguments, before the function's module is imported; what it
+                 enters in its first argument is held until the function has returned
     """
 
-    def __init__(self, usage: str, function: str, *options: Any, prepare: Callable[..., dict[str, Any]] = dict) -> None:
+    def __init__(
+        self, usage: str, function: str, *options: Any, prepare: Callable[..., dict[str, Any]] = _as_given
+    ) -> None:
         self.usage, self.function, self.options, self.prepare = usage, function, options, prepare
 
     def __call__(self, arguments: list[str]) -> int:
         """Runs it and returns the exit code."""
-        given = self.prepare(**vars(Parser(self.usage, *self.options).parse(arguments)))
-        module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(module), name)(**given)
+        with ExitStack() as held:
+            given = self.prepare(held, **vars(Parser(self.usage, *self.options).parse(arguments)))
+            module, _, name = self.function.partition(":")
+            return getattr(importlib.import_module(module), name)(**given)
 
 
-def _with_run(run: str, **given: Any) -> dict[str, Any]:
+def _with_run(held: ExitStack, run: str, **given: Any) -> dict[str, Any]:
     return {"run": RunDir.open(run), **given}
 
 
-def _with_checkpoint(run: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any) -> dict[str, Any]:
+def _with_checkpoint(
+    held: ExitStack, run: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any
+) -> dict[str, Any]:
     folder = RunDir.open(run)
     _, _, loaded = load_run(folder, overrides)
-    return {"run": folder, "config": loaded.config, "checkpoint": checkpoint_of(folder, checkpoint), **given}
+    found = held.enter_context(reading_checkpoint(folder, checkpoint))
+    return {"run": folder, "config": loaded.config, "checkpoint": found, **given}
 
 
-def _with_model(model: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any) -> dict[str, Any]:
+def _with_model(
+    held: ExitStack, model: str, checkpoint: str | None, overrides: Sequence[str] = (), **given: Any
+) -> dict[str, Any]:
     """The settings of a run with its checkpoint as the model, or those of a model alone; and the folder of runs."""
     try:
         run = RunDir.open(model)
@@ -95,7 +109,10 @@ def _with_model(model: str, checkpoint: str | None, overrides: Sequence[str] = (
     _, info, loaded = load_run(run, overrides)
     if info["command"] == "reward":
         raise ConfigError(f"llmrl chat  {run.path} is a reward model, which outputs scores and cannot answer")
-    changes = {"model": str(checkpoint_of(run, checkpoint)), "lora": None}  # with adapters merged in
+    changes = {
+        "model": str(held.enter_context(reading_checkpoint(run, checkpoint))),
+        "lora": None,
+    }  # with adapters merged in
     return {"config": loaded.config.model_copy(update=changes), "runs": run.path.parent, **given}
 
 
@@ -104,7 +121,7 @@ def _model_alone(model: str, overrides: Sequence[str]) -> Any:
     return load_config(settings, None, [*overrides, f"model={json.dumps(model)}"]).config
 
 
-def _with_template(name: str, overrides: Sequence[str], **given: Any) -> dict[str, Any]:
+def _with_template(held: ExitStack, name: str, overrides: Sequence[str], **given: Any) -> dict[str, Any]:
     """The tokenizer's name, and the settings of its template."""
     allowed = ("chat_template", "template_variables")
     if other := [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]:
@@ -113,7 +130,7 @@ def _with_template(name: str, overrides: Sequence[str], **given: Any) -> dict[st
     return {"name": name, **{setting: getattr(config, setting) for setting in allowed}, **given}
 
 
-def _with_paths(runs: list[str], **given: Any) -> dict[str, Any]:
+def _with_paths(held: ExitStack, runs: list[str], **given: Any) -> dict[str, Any]:
     if len(runs) < 2:
         raise ConfigError(
             f"llmrl compare  needs at least two runs: got {runs[0]}; llmrl show and llmrl report are for one"

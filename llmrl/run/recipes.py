@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmrl.concurrency.folder_lock import locked
 from llmrl.errors import ConfigError, DataError
 from llmrl.loading import load_object
 from llmrl.run.checkpoint import latest_checkpoint
@@ -49,10 +51,21 @@ def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[s
     return recipe, info, load_config(recipe.settings(), run.read_config(), overrides)
 
 
-def checkpoint_of(run: RunDir, name: str | None = None) -> Path:
-    """The checkpoint of that name, or the last one. Raises DataError that lists the existing ones."""
-    checkpoint = run.checkpoints / name if name else latest_checkpoint(run.path)
-    if checkpoint is None or not checkpoint.is_dir():
-        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
-        raise DataError(f"{run.path}: must have the requested checkpoint: got {name or 'the last'}, there: {there}.")
-    return checkpoint
+@contextmanager
+def reading_checkpoint(run: RunDir, name: str | None = None) -> Iterator[Path]:
+    """The checkpoint of that name, or the last one; a run that trains does not remove it inside the block.
+
+    Raises  DataError that lists the existing ones
+    """
+    with ExitStack() as held:
+        while True:
+            checkpoint = run.checkpoints / name if name else latest_checkpoint(run.path)
+            if checkpoint is None or not checkpoint.is_dir():
+                there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step*"))) or "none"
+                raise DataError(
+                    f"{run.path}: must have the requested checkpoint: got {name or 'the last'}, there: {there}."
+                )
+            with suppress(FileNotFoundError):  # removed meanwhile: the run has a newer one
+                held.enter_context(locked(checkpoint, shared=True))
+                break
+        yield checkpoint

@@ -151,11 +151,15 @@ def new_namespace() -> dict:
     return module.__dict__
 
 
+_kept: list[io.TextIOWrapper] = []  # a thread may be inside print, which holds no reference to its stream
+
+
 def open_output() -> None:
     """Fresh, unbuffered streams for every call, so that output is kept even if the call is killed."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        _kept.append(stream)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
