@@ -12,8 +12,10 @@ from llmrl.errors import DeadlineError
 
 
 @contextmanager
-def locked(folder: Path, *, shared: bool = False, timeout_s: float = 600.0) -> Iterator[None]:
-    """Holds the folder's lock, alone or with others that hold it ``shared``; on file systems without locks, nothing.
+def locked(folder: Path, *, shared: bool = False, timeout_s: float = 600.0, required: bool = False) -> Iterator[None]:
+    """Holds the folder's lock, alone or with others that hold it ``shared``.
+
+    On file systems without locks it holds nothing, or raises OSError if the lock is ``required``.
 
     Raises  FileNotFoundError if the folder is removed meanwhile; DeadlineError if the lock does not become free in time
     """
@@ -34,8 +36,9 @@ def locked(folder: Path, *, shared: bool = False, timeout_s: float = 600.0) -> I
                     ) from None
                 time.sleep(0.002)
                 continue
-            except OSError:
-                pass  # no locks on this file system
+            except OSError:  # no locks on this file system
+                if required:
+                    raise
             break
         if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
             raise FileNotFoundError(f"{folder} was replaced")

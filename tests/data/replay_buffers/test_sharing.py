@@ -536,3 +536,25 @@ def test_a_shared_write_that_fails_halfway_is_undone():
     with pytest.raises(TypeError):
         buffer.extend(pairs(2, 5))
     assert buffer[:]["a"].tolist() == [1] * 21
+
+
+def make_and_die(send) -> None:
+    storage = LazyTensorStorage(21, shared_init=True)
+    storage.set(slice(0, 10), constant(1.0))
+    send.send(storage.folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_next_buffer_removes_the_memory_of_a_killed_owner_and_of_no_other():
+    other = LazyTensorStorage(21, shared_init=True)
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=make_and_die, args=(send,))
+    process.start()
+    folder = receive.recv()
+    process.join(DEADLINE_S)
+    assert folder.exists()
+    del process
+    third = LazyTensorStorage(21, shared_init=True)
+    assert not folder.exists()
+    assert other.folder.exists()
+    assert third.folder.exists()

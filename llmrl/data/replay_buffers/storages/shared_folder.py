@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmrl.concurrency.folder_lock import locked
+from llmrl.errors import DeadlineError
+
 _MEMORY = Path("/dev/shm")
 _PREFIX = "buffer."  # prefix of all file names
+_FOLDER, _OWNED = "llmrl-buffer-", "owned"  # a file in temporary folders that are to be removed with their owner
 
 
 class SharedFolder:
@@ -40,7 +45,9 @@ class SharedFolder:
         self.who = who
         if path is None:
             parent = _MEMORY if in_memory and os.access(_MEMORY, os.W_OK) else None
-            self.path = Path(tempfile.mkdtemp(prefix="llmrl-buffer-", dir=parent))
+            for folder in {_MEMORY, Path(tempfile.gettempdir())}:
+                _remove_abandoned(folder)
+            self.path = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
         else:
             self.path = Path(path).absolute()
             if self.path.exists() and not self.path.is_dir():
@@ -52,6 +59,10 @@ class SharedFolder:
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         if path is None if cleanup is None else cleanup:
+            if path is None:
+                # The lock ends with this process and its forks, however they end; only then may others remove it.
+                weakref.finalize(self, os.close, _lock(self.path))
+                self.file(_OWNED).touch()
             # Bound to this process id: a forked copy of this object must not remove files that its parent uses.
             weakref.finalize(self, _remove, self.path, os.getpid())
 
@@ -121,6 +132,25 @@ class SharedFolder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.who, self.path = state["who"], state["path"]
+
+
+def _lock(folder: Path) -> int:
+    import fcntl  # POSIX only, like shared buffers
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):  # no locks on this file system: then others cannot take it either
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes this user's folders of owners that were killed."""
+    for folder in parent.glob(f"{_FOLDER}*"):
+        with suppress(OSError, DeadlineError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / (_PREFIX + _OWNED)).exists():
+                continue
+            with locked(folder, timeout_s=0, required=True):
+                shutil.rmtree(folder)
 
 
 def _remove(path: Path, owner: int) -> None:
