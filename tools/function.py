@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from llmrl.concurrency.background_loop import BackgroundLoop
+from llmrl.concurrency.background_loop import UserLoop
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.tools.base import Tool, ToolTimeout
 from llmrl.tools.schema import Signature, parse_docstring
@@ -22,8 +22,8 @@ class FunctionTool(Tool):
 
     An object serves all conversations, and its calls may run concurrently. For a class, each conversation gets its own
     instance, made at its first call and closed (with ``close``, if defined) at its end. The function may be ``async``;
-    all its calls run in one event loop. A plain function cannot be stopped: after its deadline it continues in its
-    thread.
+    its calls run in the process's event loop for users. A plain function cannot be stopped: after its deadline it
+    continues in its thread.
 
     >>> def lookup(city: str, days: int = 1) -> str:
     ...     '''The weather of a city.
@@ -65,7 +65,7 @@ class FunctionTool(Tool):
         self.parameters = self._signature.json_schema
         self.timeout_s = timeout_s
         self.keeps_deadline = inspect.iscoroutinefunction(function)
-        self._loop = BackgroundLoop(f"tool {self.name}") if self.keeps_deadline else None
+        self._loop = UserLoop(f"tool {self.name}") if self.keeps_deadline else None
         self._instances: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class FunctionTool(Tool):
         if self._loop is None:
             return to_text(function(*args, **kwargs))
         try:
-            # The coroutines of all calls share one event loop, so that clients can keep connections open.
+            # One event loop for all, so that tools, rewards and users can share clients.
             return to_text(self._loop.run(function(*args, **kwargs), deadline))
         except TimeoutError:
             if time.monotonic() < deadline:

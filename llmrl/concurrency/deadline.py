@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmrl.concurrency.background_loop import BackgroundLoop
+from llmrl.concurrency.background_loop import UserLoop
 from llmrl.concurrency.daemon_threads import DaemonThreads
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
@@ -163,7 +163,7 @@ class ThreadRunner:
 
 
 class AsyncRunner:
-    """Makes calls that return awaitables, at most ``concurrency`` at a time, in one event loop for all batches.
+    """Makes calls that return awaitables, at most ``concurrency`` at a time, in the process's event loop for users.
 
     >>> async def one():
     ...     return 1
@@ -176,33 +176,36 @@ class AsyncRunner:
     def __init__(self, name: str, concurrency: int):
         self.name = name
         self.concurrency = concurrency
-        self._loop = BackgroundLoop(name)
+        self._loop = UserLoop(name)
 
     def run(self, calls: Calls, *, timeout_s: float | None) -> list[Outcome]:
         """The outcomes, once all calls are done or ``timeout_s`` seconds have passed; late calls are cancelled."""
         if not calls.calls:
             return []
         limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s + 2 * GRACE_S
-        try:
-            with _lock_watched(timeout_s):
-                self._loop.run(self._all(calls, timeout_s), deadline=limit)
-        except TimeoutError:  # a coroutine blocks the loop: the next batch gets a new loop
-            self._loop = BackgroundLoop(self.name)
+        with contextlib.suppress(TimeoutError), _lock_watched(timeout_s):  # late: a coroutine blocks the loop
+            self._loop.run(self._all(calls, timeout_s), deadline=limit)
         return calls.close()
 
     def close(self) -> None:
-        """Ends the loop; the next `run` starts another one."""
+        """Cancels the calls that are running; `run` may be called again."""
         self._loop.close()
-        self._loop = BackgroundLoop(self.name)
+        self._loop = UserLoop(self.name)
 
     async def _all(self, calls: Calls, timeout_s: float | None) -> None:
         workers = [asyncio.ensure_future(calls.run_async()) for _ in range(min(self.concurrency, len(calls.calls)))]
-        _, late = await asyncio.wait(workers, timeout=timeout_s)
-        if late:
-            calls.close()  # first: a coroutine that catches its cancellation must not begin another call
-            for worker in late:
+        try:
+            _, late = await asyncio.wait(workers, timeout=timeout_s)
+            if late:
+                calls.close()  # first: a coroutine that catches its cancellation must not begin another call
+                for worker in late:
+                    worker.cancel()
+                await asyncio.wait(late, timeout=GRACE_S)
+        except asyncio.CancelledError:  # by `close`
+            calls.close()
+            for worker in workers:
                 worker.cancel()
-            await asyncio.wait(late, timeout=GRACE_S)
+            raise
 
 
 def runner_of(fn: Callable[..., Any], name: str, concurrency: int) -> AsyncRunner | ThreadRunner:

@@ -116,6 +116,8 @@ class RolloutSource:
         if self._queue is None:
             return {}
         totals = self._session.sum(self._queue.totals()) if self._queue.by_group else {}
+        if ended := totals and totals["produced"] - totals["queued"]:
+            totals["delivered_frac"] = totals["delivered"] / ended
         return self._queue.idle(seconds) | {f"async/{name}": value for name, value in totals.items()}
 
     @property

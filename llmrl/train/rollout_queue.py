@@ -49,9 +49,10 @@ class RolloutQueue:
 
     groups         per step, of ``group_size`` conversations each
     max_staleness  k: rollouts of at most k steps are queued or in flight; of fewer if the trainer does not have to wait
-                   for them, because an earlier start would only make them older. A group is dropped if its oldest token
-                   was sampled by weights more than k versions older than those it would train
-    oversample     groups begun beyond those of a step, as a share of them; those that no step waits for are dropped
+                   for them, because an earlier start would only make them older. A step waits for the groups that would
+                   be more than k versions old in later steps, so slow groups are trained as often as fast ones
+    oversample     groups begun beyond those of a step, as a share of them. With it no step waits for slow groups: those
+                   whose oldest token would be more than k versions old are dropped
     concurrency    the maximum number of concurrent conversations; None: all
     modes          returns a context that each thread enters, such as autocast
     """
@@ -106,6 +107,7 @@ class RolloutQueue:
     def take(self, version: int) -> TensorDictBase:
         """Waits for the groups of a step that trains the weights ``version``, and returns them in the order of begin.
 
+        Waits for those that later steps could only use too late, unless more are begun than trained (``oversample``).
         Drops groups that are too old, and begins more if too few are in flight. Then stops unfinished groups that
         would be too old for the next step.
 
@@ -123,7 +125,7 @@ class RolloutQueue:
         self._fill(self._parts_per_step + self._surplus)
         taken: list[_Part] = []
         while len(taken) < self._parts_per_step:
-            part = self._next_finished()
+            part = self._next_finished(version, self._parts_per_step - len(taken))
             if version - min(oldest_versions(part.data)) > self._max_staleness:
                 self.counts["dropped_old"] += 1
                 # Begin another: every step trains the full number of groups, however long that takes.
@@ -215,18 +217,32 @@ class RolloutQueue:
             self._ended = time.perf_counter()
         self._changed.notify_all()
 
-    def _next_finished(self) -> _Part:
+    def _next_finished(self, version: int, left: int) -> _Part:
+        """The first begun of the finished parts of which the step, which lacks ``left`` parts, must take one."""
         clock = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._finished)
+            latest = math.inf if self._surplus else self._latest_version(version, left)
+            self._changed.wait_for(lambda: self._closed or any(p.version <= latest for p in self._finished))
             self._check_open()
-            # First begun, first taken: otherwise long answers would become too old while short ones overtake them.
-            part = min(self._finished, key=lambda part: part.number)
+            part = min((p for p in self._finished if p.version <= latest), key=lambda part: part.number)
             self._finished.remove(part)
         self._trainer_idle += time.perf_counter() - clock
         if part.error is not None:
             raise part.error
         return part
+
+    def _latest_version(self, version: int, left: int) -> float:
+        """The version up to which the next part of the step must have been begun; infinity: any part will do.
+
+        Parts begun by weights up to ``version - k + later`` must be trained in this step or the next ``later`` ones. If
+        they would fill all of these steps, this step has to take one of them.
+        """
+        versions = [part.version for part in (*self._finished, *self._unfinished)]
+        for later in range(self._max_staleness):
+            latest = version - self._max_staleness + later
+            if sum(v <= latest for v in versions) >= left + later * self._parts_per_step:
+                return latest
+        return math.inf
 
     def _check_open(self) -> None:
         if self._closed:
@@ -258,5 +274,7 @@ class RolloutQueue:
                 self.counts["restarted"] += 1
             else:
                 self._num_drawn += 1
-                self._finished.append(_Part(self._num_drawn, part["before"], None, data=from_plain(part["rows"])))
+                data = from_plain(part["rows"])
+                oldest = min(oldest_versions(data))
+                self._finished.append(_Part(self._num_drawn, part["before"], None, oldest, data=data))
         self._collector.load_state_dict(state["collector"])

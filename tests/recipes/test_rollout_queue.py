@@ -40,7 +40,16 @@ def test_no_row_is_older_than_allowed_and_every_group_is_delivered_dropped_or_wa
     assert run.max_age <= max_staleness
     assert is_accounted(run.totals)
     assert run.totals["delivered"] == 8 * 8
-    assert run.totals["dropped_old"] + run.totals["dropped_stragglers"] > 0, "updates so short leave the slowest behind"
+    dropped = run.totals["dropped_old"] + run.totals["dropped_stragglers"]
+    assert (dropped > 0) == (oversample > 0), "without groups to spare a step waits for the slowest"
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("update", [10.0, 50.0])
+def test_slow_groups_are_trained_as_often_as_fast_ones(k, update):
+    run = simulate(max_staleness=k, steps=16, update=update)
+    assert run.max_age <= k
+    assert run.totals["produced"] == run.totals["delivered"] == 16 * 8, "what was begun is waited for"
 
 
 def test_a_simulation_is_the_same_every_time():

@@ -191,6 +191,7 @@ def test_one_row_of_several_that_is_late_is_the_only_one_that_fails(kind, say):
 
 def test_a_coroutine_that_blocks_its_loop_costs_the_batch_and_the_next_one_is_scored(say, monkeypatch):
     monkeypatch.setattr("llmrl.concurrency.deadline.GRACE_S", 0.1)
+    monkeypatch.setattr("llmrl.concurrency.background_loop.ANSWER_S", 0.1)
     release = threading.Event()
 
     async def blocks(completion):
