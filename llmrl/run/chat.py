@@ -19,7 +19,7 @@ from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.utils import step_mdp
-from llmrl.errors import LLMRLError
+from llmrl.errors import DataError, LLMRLError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.run.console import make_console, note, warn
@@ -106,6 +106,11 @@ def _talk(conversation: Conversation, console: Console) -> None:
             said = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"llmrl chat: standard input must be {error.encoding} text: byte {error.object[error.start]:#04x} is "
+                "not; convert it, for Latin-1 with: iconv -f LATIN1 -t UTF-8."
+            ) from error
         except KeyboardInterrupt:
             console.print()
             return

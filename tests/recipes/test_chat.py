@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmrl.envs.llm.transforms import ToolTransform
-from llmrl.errors import LLMRLError
+from llmrl.errors import DataError, LLMRLError
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.run.chat import Conversation, _talk
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
@@ -64,6 +64,13 @@ def test_a_message_that_cannot_be_answered_ends_a_script_and_not_a_conversation(
     said = iter(["half \ud800"])
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(LLMRLError, match="surrogate"):
+        _talk(conversation, conversation.console)
+
+
+def test_input_that_is_not_utf_8_is_named(monkeypatch):
+    conversation, _ = make_conversation()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match="must be utf-8 text: byte 0xe9"):
         _talk(conversation, conversation.console)
 
 
