@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -171,6 +172,22 @@ def write_model(model: PreTrainedModel, folder: Path, session: Session) -> None:
     else:
         first.write(model.save_pretrained, folder)
     first.check()
+
+
+def try_writing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes all that a checkpoint has beside weights and state to a temporary folder, before a run trains.
+
+    Raises  CheckpointError for a model whose settings Transformers refuses to write
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _write_config(unwrapped(model), Path(folder))
+            tokenizer.save_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"model {model.name_or_path or type(model).__name__}: its checkpoints could not be written, so it is not "
+            f"trained: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _write_gathered(model: PreTrainedModel, folder: Path, first: _FirstRank) -> None:

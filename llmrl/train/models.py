@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmrl.data.llm.templates import ChatTemplate, choose_template, ending_with, find_template
 from llmrl.errors import ConfigError, DataError, TemplateError
+from llmrl.modules.llm.engines.transformers import vocabulary_size
 from llmrl.modules.llm.model_files import check_whole, loaded
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.routers import router_modules
@@ -76,6 +78,12 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     else:
         processor = loaded(load_processor, resolve_model(config.model, runs=runs))
     tokenizer = text_tokenizer(processor)
+    letters = tokenizer("hello world", add_special_tokens=False)["input_ids"]
+    if not set(letters) - {tokenizer.unk_token_id}:
+        raise DataError(
+            f"model {config.model}: its tokenizer must have ids for text: got none for 'hello world', and "
+            f"{len(tokenizer)} entries in all; usually tokenizer.json is missing: copy or download the folder again."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     row = choose_template(tokenizer, config.chat_template, config.template_variables)
@@ -164,11 +172,25 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
     place = {"device_map": {"": session.device}} if goes_there else {}
     options = place | _attention(config, loaded(AutoConfig.from_pretrained, source)) | quantization(config, dtype)
     model = loaded(load, source, dtype=dtype, **options, **head).eval()
+    _repair_generation_config(model)
     if offloads:  # FSDP moves offloaded parameters to the device, but not buffers
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(session.device)
     return model
+
+
+def _repair_generation_config(model: PreTrainedModel) -> None:
+    """Resets sampling settings without effect, which published models have and Transformers does not write."""
+    config = getattr(model, "generation_config", None)
+    if config is None or config.do_sample:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        defaults = type(config)()
+        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(config, name, getattr(defaults, name, None))
 
 
 def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:
@@ -356,6 +378,31 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
             model = loaded(build, resolve_model(config.model, runs=runs))
     check_model(config, model)
     return freeze_vision(model, config)
+
+
+def check_rows(model: PreTrainedModel, rows: Sequence[Tensor]) -> str:
+    """A remark for the plan about rows that are longer than the positions that ``model`` was made for, or "".
+
+    Raises  DataError for ids outside of the embedding, and for rows longer than learned positions
+    """
+    size, longest = vocabulary_size(model), max(map(len, rows), default=0)
+    largest = max((int(ids.max()) for ids in rows if len(ids)), default=0)
+    if size is not None and largest >= size:
+        raise DataError(
+            f"data: ids must be within the model's embedding of {size} tokens: got {largest}; the tokenizer has tokens "
+            "that the model does not: resize its embedding (model.resize_token_embeddings), or use its own tokenizer."
+        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or longest <= positions:
+        return ""
+    words, tables = model.get_input_embeddings(), [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    # Some models have two positions more than they use.
+    if any(part is not words and positions <= part.num_embeddings <= positions + 2 for part in tables):
+        raise DataError(
+            f"data: rows must fit the {positions} positions that the model has learned: got one of {longest} tokens; "
+            f"set max_length={positions} or less."
+        )
+    return f" · up to {longest} tokens, more than the {positions} positions that the model was made for"
 
 
 def check_model(config: ModelSource, model: PreTrainedModel) -> None:

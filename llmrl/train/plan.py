@@ -19,7 +19,7 @@ from llmrl.train.gpus import GPU
 from llmrl.train.lora import lora_rows
 from llmrl.train.memory import memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
-from llmrl.train.models import load_tokenizer, meta_model
+from llmrl.train.models import check_rows, load_tokenizer, meta_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import GRPOConfig, ModelSource, OptimSettings, SFTConfig, TinyModelSettings
@@ -76,8 +76,10 @@ def _prepare(
     tokenizer = load_tokenizer(source, runs=runs)
     check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
-    shape = model_shape(meta_model(source, tokenizer, runs=runs))
-    return tokenizer, data, data_plan(config, session, data, shape, gpu)
+    empty = meta_model(source, tokenizer, runs=runs)
+    too_long = check_rows(empty, data.ids)
+    rows = data_plan(config, session, data, model_shape(empty), gpu)
+    return tokenizer, data, [*rows, *([("", too_long.removeprefix(" · "))] if too_long else [])]
 
 
 def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -32,7 +32,7 @@ from llmrl.run.console.numbers import counted
 from llmrl.run.metrics import MetricsLog
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
-from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state
+from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state, try_writing
 from llmrl.train.distributed import Session
 from llmrl.train.lora import ADAPTER
 from llmrl.train.models import resolve_model, save_made_model
@@ -164,6 +164,8 @@ class Run(AbstractContextManager):
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
         with self.session.raises_on_all():
+            if self.session.is_first:
+                try_writing(model, tokenizer)
             log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
             self._log = self._stack.enter_context(log)
             self._rollout_log = RolloutLog(self.path, **options)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from llmrl.data import PairwiseDataset
 from llmrl.data.llm.templates import _BUILT_IN, add_chat_template
@@ -18,6 +19,7 @@ from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.settings import SFTConfig
 from llmrl.train.sft_data import marked_pieces, tokenize_chats
 from tests.support.published_templates import base_tokenizer
+from tests.support.saved_models import save_tiny
 
 ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}
 CONVERSATION = [ASK, TELL, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
@@ -245,3 +247,33 @@ def test_text_is_cut_where_training_begins_and_ends():
     assert marked_pieces(tokenizer, ids, ~mask) == [("one two", True), (" three", False)]
     assert marked_pieces(tokenizer, ids, torch.ones_like(mask)) == [("one two three", True)]
     assert marked_pieces(tokenizer, ids[:0], mask[:0]) == []
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
+def test_a_model_whose_sampling_settings_transformers_does_not_write_is_trained_and_saved(place, command):
+    """Regression: every step was trained, then the first checkpoint failed."""
+    folder = place.path / "model"
+    save_tiny(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6, "top_p": 0.9}))
+    place.train(command, "run", model=str(folder), steps=1)
+    written = json.loads((place.path / "runs/run/checkpoints/step1/generation_config.json").read_text())
+    assert {"temperature", "top_p"} & written.keys() == set()
+
+
+def test_models_that_cannot_be_trained_are_refused_before_their_weights_load(place, run_llmrl):
+    def refused(folder, *words):
+        run_llmrl("sft", "chat_sft", f"model={folder}", "data.path=chats.jsonl", "steps=1", code=3, words=words)
+
+    place.rows("chats.jsonl", [{"question": "Hi there", "answer": "Good morning to you and everybody"}])
+    save_tiny("no_tokenizer")
+    (place.path / "no_tokenizer/tokenizer.json").unlink()
+    refused("no_tokenizer", "tokenizer.json is missing")
+    save_tiny("added", vocab_size=478)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["morning"])
+    tokenizer.save_pretrained("added")
+    refused("added", "within the model's embedding of 478 tokens: got 478")
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(vocab_size=478, **sizes)).save_pretrained("learned")
+    tiny_tokenizer().save_pretrained("learned")
+    refused("learned", "must fit the 16 positions that the model has learned")
