@@ -164,7 +164,7 @@ def test_what_cannot_be_sent_is_named(reward):
 
 def test_a_process_that_does_not_start_is_an_error(reward, tmp_path):
     transform = reward("where")
-    (tmp_path / "graders.py").write_text("raise SystemExit(5)")
+    (tmp_path / "graders.py").write_text("import os; os._exit(5)")
     with pytest.raises(WorkerError, match=r"RewardFunction 'where': its process must run .* exit code 5"):
         score(transform, ["a"])
 
