@@ -44,7 +44,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
     buffer = deal_epochs(len(rows), config)
 
     with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
-        run.begin(model, tokenizer, optimizer=updater, sampler=buffer.sampler, reference=reference)
+        run.begin(model, tokenizer, data=pairs, optimizer=updater, sampler=buffer.sampler, reference=reference)
         if not loss.reference_free:
             reference.compute(updater, loss, rows)  # once: the model is the reference until its first update
         run.evaluate_before(evaluator)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from llmrl.errors import DataError, LLMRLError
 from llmrl.report.refresher import ReportRefresher
 from llmrl.report.run_files import read_run
 from llmrl.report.warnings import findings
@@ -160,7 +161,7 @@ class Run(AbstractContextManager):
         self._model, self._tokenizer, self._parts = model, tokenizer, parts
         if self.resume:
             for name, part in parts.items():
-                load_part(self._folder, part, self._state[name])
+                self._restore(name, part)
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")
         with self.session.raises_on_all():
@@ -172,6 +173,17 @@ class Run(AbstractContextManager):
             if self._on_start:  # last: it must write nothing if a log could not be opened
                 self._on_start()
             self._write_info(plan=self._plan, ended=None)
+
+    def _restore(self, name: str, part: Stateful) -> None:
+        try:
+            load_part(self._folder, part, self._state[name])
+        except LLMRLError:
+            raise
+        except Exception as error:  # a state of another form fails anywhere
+            raise DataError(
+                f"{self._folder / 'trainer.pt'}: must hold the state of {name!r}, as this version of llmrl writes it: "
+                f"{type(error).__name__}: {error}; resume from another checkpoint, or start a new run from this one."
+            ) from error
 
     def evaluate_before(self, evaluator: Evaluator | None) -> None:
         """Evaluates and logs as step 0, unless the run is resumed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,23 @@ class TokenizedRows:
     @property
     def lengths(self) -> RowLengths:
         return RowLengths(tuple(map(len, self.ids)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of rows, and a digest of their ids and masks in their order."""
+        digest = hashlib.sha256()
+        for ids, mask in zip(self.ids, self.masks, strict=True):
+            digest.update(f"{len(ids)} ".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
+        return {"rows": len(self), "digest": digest.hexdigest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises  DataError if these are not the rows of the state"""
+        own = self.state_dict()
+        if own != state:
+            change = "other contents, or another order" if own["rows"] == state["rows"] else f"{own['rows']}"
+            raise DataError(
+                f"{self.source}: a run goes on with the data that it began with: it had {state['rows']} {self.unit}, "
+                f"now there are {change}; put the file back, or start a new run from this one (model=RUN)."
+            )
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))

@@ -143,3 +143,33 @@ def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place):
     place.same("a", "b")
     assert place.rollouts("a", 1) == place.rollouts("b", 1)
     assert place.rollouts("a", 1) != place.rollouts("c", 1)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("change", ["reversed", "removed", "edited"])
+def test_a_run_does_not_go_on_with_other_data(place, command, change):
+    """Regression: reference log-probs of other pairs were used, and rows that were added never drawn."""
+    rows = [{"prompt": f"Say {n}", **answers(command, n)} for n in range(6)]
+    file = place.rows("rows.jsonl", rows)
+    place.train(command, "run", data={"path": str(file), "rows": None}, steps=2, batch_size=2, checkpoint={"every": 1})
+    changed = {"reversed": rows[::-1], "removed": rows[:4], "edited": [rows[0] | answers(command, 9), *rows[1:]]}
+    place.rows("rows.jsonl", changed[change])
+    said = "4;" if change == "removed" else "other contents, or another order"
+    place.run("resume", "run", "steps=3", code=3, words=["goes on with the data that it began with", "had 6", said])
+
+
+def answers(command, number):
+    if command == "sft":
+        return {"completion": f"it is {number}"}
+    return {"chosen": f"it is {number}", "rejected": f"no {number}"}
+
+
+def test_a_state_that_does_not_fit_is_named_with_its_part(place):
+    place.train("sft", "run", steps=2, checkpoint={"every": 1})
+    folder = place.path / "runs/run/checkpoints/step2"
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    del state["optimizer"]
+    torch.save(state, folder / "trainer.pt")
+    (folder / CHECKSUMS).unlink()
+    _seal(folder)
+    place.run("resume", "run", "steps=3", code=3, words=["trainer.pt: must hold the state of 'optimizer'"])
