@@ -31,6 +31,31 @@ def test_a_name_that_is_taken_is_refused_and_points_to_resume(tmp_path):
         RunDir.create("sums", "", root=tmp_path, name="try1")
 
 
+@pytest.mark.parametrize(
+    ("kept", "is_used_again"),
+    [
+        ({}, True),
+        ({"metrics.jsonl": '{"step": 0, "eval/sums/mean": 0.5}\n'}, True),
+        ({"metrics.jsonl": '{"step": 1, "policy/loss": 0.5}\n'}, False),
+        ({"metrics.jsonl": "not JSON"}, False),
+        ({"notes.txt": "of the user"}, False),
+    ],
+)
+def test_the_name_of_a_run_that_ended_before_its_first_step_is_used_again(tmp_path, kept, is_used_again):
+    run = RunDir.create("sums", "", root=tmp_path, name="try1")
+    run.write_config("steps: 1")
+    with run.lock():
+        pass  # as each training does
+    for name, text in kept.items():
+        (run.path / name).write_text(text)
+    if not is_used_again:
+        with pytest.raises(ConfigError, match="exists"):
+            RunDir.create("sums", "", root=tmp_path, name="try1")
+        return
+    again = RunDir.create("sums", "", root=tmp_path, name="try1")
+    assert (again.path, list(again.path.iterdir())) == (run.path, [])
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", "", ".hidden", "a b"])
 def test_a_name_must_be_one_folder(tmp_path, name):
     with pytest.raises(ConfigError, match="--name"):

@@ -180,9 +180,8 @@ def _train(command: str, arguments: list[str]) -> int:
     with _lock(run):
         goes_on = options.resume or _num_restarts() > 0
         resume = goes_on and latest_checkpoint(run.path) is not None
-        if goes_on and not resume and _rank() == 0:  # the steps logged so far are run again
-            run.metrics.unlink(missing_ok=True)
-            shutil.rmtree(run.rollouts, ignore_errors=True)
+        if goes_on and not resume:
+            _forget_steps(run)
         changes = {"on_start": lambda: record(run)} if options.resume else {}
         return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, **changes)
 
@@ -266,8 +265,9 @@ def _resume(arguments: list[str]) -> int:
         recipe, info, loaded = load_run(run, options.overrides)
         _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
-        if latest_checkpoint(run.path) is None:
-            raise DataError(f"{run.checkpoints}: must hold a checkpoint to resume from: got none; start a new run.")
+        resume = latest_checkpoint(run.path) is not None
+        if not resume:
+            _forget_steps(run)
 
         def write_settings() -> None:
             changed = {name: "resume" for name, place in loaded.origins.items() if place == "command line"}
@@ -276,10 +276,17 @@ def _resume(arguments: list[str]) -> int:
             run.write_info(info | {"origins": origins})
 
         on_start = write_settings if options.overrides else None
-        return recipe.loop().run(loaded.config, run_dir=run.path, resume=True, on_start=on_start)
+        return recipe.loop().run(loaded.config, run_dir=run.path, resume=resume, on_start=on_start)
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _forget_steps(run: RunDir) -> None:
+    """Removes the logs of steps that no checkpoint has: they are run again."""
+    if _rank() == 0:
+        run.metrics.unlink(missing_ok=True)
+        shutil.rmtree(run.rollouts, ignore_errors=True)
 
 
 def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: Callable[[RunDir], None]) -> RunDir:

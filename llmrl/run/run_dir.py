@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import time
@@ -22,6 +23,7 @@ from llmrl.run.yaml_source import Source
 
 __all__ = ["RunDir"]
 
+_OF_A_RUN = {"config.yaml", "run.json", ".lock", "metrics.jsonl", "rollouts", "checkpoints", "base", "report.html"}
 _INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "defaults": dict, "plan": list}
 
 
@@ -51,7 +53,8 @@ class RunDir:
     def create(cls, recipe: str, config_text: str, *, root: Path | str = "runs", name: str | None = None) -> RunDir:
         """Makes a new, unique folder, even if another run starts at the same moment.
 
-        The default ``name`` is the recipe's name and four digits of a hash of the configuration and the time.
+        The default ``name`` is the recipe's name and four digits of a hash of the configuration and the time. A
+        folder whose run ended before its first step is used again.
 
         Raises  ConfigError if ``name`` is taken or cannot be a folder's name; RunFolderError if no folder can be made
         """
@@ -59,8 +62,9 @@ class RunDir:
         if name is not None:
             if not re.fullmatch(r"[\w.+=-]+", name) or name.startswith("."):
                 raise ConfigError(f"--name  must be letters, digits and . _ + = -: got {name!r}")
-            if _make(root / name):
-                return cls(root / name)
+            run = cls(root / name)
+            if _make(run.path) or (run._never_began and run._make_again()):
+                return run
             raise ConfigError(
                 f"--name  {root / name} exists; choose another name, or continue it: llmrl resume {root / name}"
             )
@@ -127,6 +131,26 @@ class RunDir:
                 return None if kind == fcntl.F_UNLCK else _holder(file)
         except OSError:
             return None
+
+    @property
+    def _never_began(self) -> bool:
+        """True for the folder of a run that ended before its first step, by an error say."""
+        if self.path.is_symlink() or not self.config.is_file() or not (self.path / ".lock").is_file():
+            return False  # without a lock file it may be about to begin
+        if {entry.name for entry in self.path.iterdir()} - _OF_A_RUN or any(self.checkpoints.glob("*")):
+            return False
+        try:
+            logged = read_text(self.metrics).splitlines() if self.metrics.exists() else []
+            # An evaluation before the first step is logged as step 0.
+            stepped = len(logged) > 1 or any(json.loads(line)["step"] for line in logged)
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        return not stepped and self.holder is None
+
+    def _make_again(self) -> bool:
+        with writing(self.path):
+            shutil.rmtree(self.path)
+        return _make(self.path)
 
     def _refuse_links(self) -> None:
         """Raises RunFolderError for a link: training would write or remove what it leads to."""

@@ -213,3 +213,18 @@ def test_the_metrics_of_a_step_are_those_of_all_its_updates(place):
     assert step["policy/ratio_mean"] != 1, "of the updates after the first"
     assert step["mismatch/logp_abs_max"] < 1e-4, "engine against trainer while their weights were the same"
     assert step["mismatch/is_mean"] <= step["mismatch/is_max"]
+
+
+def test_a_run_that_failed_before_its_first_step_is_corrected_under_its_name_or_begun_by_resume(place):
+    recipe = place.recipe("mine", "sft", data={"path": "chats.jsonl", "rows": None})
+    place.rows("chats.jsonl", [{"question": "a", "answer": ""}])
+    place.run("sft", recipe, "--name", "one", code=3)
+    place.run("resume", "one", code=3, words=["chats.jsonl"])
+    place.rows("chats.jsonl", [{"question": "a", "answer": "b"}])
+    place.run("resume", "one")
+    assert len(place.steps("one")) == 3
+    place.rows("chats.jsonl", [{"question": "a", "answer": ""}])
+    place.run("sft", recipe, "--name", "two", code=3)
+    place.rows("chats.jsonl", [{"question": "a", "answer": "b"}])
+    place.run("sft", recipe, "--name", "two")
+    place.run("sft", recipe, "--name", "two", code=2, words=["exists"])
