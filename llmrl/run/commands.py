@@ -215,6 +215,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
             metavar="DIR",
             help="where runs are kept (default: runs)",
         ),
+        option("--all", dest="every", action="store_true", help="also runs that ended before their first step"),
         JSON,
     ),
     "report": _report,

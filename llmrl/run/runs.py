@@ -14,14 +14,17 @@ from rich.text import Text
 from llmrl.errors import ConfigError, DataError
 from llmrl.run.console import format_number, make_console, note
 from llmrl.run.console.lines import print_block
+from llmrl.run.console.numbers import counted
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
-def list_runs(root: Path, *, as_json: bool = False) -> int:
-    """Prints the runs below ``root``, most recently changed first, and returns 0."""
+def list_runs(root: Path, *, as_json: bool = False, every: bool = False) -> int:
+    """Prints the runs below ``root``, most recently changed first, and returns 0. Those that ended before their first
+    step are only counted, unless ``every``.
+    """
     rows = describe_runs(root)
     if as_json:
         print(json.dumps(rows))
@@ -30,13 +33,17 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
     if not rows:
         note(console, f"there are no runs in {root}/; start one: llmrl sft sums_sft")
         return 0
+    shown = [row for row in rows if every or row["step"] or row["state"] in ("running", "damaged")]
     table = Table("run", "recipe", "state", "step", "best", "age", box=None, pad_edge=False)
-    for row in rows:
+    for row in shown:
         best = "-" if row["best"] is None else f"{row['metric']} {format_number(row['best'])}"
         steps = str(row["step"]) if row["steps"] is None else f"{row['step']}/{row['steps']}"
         cells = (row["name"], row["recipe"], row["state"], steps, best, _age(row["age_s"]))
         table.add_row(*map(Text, cells))
-    print_block(console, table)
+    if shown:
+        print_block(console, table)
+    if hidden := len(rows) - len(shown):
+        note(console, f"{counted(hidden, 'run')} that never began: llmrl runs --all")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -96,6 +96,7 @@ class RewardLossSettings(Settings):
 class RewardConfig(PairsConfig):
     """A reward model: chosen answers get larger rewards than rejected ones."""
 
+    measures_rows: ClassVar[bool] = True
     reward: RewardLossSettings = RewardLossSettings()
 
     @property

@@ -424,6 +424,7 @@ class SFTConfig(ModelSource):
     """Supervised fine-tuning: the mean negative log-likelihood of the tokens that the assistant wrote."""
 
     FIXED: ClassVar[tuple[str, ...]] = (*ModelSource.FIXED, "data", "max_length", "too_long")
+    measures_rows: ClassVar[bool] = False  # True: `eval` names rows like the trained ones, and no env is needed
 
     data: SFTData
     max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")
@@ -456,4 +457,8 @@ class SFTConfig(ModelSource):
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
+        measures = self.env is not None or self.measures_rows
+        if not measures and (self.eval.dataset is not None or self.eval.every):
+            given = "eval.every" if self.eval.dataset is None else "eval.dataset"
+            raise ValueError(f"{given} needs env: a task whose answers are measured; without one it would not be read")
         return self
