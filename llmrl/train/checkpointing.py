@@ -310,7 +310,15 @@ def load_state(folder: Path) -> dict[str, Any]:
     except Exception as error:
         cause = "it contains objects that are not a state" if isinstance(error, UnpicklingError) else error
         raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
-    torch.set_rng_state(state["rng"])
+    try:
+        torch.set_rng_state(state["rng"])
+        if state["step"] < 0 or not isinstance(state.get("course", {}), dict):
+            raise ValueError(f"step {state['step']}, course {state.get('course')!r:.80}")
+    except (KeyError, TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"checkpoint {folder}: {_FILE} must hold the state of a run: {type(error).__name__}: {error}; it is "
+            "damaged, or of another version of llmrl."
+        ) from error
     if rounds := state.pop("rounds", None):  # format before 2026-11: all parts of GRPO but the optimizer
         state |= {**rounds, "rollouts": rounds}
     return state

@@ -180,17 +180,22 @@ def _read_files(config: ModelSource, source: str, session: Session, head: Mappin
     return model
 
 
+_KEPT_SETTINGS = ("do_sample", "eos_", "pad_", "bos_", "decoder_", "max_", "min_length", "min_new", "transformers_")
+
+
 def _repair_generation_config(model: PreTrainedModel) -> None:
     """Resets sampling settings without effect, which published models have and Transformers does not write."""
     config = getattr(model, "generation_config", None)
-    if config is None or config.do_sample:
+    if config is None:
         return
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        defaults = type(config)()
-        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
-            setattr(config, name, getattr(defaults, name, None))
+    defaults = type(config)()
+    # One after another, so that what has an effect stays; ids of tokens and lengths are never among them.
+    for name in (name for name in config.to_diff_dict() if not name.startswith(_KEPT_SETTINGS)):
+        try:
+            return config.validate(strict=True)
+        except ValueError as error:
+            if f"`{name}`" in str(error):
+                setattr(config, name, getattr(defaults, name, None))
 
 
 def freeze_vision(model: PreTrainedModel, config: ModelSource) -> PreTrainedModel:

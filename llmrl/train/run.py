@@ -133,7 +133,10 @@ class Run(AbstractContextManager):
         loaded = str(folder) if resume and not config.lora else self.origin
         self.source = config.model_copy(update={"model": loaded})
         self.start: int = self._state.get("step", 0)
-        self.totals = RunTotals(**self._state.get("course", {}))
+        try:
+            self.totals = RunTotals(**self._state.get("course", {}))
+        except TypeError as error:  # an unknown key
+            raise DataError(f"{self._folder / 'trainer.pt'}: its part 'course' does not fit: {error}.") from error
         self._in_steps = ExitStack()
         self._guard = InterruptGuard()
         self._total = self._step = self.start

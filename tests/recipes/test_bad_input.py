@@ -128,10 +128,10 @@ def test_a_reward_must_find_its_columns_in_the_dataset(place):
     place.train("grpo", "b", code=2, words=["'difficulty' must be a column"], env={"reward": "needy:score"})
 
 
-def test_a_run_to_resume_must_exist_and_have_a_checkpoint(place):
+def test_a_run_to_resume_must_exist_and_one_without_a_checkpoint_begins(place):
     place.run("resume", "nowhere", code=2)
     place.train("sft", "empty", code=3, data={"path": "gone.jsonl"})
-    place.run("resume", "empty", code=3, words=["must hold a checkpoint"])
+    place.run("resume", "empty", code=3, words=["gone.jsonl"])
 
 
 # --- data, models, templates: exit code 3

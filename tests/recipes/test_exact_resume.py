@@ -164,12 +164,22 @@ def answers(command, number):
     return {"chosen": f"it is {number}", "rejected": f"no {number}"}
 
 
-def test_a_state_that_does_not_fit_is_named_with_its_part(place):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer": None}, ["trainer.pt: must hold the state of 'optimizer'"]),
+        ({"rng": torch.zeros(3)}, ["trainer.pt must hold the state of a run"]),
+        ({"step": "three"}, ["trainer.pt must hold the state of a run"]),
+        ({"step": -5}, ["trainer.pt must hold the state of a run", "step -5"]),
+        ({"course": {"unknown": 1}}, ["trainer.pt: its part 'course' does not fit"]),
+        ([], ["trainer.pt must hold the state of a run"]),
+    ],
+)
+def test_a_state_that_does_not_fit_is_named_with_its_part(place, change, words):
     place.train("sft", "run", steps=2, checkpoint={"every": 1})
     folder = place.path / "runs/run/checkpoints/step2"
     state = torch.load(folder / "trainer.pt", weights_only=True)
-    del state["optimizer"]
-    torch.save(state, folder / "trainer.pt")
+    torch.save(change if isinstance(change, list) else state | change, folder / "trainer.pt")
     (folder / CHECKSUMS).unlink()
     _seal(folder)
-    place.run("resume", "run", "steps=3", code=3, words=["trainer.pt: must hold the state of 'optimizer'"])
+    place.run("resume", "run", "steps=3", code=3, words=words)

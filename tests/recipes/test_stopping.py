@@ -18,6 +18,7 @@ from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import RolloutError
 from llmrl.run.checkpoint import CheckpointStore
+from llmrl.run.files import open_file
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.train.tasks import Task
 from tests.support.processes import descendants, is_running, wait_until
@@ -60,15 +61,18 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_the_run_goes_on_from_th
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
-def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place):
+def test_a_full_disk_at_the_resumption_is_one_line_and_loses_nothing(place, monkeypatch):
+    def on_a_full_disk(path, *arguments, **options):
+        is_draft = path.name.startswith(".metrics.jsonl")
+        return open("/dev/full", "wb") if is_draft else open_file(path, *arguments, **options)
+
     place.train("sft", "run")
-    draft = place.path / f"runs/run/.metrics.jsonl.{os.getpid()}.draft"  # of the command, which runs in this process
-    draft.symlink_to("/dev/full")
     words = ["metrics.jsonl: cannot be written: No space left on device; "]
-    result = place.run("resume", "run", "steps=4", code=3, words=words)
+    with monkeypatch.context() as patch:
+        patch.setattr("llmrl.run.files.open_file", on_a_full_disk)
+        result = place.run("resume", "run", "steps=4", code=3, words=words)
     assert len(result.err.splitlines()) == 1
     assert "steps: 3" in (place.path / "runs/run/config.yaml").read_text()
-    draft.unlink()
     place.run("resume", "run", "steps=4")
     assert [row["step"] for row in place.steps("run")] == [1, 2, 3, 4]
 
