@@ -195,7 +195,10 @@ class MessageForms:
         other: Any = None
         if isinstance(given, Mapping):
             if not self._writes("arguments") and self._writes("arguments as text"):
-                other = json.dumps(given, ensure_ascii=False, default=str)
+                try:
+                    other = json.dumps(given, ensure_ascii=False)
+                except TypeError as error:
+                    raise ValueError(f"the arguments of a call must be a JSON object: {error}") from error
         elif not self._writes("arguments as text"):
             with suppress(JSONError):
                 parsed = parse_json(given)
