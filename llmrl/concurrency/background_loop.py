@@ -51,6 +51,8 @@ class BackgroundLoop(contextlib.AbstractContextManager):
             raise
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         self._running.add(future)
+        if self._closed:  # `close` may have looked at the running ones before this one was added
+            future.cancel()
         try:
             return future.result(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except CancelledError:

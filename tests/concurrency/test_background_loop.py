@@ -73,6 +73,19 @@ def test_closing_one_runner_cancels_its_coroutines_and_no_others():
     assert ended == ["closed", [(True, None)] * 2]
 
 
+def test_a_runner_that_is_closed_while_a_coroutine_is_handed_over_cancels_it(monkeypatch):
+    runner, hand_over = AsyncRunner("closed", concurrency=1), asyncio.run_coroutine_threadsafe
+
+    def closed_meanwhile(coroutine, loop):
+        future = hand_over(coroutine, loop)
+        runner.close()
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_meanwhile)
+    with pytest.raises(LLMRLError, match="closed"):
+        outcomes_of(runner, lambda: asyncio.sleep(5))
+
+
 def test_a_loop_that_is_blocked_for_good_is_replaced(monkeypatch):
     monkeypatch.setattr(background_loop, "ANSWER_S", 0.05)
     release = threading.Event()
