@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from llmrl import weight_update
 from llmrl.errors import WeightSyncError
-from llmrl.weight_update import (
-    DistributedWeightSyncScheme,
-    ModelTarget,
-    RayWeightSyncScheme,
-    RPCWeightSyncScheme,
-    WeightGroups,
-    WeightSyncScheme,
-    publish,
-)
-from llmrl.weight_update.publish import check_engine
-from llmrl.weight_update.target import named_tensors
+from llmrl.weight_update.groups import WeightGroups
+from llmrl.weight_update.publish import check_engine, publish
+from llmrl.weight_update.target import ModelTarget, named_tensors
+
+if TYPE_CHECKING:
+    from llmrl.weight_update import WeightSyncScheme
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Tensor] | WeightGroups
 
@@ -198,7 +194,7 @@ class RayWeightUpdater(SenderWeightUpdater):
         *,
         timeout: float = 10.0,
     ):
-        super().__init__(RayWeightSyncScheme(timeout=timeout), policy_weights, remote_collectors)
+        super().__init__(weight_update.RayWeightSyncScheme(timeout=timeout), policy_weights, remote_collectors)
         self.max_interval = max_interval
         self._missed = dict.fromkeys(self._ids, max_interval)
 
@@ -225,7 +221,7 @@ class RPCWeightUpdater(SenderWeightUpdater):
         timeout: float = 10.0,
     ):
         workers = [(info, rref, collector_class) for info, rref in zip(collector_infos, collector_rrefs, strict=True)]
-        super().__init__(RPCWeightSyncScheme(timeout=timeout), policy_weights, workers[:num_workers])
+        super().__init__(weight_update.RPCWeightSyncScheme(timeout=timeout), policy_weights, workers[:num_workers])
 
 
 class DistributedWeightUpdater(SenderWeightUpdater):
@@ -240,5 +236,5 @@ class DistributedWeightUpdater(SenderWeightUpdater):
         *,
         timeout: float = 10.0,
     ):
-        scheme = DistributedWeightSyncScheme(sync=sync, timeout=timeout)
+        scheme = weight_update.DistributedWeightSyncScheme(sync=sync, timeout=timeout)
         super().__init__(scheme, policy_weights, [(store, rank) for rank in range(1, num_workers + 1)])

@@ -20,30 +20,37 @@ collector makes these calls for each model id and scheme of its ``weight_sync_sc
 If ``scheme.per_worker`` is False no worker is registered: the sender finds the model in its context.
 """
 
-from llmrl.weight_update.distributed import DistributedTransport, DistributedWeightSyncScheme
-from llmrl.weight_update.groups import LazyWeight, WeightGroups, weight_groups
-from llmrl.weight_update.lora import adapter_folder, merged_weights
-from llmrl.weight_update.probe import SyncProbe
+from typing import TYPE_CHECKING
+
+from llmrl.lazy import on_demand
 from llmrl.weight_update.publish import WeightTarget, publish
-from llmrl.weight_update.ray_schemes import (
-    RayActorTransport,
-    RayModuleTransformReceiver,
-    RayModuleTransformScheme,
-    RayModuleTransformSender,
-    RayTransport,
-    RayWeightSyncScheme,
-)
-from llmrl.weight_update.rpc import RPCTransport, RPCWeightSyncScheme
-from llmrl.weight_update.schemes import (
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    WeightReceiver,
-    WeightSender,
-    WeightSyncScheme,
-)
-from llmrl.weight_update.target import ModelTarget
-from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
+
+if TYPE_CHECKING:
+    from llmrl.weight_update.distributed import DistributedTransport, DistributedWeightSyncScheme
+    from llmrl.weight_update.groups import LazyWeight, WeightGroups, weight_groups
+    from llmrl.weight_update.lora import adapter_folder, merged_weights
+    from llmrl.weight_update.probe import SyncProbe
+    from llmrl.weight_update.ray_schemes import (
+        RayActorTransport,
+        RayModuleTransformReceiver,
+        RayModuleTransformScheme,
+        RayModuleTransformSender,
+        RayTransport,
+        RayWeightSyncScheme,
+    )
+    from llmrl.weight_update.rpc import RPCTransport, RPCWeightSyncScheme
+    from llmrl.weight_update.schemes import (
+        MultiProcessWeightSyncScheme,
+        NoWeightSyncScheme,
+        SharedMemWeightSyncScheme,
+        WeightReceiver,
+        WeightSender,
+        WeightSyncScheme,
+    )
+    from llmrl.weight_update.target import ModelTarget
+    from llmrl.weight_update.transports import MPTransport, SharedMemTransport, TransportBackend
+else:
+    __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     "DistributedTransport",

@@ -1,16 +1,21 @@
 """Losses for language models: `GRPOLoss` and its relatives, `DPOLoss`, `RewardLoss`, `SFTLoss`, and their parts."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from llmrl.objectives.llm.advantage import MCAdvantage
-from llmrl.objectives.llm.batch import count_step
-from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
-from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.groups import GroupQuota
-from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
-from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
-from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
-from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
+from llmrl.lazy import on_demand
+
+if TYPE_CHECKING:
+    from llmrl.objectives.llm.advantage import MCAdvantage
+    from llmrl.objectives.llm.batch import count_step
+    from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
+    from llmrl.objectives.llm.functional import StepCounts
+    from llmrl.objectives.llm.groups import GroupQuota
+    from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
+    from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
+    from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
+    from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
+else:
+    __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     "PRESETS",
