@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
 
 from llmrl.errors import MissingDependencyError
@@ -22,7 +23,18 @@ def require(module: str, *, extra: str, used_by: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise MissingDependencyError(
-            f"{used_by}: needs the package {module!r}, which is not installed; run: pip install 'llmrl[{extra}]'.",
-            name=error.name,
-        ) from error
+        raise _missing(module, extra, used_by) from error
+
+
+def check_installed(module: str, *, extra: str, used_by: str) -> None:
+    """Raises what `require` raises for a package that is not installed; imports nothing."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:  # without an origin: a folder of that name here, such as wandb/
+        raise _missing(module, extra, used_by)
+
+
+def _missing(module: str, extra: str, used_by: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"{used_by}: needs the package {module!r}, which is not installed; run: pip install 'llmrl[{extra}]'.",
+        name=module.partition(".")[0],
+    )

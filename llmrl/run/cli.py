@@ -155,6 +155,8 @@ def _train(command: str, arguments: list[str]) -> int:
         return DONE
     if options.gpu and not options.dry_run:
         raise ConfigError(f"llmrl {command}  --gpu plans for GPUs of another machine: it needs --dry-run")
+    goes_on = options.resume and options.name and latest_checkpoint(Path(options.runs) / options.name) is not None
+    _check_early(loaded.config, Path(options.runs), packages=not options.dry_run, data=not goes_on)
     if options.dry_run:
         from llmrl.run.console import make_console, print_plan  # rich is not needed to report errors
 
@@ -235,6 +237,7 @@ def _launch_all(arguments: list[str]) -> int:
         if recipe is not RECIPES["grpo"]:
             own.error(f"needs a run of grpo: {run.path} is a run of {run.read_info()['command']}")
         runs = run.path.parent
+    _check_early(loaded.config, runs, packages=not options.dry_run, data=options.command == "grpo")
     return importlib.import_module("llmrl.run.launch").launch(
         RECIPES["grpo"].module,
         loaded.config,
@@ -245,6 +248,18 @@ def _launch_all(arguments: list[str]) -> int:
         trainers=options.trainers,
         dry_run=options.dry_run,
     )
+
+
+def _check_early(config: Any, runs: Path, *, packages: bool = True, data: bool = True) -> None:
+    """Raises the errors of `llmrl.train.early_checks`; ``data``: also the model and the data of a new run."""
+    from llmrl.train import early_checks  # imported here: the commands that only read need no settings
+
+    if isinstance(config, early_checks.ModelSource):
+        if packages:
+            early_checks.check_packages(config)
+        for remark in early_checks.check_run(config, runs=runs) if data else ():
+            if remark and _rank() == 0:
+                print(f"note          {remark}", file=sys.stderr)
 
 
 def _check_launched(config: Any) -> None:
@@ -265,6 +280,7 @@ def _resume(arguments: list[str]) -> int:
         recipe, info, loaded = load_run(run, options.overrides)
         _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
+        _check_early(loaded.config, run.path.parent, data=False)
         resume = latest_checkpoint(run.path) is not None
         if not resume:
             _forget_steps(run)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmrl.errors import ConfigError, closest
+from llmrl.errors import ConfigError, DataError, closest
 from llmrl.loading import load_object
 from llmrl.run.config import load_config
 from llmrl.run.recipes import load_run, reading_checkpoint
@@ -117,8 +119,12 @@ def _with_model(
 
 
 def _model_alone(model: str, overrides: Sequence[str]) -> Any:
+    """The settings of a model alone. Raises DataError for one that is neither here nor on the hub."""
     settings = load_object("llmrl.train.settings:ModelSource", what="settings")
-    return load_config(settings, None, [*overrides, f"model={json.dumps(model)}"]).config
+    config = load_config(settings, None, [*overrides, f"model={json.dumps(model)}"]).config
+    if remark := load_object("llmrl.train.early_checks:check_model", what="check")(config.model, runs=Path("runs")):
+        print(f"note          {remark}", file=sys.stderr)
+    return config
 
 
 def _with_template(held: ExitStack, name: str, overrides: Sequence[str], **given: Any) -> dict[str, Any]:
@@ -126,7 +132,11 @@ def _with_template(held: ExitStack, name: str, overrides: Sequence[str], **given
     allowed = ("chat_template", "template_variables")
     if other := [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]:
         raise ConfigError(f"llmrl template  takes the settings {' and '.join(allowed)}: got {other[0]}")
-    config = _model_alone(name, overrides)
+    registered = [path.stem for path in Path(str(resources.files("llmrl.chat_templates"))).glob("*.jinja")]
+    try:
+        config = _model_alone("tiny" if name in registered else name, overrides)
+    except DataError as error:
+        raise DataError(f"{error} Registered templates: {', '.join(sorted(registered))}.") from None
     return {"name": name, **{setting: getattr(config, setting) for setting in allowed}, **given}
 
 

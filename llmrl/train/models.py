@@ -21,8 +21,8 @@ from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
-from llmrl.run.checkpoint import CHECKSUMS, check_files, latest_checkpoint
-from llmrl.run.run_dir import RunDir
+from llmrl.run.checkpoint import CHECKSUMS, check_files
+from llmrl.run.recipes import resolve_model
 from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import ModelSource, TinyModelSettings
@@ -31,37 +31,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.train.distributed import Session
-
-
-def resolve_model(model: str | TinyModelSettings, *, runs: Path) -> str | TinyModelSettings:
-    """Resolves ``latest:RECIPE`` to the newest checkpoint of that recipe in ``runs``, a run's folder to its last one.
-
-    Raises  DataError if there is no checkpoint
-    """
-    if isinstance(model, TinyModelSettings):
-        return model
-    if RunDir(Path(model)).config.exists():
-        if (checkpoint := latest_checkpoint(Path(model))) is None:
-            raise DataError(f"model {model}: the run must have left a checkpoint: there is none.")
-        return str(checkpoint)
-    if not model.startswith("latest:"):
-        return model
-    recipe = model.removeprefix("latest:")
-    found = []
-    for config in runs.glob("*/config.yaml"):
-        run = RunDir(config.parent)
-        try:
-            same = run.read_info().get("recipe") == recipe
-        except ConfigError:
-            continue
-        if same and (checkpoint := latest_checkpoint(run.path)):
-            found.append((checkpoint.stat().st_mtime, checkpoint))
-    if not found:
-        raise DataError(
-            f"model {model}: a run of {recipe} with a checkpoint must be in {runs}/: there is none; make one with "
-            f"llmrl sft {recipe}, or set model=FOLDER."
-        )
-    return str(max(found)[1])
 
 
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:

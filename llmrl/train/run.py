@@ -31,12 +31,13 @@ from llmrl.run.console import (
 )
 from llmrl.run.console.numbers import counted
 from llmrl.run.metrics import MetricsLog
+from llmrl.run.recipes import resolve_model
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state, try_writing
 from llmrl.train.distributed import Session
 from llmrl.train.lora import ADAPTER
-from llmrl.train.models import resolve_model, save_made_model
+from llmrl.train.models import save_made_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import TinyModelSettings
 

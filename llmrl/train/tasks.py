@@ -25,9 +25,9 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError
 from llmrl.loading import load_function
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
+from llmrl.run.recipes import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
-from llmrl.train.models import resolve_model
 from llmrl.train.settings import EnvSettings, EvalSettings
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Task:
         if settings.rewards is not None:
             specs = [reward.model_dump(exclude_none=True) for reward in settings.rewards]
             for judge in (spec["reward_model"] for spec in specs if "model" in spec.get("reward_model", {})):
-                judge["model"] = str(resolve_model(judge["model"], runs=Path("runs")))
+                judge["model"] = str(resolve_model(judge["model"], runs=Path("runs"), setting="reward_model.model"))
             specs = [{**(shared if "fn" in spec else {"retries": settings.retries}), **spec} for spec in specs]
             return list(make_rewards(specs, tokenizer=self.tokenizer, load=load))
         maker = env_maker(settings.name)

@@ -130,8 +130,8 @@ def test_a_reward_must_find_its_columns_in_the_dataset(place):
 
 def test_a_run_to_resume_must_exist_and_one_without_a_checkpoint_begins(place):
     place.run("resume", "nowhere", code=2)
-    place.train("sft", "empty", code=3, data={"path": "gone.jsonl"})
-    place.run("resume", "empty", code=3, words=["gone.jsonl"])
+    place.train("sft", "empty", code=3, data={"path": place.rows("empty.jsonl", [])})
+    place.run("resume", "empty", code=3, words=["empty.jsonl"])
 
 
 # --- data, models, templates: exit code 3
@@ -166,8 +166,8 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("grpo", {"env": {"dataset": "empty.jsonl"}}, ["at least one row: empty.jsonl"]),
         ("sft", {"data": {"path": "broken.jsonl"}}, ["broken.jsonl, line 2 must be JSON"]),
         ("sft", {"data": {"path": "chats.jsonl"}}, ["an assistant turn: chats.jsonl:2 has only user"]),
-        ("sft", {"model": "./no-model-here"}, ["./no-model-here: cannot be loaded"]),
-        ("grpo", {"env": UNJUDGED}, ["reward_model.model ./no-model-here: cannot be loaded"]),
+        ("sft", {"model": "./no-model-here"}, ["./no-model-here: must be the folder of a model"]),
+        ("grpo", {"env": UNJUDGED}, ["reward_model.model ./no-model-here: must be the folder"]),
         ("sft", {"model": "latest:sums_sft"}, ["a run of sums_sft", "in runs/"]),
         (
             "sft",
@@ -182,7 +182,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         (
             "reward",
             {"data": {"path": "pairs.jsonl", "margin_column": "gap"}},
-            ["'gap' must be a number: pairs.jsonl:1 has None"],
+            ["'gap' must be a number: pairs.jsonl:2 has None"],
         ),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
@@ -198,7 +198,8 @@ def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
     place.rows("long.jsonl", [GOOD, LONG, GOOD])
     place.rows("asked.jsonl", [ASKED])
     place.rows("same.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "four"}])
-    place.rows("pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}])
+    pair = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}
+    place.rows("pairs.jsonl", [{**pair, "gap": 1}, pair])
     assert "Traceback" not in place.train(command, "bad", code=3, words=messages, **changes).err
 
 

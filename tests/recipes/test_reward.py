@@ -52,7 +52,7 @@ def test_the_plan_reads_the_files_of_a_reward_model_but_no_weights(place):
     place.plan("grpo", env=judged_by("headless"), code=3, words=words)
     (place.path / "headless/config.json").unlink()
     place.plan("grpo", env=judged_by("headless"), code=3, words=("reward_model.model headless: cannot be loaded",))
-    place.plan("grpo", env=judged_by("gone"), code=3, words=("reward_model.model gone: cannot be loaded",))
+    place.plan("grpo", env=judged_by("gone"), code=3, words=("reward_model.model gone: must be the folder",))
 
 
 def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place):
@@ -135,6 +135,7 @@ def test_a_hub_dataset_without_a_test_split_is_held_out_in_part(place, tmp_path,
     shutil.copytree(builder.cache_dir, folder)
     (folder / "json-train.arrow").rename(folder / "pairs-train.arrow")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder.parents[3]))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder.parents[3]))  # for the check before datasets is imported
     words = ["18 pairs", "the last 2 pairs of split train, not trained on: there is no split test"]
     place.train("reward", "judge", steps=1, words=words, data={"path": "me/pairs"}, eval={})
     assert place.steps("judge")[0]["eval/pairs/mean"] in {0.0, 0.5, 1.0}

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import csv
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
 from llmrl.data.llm.placed_rows import ArrowRows, PlacedRow, arrow_row
 from llmrl.data.llm.row_images import resolve_images
+from llmrl.data_files import FILE_FORMATS, check_exists, local_files
 from llmrl.errors import DataError, did_you_mean
 from llmrl.strict_json import JSONError, parse_json
 from llmrl.text_files import why_not_text
 
 Row = Mapping[str, Any]
-
-FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
-_SAVED = ("dataset_dict.json", "state.json")  # what the folders of `save_to_disk` hold
-_NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-_SPLITS = {  # the words in names of files, as the hub reads them
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
 
 
 def load_rows(source: Any, *, split: str = "train", name: str | None = None) -> Sequence[Row]:
@@ -54,75 +44,6 @@ def load_rows(source: Any, *, split: str = "train", name: str | None = None) -> 
     return rows
 
 
-def local_files(source: str | Path, split: str = "train") -> list[Path] | None:
-    """The files of a source on this machine, or its folder if `save_to_disk` wrote it; None for a name on the hub.
-
-    Raises  DataError for a pattern without files, or a folder without files of this split
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return [path] if any((path / name).is_file() for name in _SAVED) else _files_of(path, split)
-    if has_magic(str(path)) and not path.exists():
-        found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file())
-        if not found:
-            raise DataError(f"load_rows: a pattern must match a file: {source} (from {Path.cwd()}) does not.")
-        return found
-    return [path] if path.suffix.lower() in FILE_FORMATS or path.exists() else None
-
-
-def _files_of(folder: Path, split: str) -> list[Path]:
-    """The data files of one split in a folder, by their names; all of them if no name says a split."""
-    found = _data_files(folder)
-    if exact := [file for file in found if file.stem == split]:
-        files = exact
-    else:
-        splits = {file: _split_in(file.relative_to(folder)) for file in found}
-        own = next((key for key, words in _SPLITS.items() if split in words), split)
-        files = [file for file in found if splits[file] == own]
-        if not any(splits.values()):
-            files = found
-    if not files:
-        names = ", ".join(str(file.relative_to(folder)) for file in found[:8]) or "no data file"
-        raise DataError(
-            f"load_rows: the folder {folder} must have a file for the split {split!r}, such as {split}.jsonl: it has "
-            f"{names}.{did_you_mean(split, [file.stem for file in found])}"
-        )
-    if len(kinds := {file.suffix.lower() for file in files}) > 1:
-        raise DataError(
-            f"load_rows: the files of a split must have one format: the folder {folder} has {', '.join(sorted(kinds))} "
-            f"for {split!r}; name the files, as {folder}/*{files[0].suffix}."
-        )
-    return files
-
-
-def _data_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.suffix.lower() in FILE_FORMATS
-        and file.name not in _NOT_ROWS
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
-
-
-def has_splits(source: str | Path) -> bool:
-    """True for a folder whose files, or whose saved dataset, have splits."""
-    path = Path(source).expanduser()
-    if (path / "dataset_dict.json").is_file():
-        return True
-    return path.is_dir() and any(_split_in(file.relative_to(path)) for file in _data_files(path))
-
-
-def _split_in(path: Path) -> str | None:
-    """The split that the name of a file says, or else that of its folder."""
-    for part in reversed(path.parts):
-        words = set(re.split(r"[^a-z]+", part.lower()))
-        for split, names in _SPLITS.items():
-            if words & {*names}:
-                return split
-    return None
-
-
 def _load_saved(path: Path, split: str) -> Any:
     import datasets  # a second of imports
 
@@ -140,12 +61,7 @@ def _load_saved(path: Path, split: str) -> Any:
 
 
 def _load_file(path: Path) -> list[PlacedRow]:
-    if not path.is_file():
-        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"load_rows: a dataset file must exist: {path} (from {Path.cwd()}) does not."
-            f"{did_you_mean(path.name, beside)}"
-        )
+    check_exists(path)
     suffix = path.suffix.lower()
     try:
         if suffix != ".parquet" and (reason := why_not_text(path)):
