@@ -21,7 +21,6 @@ BASE = (
     "llmrl.loading",
     "llmrl.strict_json",
     "llmrl.text_files",
-    "llmrl.data_files",
     "llmrl.hub",
     "llmrl.notebook_html",
     "llmrl.concurrency",

@@ -70,6 +70,7 @@ LOST = "must be the folder of a model"
         ((*GRPO, "env.dataset=org/asked"), ("env.dataset org/asked: must be a dataset's file or folder",)),
         ((*GRPO, "env.prompt_column=questoin"), ("'questoin' is missing in asked.jsonl:1", "'question'?")),
         (("dpo", "model=small", "data.path=asked.jsonl"), ("'chosen' is missing in asked.jsonl:1",)),
+        (("sft", "model=small", "data.path=odd.csv"), ("odd.csv, row 1 must have a prompt column", "'prompt'?")),
         ((*GRPO, "lora={}"), ("lora: needs the package 'peft'", "llmrl[lora]")),
         ((*GRPO, "log=[wandb]"), ("log=wandb: needs the package 'wandb'",)),
         ((*GRPO, "rollout.engine=vllm"), ("rollout.engine=vllm: needs the package 'vllm'",)),
@@ -80,6 +81,7 @@ def test_what_is_not_there_is_said_without_torch_and_leaves_no_run(tmp_path, arg
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").touch()
     (tmp_path / "asked.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    (tmp_path / "odd.csv").write_text("promt,completion\n2 + 2?,4\n")
     hide = f"sys.modules |= dict.fromkeys({EXTRAS})\n" if "needs the package" in words[0] else ""
     assert run(f"{hide}{MAIN}", *arguments, words=words, cwd=tmp_path) == (set(), 3)
     assert not (tmp_path / "runs").exists()

@@ -11,11 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmrl.errors import ConfigError, DataError, closest
+from llmrl.errors import ConfigError, DataError, closest, did_you_mean
 from llmrl.loading import load_object
 from llmrl.run.config import load_config
 from llmrl.run.recipes import load_run, reading_checkpoint
@@ -132,11 +131,12 @@ def _with_template(held: ExitStack, name: str, overrides: Sequence[str], **given
     allowed = ("chat_template", "template_variables")
     if other := [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]:
         raise ConfigError(f"llmrl template  takes the settings {' and '.join(allowed)}: got {other[0]}")
-    registered = [path.stem for path in Path(str(resources.files("llmrl.chat_templates"))).glob("*.jinja")]
+    registered = load_object("llmrl.data.llm.templates:template_names", what="templates")()
     try:
         config = _model_alone("tiny" if name in registered else name, overrides)
     except DataError as error:
-        raise DataError(f"{error} Registered templates: {', '.join(sorted(registered))}.") from None
+        known = f"Registered templates: {', '.join(registered)}.{did_you_mean(name, registered)}"
+        raise DataError(f"{error} {known}") from None
     return {"name": name, **{setting: getattr(config, setting) for setting in allowed}, **given}
 
 

@@ -1,17 +1,19 @@
-"""What a run needs and can be known before torch is imported: packages, the model, the data's files and columns."""
+"""What a run needs and can be known before torch is imported: packages, the model, the data's files and first rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmrl.data_files import check_exists, first_columns, local_files
-from llmrl.errors import DataError, did_you_mean
+from llmrl.data.llm.dataset_files import first_row, local_files
+from llmrl.data.llm.rows import read_conversation, read_pair, read_prompt
 from llmrl.hub import check_repository
 from llmrl.optional import check_installed
 from llmrl.run.recipes import resolve_model
-from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig, SFTData
+from llmrl.train.preference_settings import PairsConfig
+from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
 _EMBEDDED = ("sums", "big_sums", "colours", "sums_mistakes")
 
@@ -47,7 +49,7 @@ def check_model(model: Any, *, runs: Path, setting: str = "model") -> str:
 def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
     """Checks the model, the models of rewards, and the data of a new run; yields remarks for the user.
 
-    Raises  DataError for what is not there, and for a column that a setting names and the first row lacks
+    Raises  DataError for what is not there, and for a first row that cannot be read
     """
     yield check_model(config.model, runs=runs)
     env = getattr(config, "env", None)
@@ -55,31 +57,25 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
         if reward.reward_model and isinstance(name := reward.reward_model.get("model"), str):
             yield check_model(name, runs=Path("runs"), setting="reward_model.model")
     if isinstance(config, SFTConfig):
-        data = config.data
-        named = [data.prompt_column, data.completion_column] if isinstance(data, SFTData) else None
-        # Two whole conversations need no prompt column.
-        named = named or [data.chosen_column, data.rejected_column, data.margin_column]
-        yield _check_dataset("data.path", data.path, data.split, named)
+        names = {"prompt_column", "completion_column", "chosen_column", "rejected_column", "system_prompt"}
+        read = read_pair if isinstance(config, PairsConfig) else read_conversation
+        read = partial(read, **config.data.model_dump(include=names))
+        yield _check_dataset("data.path", config.data.path, config.data.split, read)
+        if config.measures_rows:
+            yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
     if env is not None and ":" not in env.name:
-        yield _check_dataset("env.dataset", env.dataset, env.split, [env.prompt_column, env.answer_column])
-        yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split)
+        named = {"prompt_column": env.prompt_column, "answer_column": env.answer_column}
+        read = partial(read_prompt, **named) if env.name in ("chat", *_EMBEDDED) else None
+        yield _check_dataset("env.dataset", env.dataset, env.split, read)
+        yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
 
 
-def _check_dataset(setting: str, name: str | None, split: str, columns: Iterable[str | None] = ()) -> str:
+def _check_dataset(setting: str, name: str | None, split: str, read: Callable[[Any], Any] | None) -> str:
     if name is None or name in _EMBEDDED:
         return ""
-    files = local_files(name, split)
-    if files is None:
+    if local_files(name, split) is None:
         return check_repository(name, setting=setting, kind="dataset")
-    if files[0].is_dir():
-        return ""
-    for file in files:
-        check_exists(file)
-    place, known = first_columns(files[0]) or ("", [])
-    for column in columns if place else ():
-        if column is not None and column not in known:
-            raise DataError(
-                f"dataset: the column {column!r} is missing in {place}: its columns are {', '.join(known)}."
-                f"{did_you_mean(column, known)}"
-            )
+    row = first_row(name, split)
+    if row is not None and read is not None:
+        read(row)
     return ""

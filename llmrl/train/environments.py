@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmrl.data.llm.dataset_files import load_rows
-from llmrl.data_files import FILE_FORMATS
+from llmrl.data.llm.dataset_files import FILE_FORMATS, load_rows
 from llmrl.envs.llm.chat import DatasetChatEnv
 from llmrl.envs.llm.tasks.colours import colours_problems
 from llmrl.envs.llm.tasks.countdown import CountdownEnv

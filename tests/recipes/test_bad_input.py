@@ -182,7 +182,7 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         (
             "reward",
             {"data": {"path": "pairs.jsonl", "margin_column": "gap"}},
-            ["'gap' must be a number: pairs.jsonl:2 has None"],
+            ["'gap' must be a number: pairs.jsonl:1 has None"],
         ),
         ("sft", {"chat_template": "qwem"}, ["Did you mean 'qwen'?"]),
         ("sft", {"chat_template": SILENT}, ["assistant"]),
@@ -198,8 +198,7 @@ def test_what_cannot_be_trained_on_is_named(place, command, changes, messages):
     place.rows("long.jsonl", [GOOD, LONG, GOOD])
     place.rows("asked.jsonl", [ASKED])
     place.rows("same.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "four"}])
-    pair = {"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}
-    place.rows("pairs.jsonl", [{**pair, "gap": 1}, pair])
+    place.rows("pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}])
     assert "Traceback" not in place.train(command, "bad", code=3, words=messages, **changes).err
 
 

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from llmrl.data.llm.templates import Chat, Tools
 
 REFUSALS = Exception  # a template is a program: what it does not support may raise anything
@@ -27,6 +25,8 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
     Raises  ValueError for tools that the template would silently leave out, TimeoutError for a template that loops; and
             whatever the template raises
     """
+    from transformers.utils.chat_template_utils import render_jinja_template  # a second that reading rows does not need
+
     # jinja ignores a variable that the template does not read: the model would not see its tools.
     declared = [chat[0].get("tools") if tools is None and len(chat) else None for chat in chats]
     jinja = options["chat_template"]
@@ -46,6 +46,8 @@ def render(chats: Sequence[Chat], tools: Tools | None, **options: Any) -> tuple[
 
 
 def _render_in_time(chat: Chat, tools: Any, options: dict[str, Any]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     too_late = TimeoutError(f"it did not end within {FIRST_RENDER_S:g} s")
     if options["chat_template"] in _finished:
         raise too_late

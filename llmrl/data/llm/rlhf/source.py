@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from llmrl.data.llm.dataset_files import load_rows
+from llmrl.data.llm.dataset_files import has_splits, load_rows, local_files
 from llmrl.data.llm.rlhf.cache import Block, code_fingerprint, open_or_build, tokenizer_fingerprint
-from llmrl.data_files import has_splits, local_files
 from llmrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
