@@ -183,9 +183,16 @@ class Conversation:
         answered = self.policy(state.copy())
         columns = (answered.get(name).rows("response")[0].tolist() for name in ("tokens", "log_probs"))
         self.drawn = list(zip(*columns, strict=True))  # not every engine reports tokens one by one
+        cut = answered.get("stop_reason").item() == StopReason.LENGTH
+        if cut and not self.drawn:  # the policy ends a conversation that fills the model, without computing it
+            said = state.get("history").prompt.to_chats()[0][-1]["content"]
+            raise DataError(
+                f"llmrl chat: a conversation must be shorter than the {self.policy.context_length} tokens that the "
+                f"model takes: with a message of {len(said)} characters it is not; shorten it, or begin anew (/reset)."
+            )
         self._show(end=True)
         self.console.print()
-        if answered.get("stop_reason").item() == StopReason.LENGTH:
+        if cut:
             warn(self.console, "the answer was cut: it reached the limit of tokens (--max-tokens)")
         following = step_mdp(self._env.step(answered))
         for message in following.get("history").prompt.to_chats()[0][::-1]:

@@ -47,7 +47,7 @@ def test_a_run_answers_and_shows_the_tokens_that_it_drew(place, typed):
 
 
 def test_a_message_that_cannot_be_answered_ends_a_script_and_not_a_conversation(monkeypatch):
-    said = iter(["one", "half \ud800", "two"])
+    said = iter(["one", "half \ud800", "a" * 300_000, "two"])
 
     def typed(prompt):
         try:
@@ -61,6 +61,9 @@ def test_a_message_that_cannot_be_answered_ends_a_script_and_not_a_conversation(
     _talk(conversation, conversation.console)
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     assert "surrogate" in out.getvalue()
+    assert "shorter than the 32768 tokens that the model takes: with a message of 300000 characters" in " ".join(
+        out.getvalue().split()
+    )
     said = iter(["half \ud800"])
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(LLMRLError, match="surrogate"):
