@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import os
 import select
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 OWNER = "LLMRL_ENGINE_OWNER"  # environment variable of an engine's process: the owner's process id
 
@@ -25,6 +29,29 @@ def follow(owner: int | None = None) -> None:
     except OSError:  # a sandbox that forbids the call
         return
     exit_after(process, select.POLLIN)
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """Processes that multiprocessing spawns inside the block, in any thread, `follow` this one from their first line.
+
+    For programs that reach llmrl's own code late: vLLM first imports for seconds, and then waits for its owner.
+    """
+    command = multiprocessing.spawn.get_command_line
+
+    def with_follow(**arguments: Any) -> list[str]:
+        words = command(**arguments)
+        if "-c" in words:  # not in a frozen program
+            # By path: the process sets up its module search path only after it has read what its owner sends.
+            first = f"import runpy; runpy.run_path({__file__!r})['follow']({os.getpid()}); "
+            words[words.index("-c") + 1] = first + words[words.index("-c") + 1]
+        return words
+
+    multiprocessing.spawn.get_command_line = with_follow
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.get_command_line = command
 
 
 def follow_launcher() -> None:

@@ -24,6 +24,7 @@ from llmrl.testing import tiny_model
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.weight_update import publish, weight_groups
 from tests.support.conversations import prompt_after
+from tests.support.processes import descendants, is_running
 from tests.support.vllm import (
     PATIENCE_S,
     BackgroundCall,
@@ -376,24 +377,31 @@ def test_updates_arrive_whole_and_a_process_that_dies_in_one_is_named(engine, mo
 
 
 OWNER = """
-import threading
-from llmrl.modules.llm import VLLMEngine
-from llmrl.testing import tiny_model
+if __name__ == "__main__":  # the engine's process imports this file, and as under the command no llmrl with it
+    import threading
+    from llmrl.modules.llm import VLLMEngine
+    from llmrl.testing import tiny_model
 
-if __name__ == "__main__":
     engine = VLLMEngine(tiny_model(heads=2), own_process=True, max_model_len=64, kv_cache_memory_bytes=10_000_000)
     print(engine.core._processes[0].pid, flush=True)
     threading.Event().wait(300)
 """
 
 
-def test_the_process_ends_with_an_owner_that_was_killed(tmp_path):
+@pytest.mark.parametrize("after_s", [1.0, 3.0, None])
+def test_every_process_ends_with_an_owner_that_was_killed(tmp_path, after_s):
+    """Killed so long after the engine's process appeared, or once the engine is up."""
     (tmp_path / "owner.py").write_text(OWNER)
     owner = subprocess.Popen([sys.executable, str(tmp_path / "owner.py")], stdout=subprocess.PIPE, text=True)
     try:
-        pid = int(owner.stdout.readline())
-        assert "EngineCore" in command(pid)
+        if after_s is None:
+            assert "EngineCore" in command(int(owner.stdout.readline()))
+        else:
+            wait_until(lambda: any("multiprocessing-fork" in words for _, words in descendants(owner.pid)))
+            threading.Event().wait(after_s)
+        started = [pid for pid, _ in descendants(owner.pid)]
     finally:
         owner.kill()
         owner.communicate()
-    wait_until(lambda: not command(pid))
+    assert len(started) >= 2  # the engine's, and multiprocessing's resource tracker
+    wait_until(lambda: not any(map(is_running, started)), timeout_s=10)

@@ -154,7 +154,8 @@ def build(model: str, *, own_process: bool, options: Mapping[str, Any]) -> Any:
             described = vllm.EngineArgs(model, **{name: value for name, value in settings.items() if name in known})
             check_head_size(described.create_model_config())
         if own_process:
-            llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
+            with parent_watchdog.followed():
+                llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(model, **settings))
         else:
             with _without_numa_binding():
                 try:

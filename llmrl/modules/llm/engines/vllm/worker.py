@@ -26,7 +26,7 @@ from llmrl.modules.llm.engines.vllm.shared_memory import Buffer, CudaBuffer, Sha
 
 _NUM_COMPARED = 8  # loaded parameters that are compared with what was sent
 
-parent_watchdog.follow()  # at import: this file is the first llmrl code that runs in vLLM's own process
+parent_watchdog.follow()  # at import: this file is the first llmrl code in processes that a server or a core starts
 if parent_watchdog.OWNER in os.environ and "vllm.config.vllm" in sys.modules:
     compat.let_a_cpu_report_routes()  # at import too: the process checks its settings again once its worker is up
 
