@@ -62,6 +62,7 @@ _ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # action -> 
     "extract": ((), ("selector",)),
     "scroll": ((), ("amount",)),
 }
+_LONGEST = {"selector": 1_000, "url": 8_000, "text": 100_000}  # a selector of 800,000 stops all pages for 10 s
 
 
 class BrowserTool(Tool):
@@ -323,6 +324,8 @@ def _checked(arguments: dict[str, Any]) -> dict[str, Any]:
             raise ToolError(f"browser: {action} needs {name!r}: got {', '.join(map(repr, given))}.")
     known = (*required, *optional)
     for name, value in given.items():
+        if (limit := _LONGEST.get(name)) is not None and len(value) > limit:
+            raise ToolError(f"browser: {action}: {name} must have at most {limit:,} characters: got {len(value):,}.")
         # A model may pass arguments of other actions if they equal the schema's defaults.
         if name not in ("action", *known) and value != BrowserTool.parameters["properties"][name]["default"]:
             raise ToolError(f"browser: {action} takes no {name!r}, only {', '.join(known)}.{did_you_mean(name, known)}")
@@ -358,8 +361,13 @@ async def _new_page(context: Any) -> Any:
     page = await context.new_page()
     # A conversation has one page: popups and dialogs of a site are closed.
     page.on("popup", lambda popup: asyncio.ensure_future(_quietly(popup.close())))
-    page.on("dialog", lambda dialog: asyncio.ensure_future(_quietly(dialog.dismiss())))
+    page.on("dialog", lambda dialog: asyncio.ensure_future(_quietly(_answer(dialog))))
     return page
+
+
+async def _answer(dialog: Any) -> None:
+    """Closes a dialog. Accepts only the one that asks whether to leave the page: dismissed, it would keep it open."""
+    await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
 
 
 async def _quietly(work: Coroutine[Any, Any, Any], timeout_s: float = _PAGE_S) -> None:

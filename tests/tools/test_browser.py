@@ -180,6 +180,13 @@ def test_failures_are_said_and_leave_the_page_usable(browser, site):
         act(browser, action="extract", selector="h5")
     with pytest.raises(ToolError, match="no element that matches 'h5' could be used"):
         act(browser, action="click", selector="h5")
+    site.pages["/stay"] = (
+        "<p>Stay</p><a href='/'>go</a><script>onbeforeunload = event => event.preventDefault()</script>"
+    )
+    for leave in ({"action": "click", "selector": "a"}, {"action": "navigate", "url": site.url()}):
+        act(browser, action="navigate", url=site.url("/stay"))
+        act(browser, action="click", selector="p")  # a page may ask only after it was used
+        assert "Hi" in act(browser, **leave)
 
 
 @needs_chromium
@@ -317,6 +324,7 @@ def kinds(command):
         ({"action": "click", "selector": "a", "url": "x"}, "click takes no 'url'"),
         ({"action": "click", "selector": ["a"]}, "valid string"),
         ({"action": "scroll", "amount": "far"}, "valid integer"),
+        ({"action": "extract", "selector": "a," * 400_000}, "selector must have at most 1,000 characters: got 800,000"),
     ],
 )
 def test_wrong_arguments_are_said_without_starting_a_browser(arguments, says):
