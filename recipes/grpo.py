@@ -62,8 +62,8 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps, lengths=prepared.lengths)
-    loss = GRPOLoss(actor, **prepared.loss)
-    reference = make_reference(config, session, run, actor, tokenizer) if config.grpo.kl else None
+    loss = GRPOLoss(actor, prepared.loss)
+    reference = make_reference(config, session, run, actor, tokenizer) if prepared.loss.kl else None
 
     # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)

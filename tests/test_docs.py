@@ -17,9 +17,7 @@ import yaml
 
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
-from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator
-from llmrl.objectives.llm.groups import Scale
-from llmrl.objectives.llm.settings import PRESETS, Surrogate
+from llmrl.objectives.llm.settings import PRESETS, Aggregation, Correction, KLEstimator, Scale, Surrogate
 from llmrl.run import cli
 from llmrl.run.config import recipe_names
 from llmrl.train.settings import GRPOConfig
@@ -128,12 +126,13 @@ def test_every_algorithm_has_a_row_that_says_what_it_is():
         advantage, ratio, aggregation, source = table[name]
         assert f"`scale: {preset.advantage['scale']}`" in advantage
         assert ("`whiten`" in advantage) == preset.advantage.get("whiten", False)
-        assert aggregation.startswith(f"`{preset.settings.aggregation}`")
+        settings = preset.settings.complete()
+        assert aggregation.startswith(f"`{settings.aggregation}`")
         arxiv = re.findall(r"\d{4}\.\d{5}", preset.source)
         assert all(number in source for number in arxiv) or source == "the same paper"
-        surrogate = preset.settings.surrogate
+        surrogate = settings.surrogate
         if surrogate == "clip":
-            low, high = preset.settings.clip
+            low, high = settings.clip
             assert f"[{1 - low:g}, {1 + high:g}]" in ratio
         else:
             assert f"`{surrogate}`" in ratio

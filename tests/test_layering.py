@@ -18,6 +18,7 @@ BASE = (
     "llmrl.errors",
     "llmrl.lazy",
     "llmrl.optional",
+    "llmrl.settings",
     "llmrl.loading",
     "llmrl.strict_json",
     "llmrl.text_files",

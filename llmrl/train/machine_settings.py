@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from llmrl.errors import ConfigError
-from llmrl.train.setting_types import Settings
+from llmrl.settings import Settings
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 

@@ -165,7 +165,7 @@ class PreparedGRPO:
     engine: EnginePlan | None
     replays_routes: bool
     advantage: dict[str, Any]  # keyword arguments of MCAdvantage
-    loss: dict[str, Any]  # keyword arguments of GRPOLoss
+    loss: GRPOSettings
 
 
 def prepare_grpo(
@@ -184,14 +184,14 @@ def prepare_grpo(
     lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
-    settings = grpo_settings(config, exact=engine is None and not session.low_precision)
+    settings = config.algorithm(exact=engine is None and not session.low_precision)
     prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), *settings)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 
 
 def _check_processes(config: GRPOConfig, world_size: int) -> None:
     """Raises ConfigError for settings that do not work with this number of processes."""
-    advantage, _ = grpo_settings(config)
+    advantage, _ = config.algorithm()
     if config.prompts_per_step % world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
@@ -252,40 +252,6 @@ def _grpo_plan(
         *([("", f"not used: {', '.join(unused)}")] if (unused := task.unused_columns(prepared.prompts)) else []),
         ("keep", _checkpoints(config)),
     ]
-
-
-def grpo_settings(config: GRPOConfig, *, exact: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments for MCAdvantage and for GRPOLoss: the preset's, then those of the ``grpo`` section.
-
-    ``exact``: the sampling log-probs equal the trainer's up to float32 rounding, and need not be recomputed.
-
-    Raises  ConfigError for settings that contradict each other
-    """
-    preset = PRESETS[config.algo]
-    own = {name: value for name, value in config.grpo.model_dump().items() if value}  # 0 and null: the preset's
-    advantage = {**preset.advantage, "min_group_size": config.min_group_size}
-    advantage["policy_version_key"] = None  # one draw is one group, even if several versions sampled it
-    if "scale" in own:
-        advantage["scale"] = own.pop("scale")
-    if config.env.max_records > 1:  # the last record of a conversation has the reward; all get its advantage
-        advantage["trajectory_return"] = "sum"
-    if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
-        advantage["on_zero_variance"] = "keep" if config.zero_variance == "keep" else "drop"
-    loss = preset.settings
-    if loss.proximal == "detach" and loss.surrogate != "reinforce":  # reinforce has no ratio to clip
-        if config.rollout.max_staleness > 1:
-            # Clip against the weights that sampled: otherwise each of several updates on rollouts of the same old
-            # weights could move as far as the clip allows, all in the same direction.
-            own.setdefault("proximal", "behaviour")
-        elif config.updates_per_step > 1:
-            # The first update compares the weights with themselves; later ones need log-probs from before it: the
-            # engine's if they equal the trainer's, else recomputed ones.
-            own.setdefault("proximal", "behaviour" if exact else "recomputed")
-    if own.get("proximal", loss.proximal) == "behaviour":
-        own.setdefault("correction", None)  # the ratio already includes the engine's mismatch
-    if own.get("aggregation", loss.aggregation) == "dr_grpo":
-        own["max_length"] = config.sampling.max_tokens
-    return advantage, replace(loss, **own).keywords()
 
 
 def check_template(
@@ -375,7 +341,7 @@ def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
 
 
 def _staleness(config: GRPOConfig) -> str:
-    rollout, loss = config.rollout, GRPOSettings.from_keywords(**grpo_settings(config, exact=False)[1])
+    rollout, loss = config.rollout, config.algorithm(exact=False)[1]
     words = "weights sent after every step"
     if rollout.max_staleness == 1 and not rollout.oversample:
         words = "the next rollouts are sampled during the update, one version behind"

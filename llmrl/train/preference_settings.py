@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from llmrl.train.setting_types import Settings
+from llmrl.settings import Settings
 from llmrl.train.settings import SFTConfig
 
 

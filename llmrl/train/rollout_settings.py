@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from llmrl.train.setting_types import Settings
+from llmrl.settings import Settings
 
 _SETTINGS = {  # arguments of vLLM that have a setting of their own
     "gpu_memory_utilization": "rollout.gpu_memory",

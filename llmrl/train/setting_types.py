@@ -1,4 +1,4 @@
-"""Base class of settings sections, and types of values that name a function, tool, environment or format."""
+"""Types of values that name a function, tool, environment or format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import split_name
@@ -16,22 +16,6 @@ from llmrl.text_files import why_not_text
 ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "chat")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")
-_LARGEST = 10**9  # of a number: beyond it, deadlines and sizes overflow, and rates give weights that are not finite
-
-
-class Settings(BaseModel):
-    """A section of a recipe: immutable; unknown names and numbers beyond any use are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
-        limit = 2**63 - 1 if info.field_name == "seed" else _LARGEST
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int | float) and abs(number) > limit:
-                raise ValueError(f"must be at most {limit:.0f}: got {number!r}")
-        return value
 
 
 def _check_own(name: str) -> str:

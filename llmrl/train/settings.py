@@ -10,6 +10,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llmrl.errors import ConfigError
 from llmrl.loading import load_function
+from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.settings import Settings
 from llmrl.train.machine_settings import (
     CheckpointSettings,
     LoraSettings,
@@ -20,7 +22,7 @@ from llmrl.train.machine_settings import (
     ProfileSettings,
 )
 from llmrl.train.rollout_settings import RolloutSettings
-from llmrl.train.setting_types import EnvName, FormatName, FunctionName, Settings, TemplateText, ToolName
+from llmrl.train.setting_types import EnvName, FormatName, FunctionName, TemplateText, ToolName
 
 
 class TinyModelSettings(Settings):
@@ -273,50 +275,6 @@ class ModelSource(Settings):
         return data
 
 
-class AlgorithmSettings(Settings):
-    """Overrides of `GRPOSettings`, by the same names, and the advantage's ``scale``; null: the value of ``algo``."""
-
-    clip: tuple[float, float] | None = Field(None, description="how far below and above 1 the ratio may go")
-    scale: Literal["group", "batch", "none"] | None = Field(None, description="whose spread divides the centred reward")
-    aggregation: Literal["token", "seq-mean", "dr_grpo"] | None = Field(
-        None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
-    )
-    kl: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the KL divergence from the starting model, the reference",
-        json_schema_extra={"also": ["beta", "kl_coef", "kl_coeff"]},  # names in other libraries
-    )
-    entropy: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    kl_inference: float = Field(0.0, ge=0, description="weight of the KL divergence from the engine that sampled")
-    kl_estimator: Literal["k1", "k2", "k3", "k3+", "k3-weighted"] | None = Field(
-        None, description="estimator of a KL divergence from sampled tokens"
-    )
-    proximal: Literal["behaviour", "detach", "recomputed"] | None = Field(
-        None,
-        description="denominator of the ratio: the engine's log-probs, the current ones, or those that the trainer "
-        "computes before its first update; null: behaviour with max_staleness above 1, else detach with one update per "
-        "step, else whichever loses no accuracy",
-    )
-    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
-    correction: Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"] | None = Field(
-        None, description="importance weight for the difference between engine and trainer"
-    )
-    correction_cap: float | None = Field(None, gt=0, description="upper bound of that weight; null: 2")
-    correction_band: tuple[float, float] | None = Field(None, description="the weights that mask and geo-mask keep")
-    correction_veto: tuple[float, float] | None = Field(
-        None, description="sequences with a token weight outside this range are left out, such as [1e-4, 100]"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_loss(cls, section: Any) -> Any:
-        """Accepts ``loss``, the former name of ``aggregation``, in files of older runs."""
-        if isinstance(section, dict) and "loss" in section and "aggregation" not in section:
-            section = {"aggregation" if name == "loss" else name: value for name, value in section.items()}
-        return section
-
-
 class GRPOConfig(ModelSource):
     """Group-relative policy optimisation. Defaults are those of the literature; a run prints the resolved values."""
 
@@ -325,10 +283,9 @@ class GRPOConfig(ModelSource):
         *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split"),
     )
 
-    algo: Literal[
-        *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "dppo", "max_rl", "rloo", "reinforce", "reinforce++"),
-        "reinforce++-baseline",
-    ] = Field("grpo", description="preset of advantage, ratio, aggregation and KL; the grpo section overrides it")
+    algo: Literal[*PRESETS] = Field(
+        "grpo", description="preset of advantage, ratio, aggregation and KL; the grpo section overrides it"
+    )
     env: EnvSettings
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
@@ -361,7 +318,7 @@ class GRPOConfig(ModelSource):
     max_failed: float = Field(0.5, ge=0, le=1, description="share of failed rollouts in a step that ends the run")
     sampling: SamplingSettings = SamplingSettings()
     rollout: RolloutSettings = RolloutSettings()
-    grpo: AlgorithmSettings = AlgorithmSettings()
+    grpo: GRPOSettings = GRPOSettings()
     eval: EvalSettings = EvalSettings()
     samples: int = Field(2, ge=0, description="conversations printed at the end with their trained tokens marked")
     token_records: int = Field(
@@ -390,7 +347,42 @@ class GRPOConfig(ModelSource):
                 f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, "
                 "and all weights are sent"
             )
+        self.algorithm()
         return self
+
+    def algorithm(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
+        """Keyword arguments for MCAdvantage and the settings of GRPOLoss: the ``grpo`` section, then the preset.
+
+        ``exact``: the sampling log-probs equal the trainer's up to float32 rounding, and need not be recomputed.
+
+        Raises  ConfigError for settings that contradict each other
+        """
+        preset, own = PRESETS[self.algo], self.grpo
+        advantage = {**preset.advantage, "min_group_size": self.min_group_size}
+        advantage["policy_version_key"] = None  # one draw is one group, even if several versions sampled it
+        if own.scale is not None:
+            advantage["scale"] = own.scale
+        if self.env.max_records > 1:  # the last record of a conversation has the reward; all get its advantage
+            advantage["trajectory_return"] = "sum"
+        if advantage["scale"] != "raw":  # raw rewards have no group baseline: equal ones train too
+            advantage["on_zero_variance"] = "keep" if self.zero_variance == "keep" else "drop"
+        loss, chosen = own.over(preset.settings), {}
+        if loss.aggregation == "none":
+            raise ConfigError("grpo.aggregation: must give one number for the whole step: got 'none', one per token.")
+        if own.proximal is None and loss.proximal == "detach" and loss.surrogate != "reinforce":  # which clips no ratio
+            if self.rollout.max_staleness > 1:
+                # Clip against the weights that sampled: otherwise each of several updates on rollouts of the same old
+                # weights could move as far as the clip allows, all in the same direction.
+                chosen["proximal"] = "behaviour"
+            elif self.updates_per_step > 1:
+                # The first update compares the weights with themselves; later ones need log-probs from before it: the
+                # engine's if they equal the trainer's, else recomputed ones.
+                chosen["proximal"] = "behaviour" if exact else "recomputed"
+        if loss.aggregation == "dr_grpo" and loss.max_length is None:
+            chosen["max_length"] = self.sampling.max_tokens
+        if loss.kl == 0:  # no reference is loaded for a weight of 0
+            loss = loss.model_copy(update={"kl": None})
+        return advantage, GRPOSettings(**chosen).over(loss).complete()
 
 
 class SFTData(Settings):

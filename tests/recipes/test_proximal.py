@@ -11,7 +11,6 @@ from llmrl.modules.llm import ChatHistory, TransformersWrapper
 from llmrl.objectives.llm import GRPOLoss
 from llmrl.testing import tiny_model, tiny_tokenizer
 from llmrl.train.distributed import Session
-from llmrl.train.plan import grpo_settings
 from llmrl.train.settings import GRPOConfig
 from llmrl.train.updater import make_updater
 
@@ -73,16 +72,17 @@ def test_an_empty_part_of_a_sharded_step_has_the_column_too(begin):
 
 def test_several_updates_compare_with_what_costs_no_accuracy():
     one, several = config(), config(updates_per_step=2)
-    assert grpo_settings(one)[1]["proximal"] == "detach"
-    assert grpo_settings(several, exact=True)[1]["proximal"] == "behaviour"
-    assert grpo_settings(several, exact=True)[1]["correction"] is None
-    recomputed = grpo_settings(several, exact=False)[1]
-    assert (recomputed["proximal"], recomputed["correction"]) == ("recomputed", "tis")
+    assert one.algorithm()[1].proximal == "detach"
+    assert several.algorithm(exact=True)[1].proximal == "behaviour"
+    assert several.algorithm(exact=True)[1].engine_correction["kind"] == "none"
+    recomputed = several.algorithm(exact=False)[1]
+    assert (recomputed.proximal, recomputed.engine_correction["kind"]) == ("recomputed", "tis")
     chosen = config(updates_per_step=2, grpo={"proximal": "recomputed"})
-    assert grpo_settings(chosen, exact=True)[1]["proximal"] == "recomputed"
+    assert chosen.algorithm(exact=True)[1].proximal == "recomputed"
 
 
 @pytest.mark.parametrize("algo", ["rloo", "reinforce"])
 def test_several_updates_without_a_ratio_keep_the_weight_that_corrects_them(algo):
-    settings = grpo_settings(config(algo=algo, updates_per_step=2), exact=True)[1]
-    assert (settings["surrogate"], settings["proximal"], settings["correction"]) == ("reinforce", "detach", "tis")
+    settings = config(algo=algo, updates_per_step=2).algorithm(exact=True)[1]
+    assert (settings.surrogate, settings.proximal) == ("reinforce", "detach")
+    assert settings.engine_correction["kind"] == "tis"

@@ -9,7 +9,7 @@ from llmrl.envs.llm import DatasetChatEnv
 from llmrl.errors import RolloutError
 from llmrl.modules.llm import LLMWrapperBase
 from llmrl.testing import FakeEngine, tiny_tokenizer
-from llmrl.train.plan import _staleness, grpo_settings
+from llmrl.train.plan import _staleness
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.train.settings import GRPOConfig
 from tests.support.simulated import simulate
@@ -188,9 +188,9 @@ def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it
 def test_the_ratio_to_weights_that_are_several_versions_old_is_clipped(updates):
     """Else updates in a row on rollouts of the same old weights push on where the first of them has arrived."""
     for exact in (True, False):
-        _, loss = grpo_settings(config(updates_per_step=updates, max_staleness=4), exact=exact)
-        assert (loss["proximal"], loss["correction"]) == ("behaviour", None)
-    _, loss = grpo_settings(config({"proximal": "recomputed"}, max_staleness=4), exact=False)
-    assert (loss["proximal"], loss["correction"]) == ("recomputed", "tis")
-    _, loss = grpo_settings(config(max_staleness=1), exact=False)
-    assert loss["proximal"] == "detach"
+        _, loss = config(updates_per_step=updates, max_staleness=4).algorithm(exact=exact)
+        assert (loss.proximal, loss.engine_correction["kind"]) == ("behaviour", "none")
+    _, loss = config({"proximal": "recomputed"}, max_staleness=4).algorithm(exact=False)
+    assert (loss.proximal, loss.engine_correction["kind"]) == ("recomputed", "tis")
+    _, loss = config(max_staleness=1).algorithm(exact=False)
+    assert loss.proximal == "detach"

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.groups import GroupQuota
     from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
     from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
-    from llmrl.objectives.llm.settings import PRESETS, GRPOSettings, Preset
+    from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, GRPOSettings, Preset
     from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
 else:
     __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
+    "DEFAULTS",
     "PRESETS",
     "DPOLoss",
     "DPOLossOutput",

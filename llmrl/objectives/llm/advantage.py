@@ -24,13 +24,13 @@ from llmrl.objectives.llm.groups import (
     CandidateSelector,
     Group,
     GroupQueue,
-    Scale,
     Trajectory,
     group_advantage,
     select_spread,
     selected_indices,
     whitened,
 )
+from llmrl.objectives.llm.settings import Scale
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -25,6 +25,7 @@ from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecess
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.llm.settings import MaskingStrategy
 
 TOKENS = ("tokens", "full")
 RESPONSE = ("tokens", "response")
@@ -34,7 +35,6 @@ ROUTES = ("log_probs", "routes")
 GROUP_ID = "group_id"
 
 _get = partial(required, as_list=True)  # ragged rows come as a list
-MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
 @dataclass(frozen=True)

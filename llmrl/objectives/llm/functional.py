@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
+from llmrl.objectives.llm.settings import Aggregation, Correction, KLEstimator
 
-Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
-Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
-KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
 Preference = Literal["sigmoid", "ipo", "hinge"]
 
 MAX_LOG_RATIO = 20.0  # e**20 = 5e8: a larger ratio carries no information, and e**89 is infinite in float32

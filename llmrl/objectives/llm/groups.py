@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -18,10 +18,10 @@ from llmrl.data.ragged.tensordicts import required
 from llmrl.data.replay_buffers.storages.row_list import Row, pack, unpack
 from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
+from llmrl.objectives.llm.settings import Scale
 
 _log = logging.getLogger(__name__)
 
-Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]
 
 # -------------------------------------------------------------------------------------------------------- arithmetic
 

@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens. lp is the log-prob under the current weights, lg 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -20,9 +20,9 @@ from llmrl.modules.llm.log_probs import TokenScores
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
-from llmrl.objectives.llm.batch import MaskingStrategy, PaddedBatch
+from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.settings import GRPOSettings, Proximal, RatioLevel, Surrogate
+from llmrl.objectives.llm.settings import GRPOSettings, Proximal
 
 
 @shows_values
@@ -84,6 +84,8 @@ class GRPOLoss(LossModule):
 
     r = exp(lp - lo) is the ratio to the proximal policy, rho = exp(lo - lg) that of the proximal policy to the engine.
 
+    ``settings``, or keyword arguments, which come before it; None leaves one at its default, `DEFAULTS`:
+
     clip_epsilon           bounds of the ratio, [1 - low, 1 + high]; one number for both sides
     ratio_level            "token", or "sequence": exp of the mean of lp - lo over the answer (GSPO)
     surrogate              "clip" (PPO), "cispo", "sapo", "dppo", or "reinforce" (-A lp, without a bound)
@@ -129,38 +131,16 @@ class GRPOLoss(LossModule):
     def __init__(
         self,
         actor_network: nn.Module,
+        settings: GRPOSettings | None = None,
         *,
-        clip_epsilon: float | tuple[float, float] = 0.2,
-        kl_mask_threshold: float | None = None,
-        aggregation: str = "token",
-        entropy_bonus: bool = True,
-        entropy_coeff: float = 0.0,
-        kl_to_ref_coeff: float | None = None,
-        kl_to_inference_coeff: float | None = None,
         device: torch.device | str | None = None,
-        masking_strategy: MaskingStrategy = "sft",
-        ratio_level: RatioLevel = "token",
-        surrogate: Surrogate = "clip",
-        dual_clip: float | None = None,
-        kl_estimator: fn.KLEstimator = "k3",
-        proximal: Proximal = "behaviour",
-        correction: fn.Correction | None = None,
-        correction_cap: float | None = None,
-        correction_band: tuple[float, float] | None = None,
-        correction_veto: tuple[float, float] | None = None,
-        sapo_tau: tuple[float, float] | None = None,
-        max_length: int | None = None,
+        **keywords: Any,
     ) -> None:
-        settings = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "actor_network", "device", "__class__")
-        }
         super().__init__()
         self.actor_network = actor_network
         self.device = None if device is None else torch.device(device)
-        self.settings = GRPOSettings.from_keywords(**settings)
-        if aggregation == "dr_grpo" and max_length is None:  # presets leave it open, the loss needs it
+        self.settings = GRPOSettings.from_keywords(**keywords).over(settings or GRPOSettings()).complete()
+        if self.settings.aggregation == "dr_grpo" and self.settings.max_length is None:
             raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
 
     @property

@@ -1,29 +1,29 @@
-"""Settings of `GRPOLoss`, checked together and described in words, and published algorithms by name."""
+"""The settings of GRPO and its relatives, checked together and described in words, and published algorithms by name.
+
+One class is a recipe's ``grpo:`` section, what `GRPOLoss` takes, and what a plan prints. Loads no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from llmrl.errors import ConfigError
-from llmrl.objectives.llm.batch import MaskingStrategy
-from llmrl.objectives.llm.functional import Aggregation, Correction, KLEstimator, unknown
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.settings import Settings
+
+Aggregation = Literal["token", "seq-mean", "seq-sum", "dr_grpo", "prompt-mean", "sum"]
+Correction = Literal["none", "tis", "mask", "seq-tis", "seq-mask", "geo-mask"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "k3-weighted"]
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
 Proximal = Literal["behaviour", "detach", "recomputed"]
 RatioLevel = Literal["token", "sequence"]
+Scale = Literal["group", "population", "clamp", "none", "loo", "loo_std", "batch", "max_rl", "raw"]
 Surrogate = Literal["clip", "cispo", "sapo", "dppo", "reinforce"]
 
-_CHOICES = {
-    "aggregation": (*get_args(Aggregation), "none"),
-    "masking_strategy": get_args(MaskingStrategy),
-    "ratio_level": get_args(RatioLevel),
-    "surrogate": get_args(Surrogate),
-    "kl_estimator": get_args(KLEstimator),
-    "proximal": get_args(Proximal),
-    "correction": (None, *get_args(Correction)),
-}
 _DOCUMENTED_NAMES = {  # settings whose keyword in GRPOLoss has another name
     "clip": "clip_epsilon",
     "entropy": "entropy_coeff",
@@ -63,64 +63,117 @@ _ADVANTAGE_WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GRPOSettings:
-    """Ratio, surrogate, aggregation and KL of the loss, under the names of a recipe's ``grpo:`` section.
+def _both_sides(clip: Any) -> Any:
+    pair = clip if isinstance(clip, Sequence) else (clip, clip)
+    numbers = len(pair) == 2 and all(isinstance(bound, int | float) for bound in pair)
+    if clip is not None and not (numbers and 0 <= pair[0] <= 1 and pair[1] >= 0):
+        raise ValueError(f"must be a number or (low, high), with low in [0, 1] and high >= 0: got {clip!r}")
+    return None if clip is None else pair
 
-    Raises  ConfigError for a value that is out of range, or for settings that contradict each other
+
+def _own_name(aggregation: Any) -> Any:
+    return _DOCUMENTED_AGGREGATIONS.get(aggregation, aggregation) if isinstance(aggregation, str) else aggregation
+
+
+class GRPOSettings(Settings):
+    """Advantage, ratio, surrogate, aggregation and KL: a recipe's ``grpo:`` section, and the settings of `GRPOLoss`.
+
+    None leaves a setting open: to the algorithm that ``algo`` names, then to the default of `GRPOLoss`.
     """
 
-    clip: float | tuple[float, float] = 0.2  # one number for both sides; kept as (low, high)
-    ratio_level: RatioLevel = "token"
-    surrogate: Surrogate = "clip"
-    dual_clip: float | None = None
-    sapo_tau: tuple[float, float] | None = None
-    proximal: Proximal = "behaviour"
-    correction: Correction | None = None  # None: "none" with proximal="behaviour", else "tis"
-    correction_cap: float | None = None
-    correction_band: tuple[float, float] | None = None
-    correction_veto: tuple[float, float] | None = None
-    kl_mask_threshold: float | None = None
-    aggregation: str = "token"
-    max_length: int | None = None
-    kl: float | None = None
-    kl_inference: float | None = None
-    kl_estimator: KLEstimator = "k3"
-    entropy: float = 0.0
-    entropy_bonus: bool = True
-    masking_strategy: MaskingStrategy = "sft"
+    clip: Annotated[tuple[float, float] | None, BeforeValidator(_both_sides)] = Field(
+        None, description="how far below and above 1 the ratio may go; one number for both"
+    )
+    scale: Scale | None = Field(None, description="what divides the centred reward; for the advantage, not the loss")
+    ratio_level: RatioLevel | None = Field(None, description="a ratio per token, or one per answer (GSPO)")
+    surrogate: Surrogate | None = Field(None, description="the objective that the ratio enters")
+    aggregation: Annotated[Literal[*get_args(Aggregation), "none"] | None, BeforeValidator(_own_name)] = Field(
+        None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
+    )
+    max_length: int | None = Field(
+        None, gt=0, description="the divisor of aggregation dr_grpo; null in a recipe: sampling.max_tokens"
+    )
+    kl: float | None = Field(
+        None,
+        ge=0,
+        description="weight of the KL divergence from the starting model, the reference",
+        json_schema_extra={"also": ["beta", "kl_coef", "kl_coeff"]},  # names in other libraries
+    )
+    kl_inference: float | None = Field(
+        None, ge=0, description="weight of the KL divergence from the engine that sampled"
+    )
+    kl_estimator: KLEstimator | None = Field(None, description="estimator of a KL divergence from sampled tokens")
+    entropy: float | None = Field(None, description="weight of the entropy bonus")
+    entropy_bonus: bool | None = Field(None, description="false: entropy is not even measured")
+    proximal: Proximal | None = Field(
+        None,
+        description="denominator of the ratio: the engine's log-probs, the current ones, or those that the trainer "
+        "computes before its first update; null: behaviour with max_staleness above 1, else detach with one update per "
+        "step, else whichever loses no accuracy",
+    )
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
+    sapo_tau: tuple[float, float] | None = Field(
+        None, description="temperatures of surrogate sapo where A > 0, and elsewhere; null: 1 and 1.05"
+    )
+    correction: Correction | None = Field(
+        None, description="importance weight for the difference between engine and trainer"
+    )
+    correction_cap: float | None = Field(None, gt=0, description="upper bound of that weight; null: 2")
+    correction_band: tuple[float, float] | None = Field(None, description="the weights that mask and geo-mask keep")
+    correction_veto: tuple[float, float] | None = Field(
+        None, description="sequences with a token weight outside this range are left out, such as [1e-4, 100]"
+    )
+    kl_mask_threshold: float | None = Field(
+        None, gt=0, description="tokens whose policy moved further from the engine, (lp - lg)^2 / 2, are left out"
+    )
+    masking_strategy: MaskingStrategy | None = Field(None, description="which tokens are trained, see GRPOLoss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_loss(cls, section: Any) -> Any:
+        """Accepts ``loss``, the former name of ``aggregation``, in files of older runs."""
+        if isinstance(section, dict) and "loss" in section and "aggregation" not in section:
+            section = {"aggregation" if name == "loss" else name: value for name, value in section.items()}
+        return section
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
-        """Settings from keyword arguments of `GRPOLoss`."""
-        names = {documented: name for name, documented in _DOCUMENTED_NAMES.items()}
-        settings = {names.get(keyword, keyword): value for keyword, value in keywords.items()}
-        if (aggregation := settings.get("aggregation")) in _DOCUMENTED_AGGREGATIONS:
-            settings["aggregation"] = _DOCUMENTED_AGGREGATIONS[aggregation]
-        return cls(**settings)
+        """Settings from the keyword arguments of `GRPOLoss`.
+
+        Raises  TypeError for an unknown one, ConfigError for a value that is out of range
+        """
+        names = {_DOCUMENTED_NAMES.get(name, name): name for name in cls.model_fields}
+        for keyword in keywords.keys() - names.keys() - _DOCUMENTED_NAMES.keys():
+            raise TypeError(f"GRPOLoss: unknown argument {keyword!r}.{did_you_mean(keyword, names)}")
+        try:
+            return cls(**{names.get(keyword, keyword): value for keyword, value in keywords.items()})
+        except ValidationError as error:
+            raise ConfigError(f"GRPOLoss: {_first_fault(error)}") from None
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of `GRPOLoss`."""
-        return {_DOCUMENTED_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        """The settings that are given, as keyword arguments of `GRPOLoss`."""
+        return {_DOCUMENTED_NAMES.get(name, name): value for name, value in self.model_dump(exclude_none=True).items()}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "clip", _clip_bounds(self.clip))
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise unknown(f"GRPOLoss: {name}", getattr(self, name), tuple(filter(None, known)))
-        for holds, problem in self._checks():
+    def over(self, *others: GRPOSettings) -> Self:
+        """These settings; what they leave open is taken from the first of ``others`` that gives it."""
+        given: dict[str, Any] = {}
+        for settings in (self, *others):
+            given = settings.model_dump(exclude_none=True) | given
+        return type(self)(**given)
+
+    def complete(self) -> Self:
+        """These settings with the defaults of `GRPOLoss`.
+
+        Raises  ConfigError for settings that contradict each other
+        """
+        settings = self.over(DEFAULTS)
+        for holds, problem in settings._checks():
             if not holds:
                 raise ConfigError(f"GRPOLoss: {problem}.")
+        return settings
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
-        """The rules of the settings, each with the error message for its violation."""
-        yield self.dual_clip is None or self.dual_clip > 1, f"dual_clip must be above 1: got {self.dual_clip}"
-        threshold, kls = self.kl_mask_threshold, (self.kl, self.kl_inference)
-        yield threshold is None or threshold > 0, f"kl_mask_threshold must be above 0: got {threshold}"
-        yield (
-            all(coefficient is None or coefficient >= 0 for coefficient in kls),
-            f"kl_to_ref_coeff and kl_to_inference_coeff must not be negative: got {kls[0]} and {kls[1]}",
-        )
+        """The rules of complete settings, each with the error message for its violation."""
         surrogate, proximal, correction = self.surrogate, self.proximal, self.engine_correction["kind"]
         cap, band, veto = self.correction_cap, self.correction_band, self.correction_veto
         yield (
@@ -140,8 +193,8 @@ class GRPOSettings:
             f"sapo_tau must be above 0 and needs surrogate='sapo': got {self.sapo_tau} with {surrogate!r}",
         )
         yield (
-            self.max_length is None or (self.aggregation == "dr_grpo" and self.max_length > 0),
-            "max_length must be above 0 and needs aggregation='dr_grpo': got "
+            self.max_length is None or self.aggregation == "dr_grpo",
+            "max_length needs aggregation='dr_grpo': got "
             f"max_length={self.max_length} with aggregation={self.aggregation!r}",
         )
         yield (
@@ -150,8 +203,8 @@ class GRPOSettings:
             "use proximal='detach' or 'recomputed'",
         )
         yield (
-            cap is None or (correction in _CAPPED and cap > 0),
-            f"correction_cap must be above 0 and needs correction to be one of {', '.join(_CAPPED)}: got {cap} with "
+            cap is None or correction in _CAPPED,
+            f"correction_cap needs correction to be one of {', '.join(_CAPPED)}: got {cap} with "
             f"correction={correction!r}",
         )
         yield (
@@ -214,14 +267,30 @@ class GRPOSettings:
         return {"ratio": ratio, "aggregation": _AGGREGATION_WORDS[self.aggregation], "kl": " + ".join(kls) or "0"}
 
 
-def _clip_bounds(clip: Any) -> tuple[float, float]:
-    pair = clip if isinstance(clip, Sequence) else (clip, clip)
-    numbers = len(pair) == 2 and all(isinstance(bound, int | float) for bound in pair)
-    if not (numbers and 0 <= pair[0] <= 1 and pair[1] >= 0):
-        raise ConfigError(
-            f"GRPOLoss: clip_epsilon must be a number or (low, high), with low in [0, 1] and high >= 0: got {clip!r}."
-        )
-    return float(pair[0]), float(pair[1])
+def _first_fault(error: ValidationError) -> str:
+    """The first fault of keyword arguments, under their documented name."""
+    fault = error.errors()[0]
+    name, given = str(fault["loc"][0]), fault["input"]
+    keyword = _DOCUMENTED_NAMES.get(name, name)
+    if fault["type"] == "literal_error":
+        known = [part.strip(" '") for part in fault["ctx"]["expected"].replace(" or ", ",").split(",")]
+        near = did_you_mean(given, known) if isinstance(given, str) else ""
+        return f"{keyword}: expected one of {', '.join(map(repr, known))}, got {given!r}.{near}"
+    reason = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{keyword} {reason}" + ("." if "got" in reason else f": got {given!r}.")
+
+
+DEFAULTS = GRPOSettings(
+    clip=(0.2, 0.2),
+    ratio_level="token",
+    surrogate="clip",
+    proximal="behaviour",
+    aggregation="token",
+    kl_estimator="k3",
+    entropy=0.0,
+    entropy_bonus=True,
+    masking_strategy="sft",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,20 +313,19 @@ class Preset:
     @property
     def loss(self) -> dict[str, Any]:
         """Keyword arguments of `GRPOLoss` that differ from its defaults."""
-        defaults = GRPOSettings().keywords()
-        return {name: value for name, value in self.settings.keywords().items() if value != defaults[name]}
+        return self.settings.keywords()
 
     def describe(
-        self, advantage: Mapping[str, Any] | None = None, loss: Mapping[str, Any] | None = None
+        self, advantage: Mapping[str, Any] | None = None, settings: GRPOSettings | None = None
     ) -> dict[str, str]:
-        """The four choices in words, with the given keyword arguments in place of the preset's."""
+        """The four choices in words, with the given arguments and settings in place of the preset's."""
         chosen = {**self.advantage, **(advantage or {})}
         words = _ADVANTAGE_WORDS[chosen.get("scale", "group")]
         if chosen.get("whiten"):
             words += ", whitened over the tokens of the batch"
         if chosen.get("on_zero_variance") == "drop":
             words += "; groups with equal rewards are dropped"
-        return {"advantage": words, **GRPOSettings.from_keywords(**{**self.loss, **(loss or {})}).describe()}
+        return {"advantage": words, **(settings or GRPOSettings()).over(self.settings).complete().describe()}
 
 
 # name: source, keyword arguments of `MCAdvantage`, settings of `GRPOLoss` besides the shared ones
@@ -312,11 +380,11 @@ _PRESETS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "dppo": (
         "DPPO in its binary total-variation form, arXiv:2602.04879, with prime-rl's weight on (log r)^2",
         {"scale": "none"},
-        {"surrogate": "dppo", "proximal": "behaviour", "correction": None, "kl_inference": 2e-3, "kl_estimator": "k2"},
+        {"surrogate": "dppo", "proximal": "behaviour", "kl_inference": 2e-3, "kl_estimator": "k2"},
     ),
 }
 # With one update per batch of rollouts the current policy is the proximal one; "detach" saves a forward pass.
-_SHARED = {"proximal": "detach", "correction": "tis"}
+_SHARED = {"proximal": "detach"}
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         name: Preset(name, source, MappingProxyType(advantage), GRPOSettings(**{**_SHARED, **settings}))
