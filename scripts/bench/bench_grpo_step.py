@@ -111,7 +111,6 @@ class Ours:
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
         from llmrl.train.distributed import Session
-        from llmrl.train.plan import grpo_settings
         from llmrl.train.settings import GRPOConfig
         from llmrl.train.step_rollouts import select_training_columns
         from llmrl.train.updater import make_updater
@@ -134,8 +133,8 @@ class Ours:
             model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options, generate=False
         )
         self.updater = make_updater(config, self.session, actor, steps=config.steps)
-        advantage_settings, loss_settings = grpo_settings(config)
-        self.loss = GRPOLoss(actor, **loss_settings)
+        advantage_settings, loss_settings = config.algorithm()
+        self.loss = GRPOLoss(actor, loss_settings)
         env = DatasetChatEnv(
             dataset=[{"prompt": prompt, "answer": ""} for prompt in prompts],
             num_envs=len(prompts),
