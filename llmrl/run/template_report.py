@@ -17,7 +17,7 @@ from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.message_forms import render_text
 from llmrl.data.llm.rows import read_conversation
 from llmrl.data.llm.templates import choose_template, template_names
-from llmrl.errors import DataError, TemplateError, did_you_mean
+from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
 from llmrl.train.sft_data import marked_pieces
@@ -154,12 +154,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
         path = str(Path(name).expanduser()) if Path(name).exists() else name
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"llmrl template: must be a folder with a tokenizer, a registered template "
-            f"({', '.join(template_names())}) or a name on the hub: got {name!r}."
-            f"{did_you_mean(name, template_names())} "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        raise DataError(f"llmrl template: {name} must have a tokenizer: {str(error).splitlines()[0]}") from error
     return tokenizer, f"{type(tokenizer).__name__} of {name}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 
