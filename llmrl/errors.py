@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedError",
     "WeightSyncError",
     "WorkerError",
+    "caused_by",
     "check_at_least",
     "check_choice",
     "closest",
@@ -130,6 +131,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     match = closest(name, known)
     return f" Did you mean {match!r}?" if match else ""
+
+
+def caused_by(sentence: str, failure: str) -> RolloutError:
+    """An error whose message ends with what ``failure`` says, which is a line or a traceback; a traceback is its note.
+
+    >>> print(caused_by("the env failed for 4 of 4", "Traceback:\n  File 'my.py'\n    1 / 0\nZeroDivisionError: zero"))
+    the env failed for 4 of 4: ZeroDivisionError: zero
+    """
+    lines = failure.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    error = RolloutError(f"{sentence}: {lines[frames[-1] + 1 if frames and frames[-1] + 1 < len(lines) else -1]}")
+    if frames:
+        error.add_note(failure.strip())
+    return error
 
 
 def check_choice(who: str, name: str, value: object, known: Iterable[object]) -> None:

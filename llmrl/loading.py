@@ -1,4 +1,6 @@
-"""Loads user objects (tools, rewards, environments, call formats) that settings name as "package.module:name"."""
+"""Loads user objects (tools, rewards, environments, call formats) that settings name as "package.module:name"; names
+the place where user code failed.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,20 @@ import importlib
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from llmrl.errors import ConfigError, did_you_mean
 
-__all__ = ["load_function", "load_object", "split_name"]
+__all__ = ["load_function", "load_object", "split_name", "user_place", "user_traceback"]
 
 _MAX_LISTED = 12
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), "<frozen ")
 
 
 def load_object(name: str, *, what: str) -> Any:
@@ -63,6 +69,39 @@ def split_name(name: str, *, what: str) -> tuple[str, str]:
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{what}: must be 'package.module:name': got {name!r}.")
     return module_name, attribute
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an error from the first frame of user code that llmrl called; all of it if there is none."""
+    shown = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = shown
+    while part is not None:
+        part.stack = traceback.StackSummary.from_list(part.stack[_first_of_user(part.stack) or 0 :])
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    return "".join(shown.format())
+
+
+def user_place(error: BaseException) -> str | None:
+    """The line of user code, called by llmrl, that raised the error, itself or in a library; None if llmrl did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if not _is_of_library(frame.filename)][-1:]
+    if _first_of_user(frames) is None or last[0].filename.startswith(_OWN):
+        return None
+    return f"{last[0].filename}:{last[0].lineno}, in {last[0].name}"
+
+
+def _first_of_user(frames: traceback.StackSummary) -> int | None:
+    called = False
+    for number, frame in enumerate(frames):
+        is_own = frame.filename.startswith(_OWN)
+        if called and not is_own and not _is_of_library(frame.filename):
+            return number
+        called = called or is_own
+    return None
+
+
+def _is_of_library(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_LIBRARIES)
 
 
 def _import(module_name: str, what: str) -> ModuleType:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tests.support.runs import small_run
 RECIPE = """
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.errors import ConfigError, DataError, RolloutError, MissingDependencyError
+from llmrl.run.run_dir import RunDir
 
 ERRORS = {"data": DataError, "rollout": RolloutError, "extra": MissingDependencyError, "config": ConfigError}
 calls = []
@@ -31,6 +33,10 @@ def run(config, *, run_dir, resume=False, on_start=None):
     calls.append((config, run_dir, resume))
     if config.fail == "interrupt":
         raise KeyboardInterrupt
+    if config.fail == "user":
+        return 1 / 0
+    if config.fail == "bug":
+        return RunDir(None).metrics
     if on_start and not config.fail:
         on_start()
     if config.fail:
@@ -108,7 +114,39 @@ def test_defaults_are_printed_with_their_meaning(toy, run_llmrl):
 )
 def test_exit_codes_tell_the_failures_apart(toy, run_llmrl, failure, code):
     err = run_llmrl("grpo", "toy.yaml", f"fail={failure}", code=code).err
-    assert ("interrupted" if code == 130 else "toy: must work") in err
+    assert ("interrupted; nothing was saved\n" if code == 130 else "toy: must work") in err
+    assert "Traceback" not in err
+    assert (only_run().path / "error.txt").exists() == (code == 4)
+    run_llmrl("grpo", "toy.yaml", f"fail={failure}", "--name", only_run().path.name, code=code)  # it did not begin
+
+
+def test_an_error_of_the_users_code_is_shown_with_its_frames_alone_and_one_of_llmrl_with_all(toy, run_llmrl):
+    head, file, line, *_, kind, said = run_llmrl("grpo", "toy.yaml", "fail=user", code=4).err.splitlines()
+    assert (head, line.strip(), kind) == (
+        "Traceback (most recent call last):",
+        "return 1 / 0",
+        "ZeroDivisionError: division by zero",
+    )
+    path = only_run().path / "error.txt"
+    place = file.split('"')[1]
+    assert re.fullmatch(rf"error  +{place}:\d+, in run: {kind}; all frames: {path}", said)
+    assert "cli.py" in path.read_text()
+    with pytest.raises(TypeError):
+        run_llmrl("grpo", "toy.yaml", "fail=bug", "--name", path.parent.name)
+    assert "run_dir.py" in path.read_text()
+
+
+def test_torchrun_gets_the_message_that_it_prints_last(tmp_path, toy, run_llmrl, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "told.json"))
+    for failure, code, words in (
+        ("rollout", 4, "toy: must work"),
+        ("config", 2, "toy: must work"),
+        ("user", 4, "Zero"),
+    ):
+        run_llmrl("grpo", "toy.yaml", f"fail={failure}", code=code)
+        message = json.loads((tmp_path / "told.json").read_text())["message"]
+        assert words in message["message"]
+        assert int(message["extraInfo"]["timestamp"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmrl.concurrency.background_loop import UserLoop
 from llmrl.concurrency.daemon_threads import DaemonThreads
+from llmrl.loading import user_traceback
 
 GRACE_S = 1.0  # for coroutines to notice that they are cancelled
 STUCK_S = 60.0  # after a deadline, for any thread to run at all
@@ -125,7 +125,7 @@ class _Attempt(Outcome):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         if isinstance(error, Exception | SystemExit):  # sys.exit() in a reward must not end the run
-            self.error = "".join(traceback.format_exception(error))
+            self.error = user_traceback(error)
             return True
         return False
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import operator
 import os
 import shutil
 import socket
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from typing import Any
 import llmrl
 from llmrl.concurrency.parent_watchdog import follow_launcher
 from llmrl.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DeadlineError,
@@ -35,18 +36,19 @@ from llmrl.errors import (
     MissingDependencyError,
     RunFolderError,
     TemplateError,
-    WorkerError,
     closest,
 )
-from llmrl.loading import load_object
+from llmrl.loading import load_object, user_place, user_traceback
 from llmrl.run.checkpoint import latest_checkpoint
 from llmrl.run.commands import COMMANDS, RUN, Parser, option
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
+from llmrl.run.files import open_file
 from llmrl.run.masking import masked_arguments, masked_text
 from llmrl.run.printable import printable
 from llmrl.run.recipes import RECIPES, load_run
 from llmrl.run.run_dir import RunDir
 
+OF_ENVIRONMENT = (DataError, MissingDependencyError, RunFolderError, TemplateError)
 DONE, BAD_CONFIG, ENVIRONMENT, ABORTED, INTERRUPTED = 0, 2, 3, 4, 130
 RANK_0_SPEAKS_WITHIN_S = 10.0
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by users to choose how OpenMP threads wait
@@ -105,24 +107,27 @@ def _run(arguments: list[str]) -> int:
         report = _config_report(error, arguments, time.perf_counter() - started)
         _let_rank_0_speak()
         print(report, file=sys.stderr)
+        _tell_launcher(str(error))
         return BAD_CONFIG
-    except (DataError, MissingDependencyError, RunFolderError, TemplateError) as error:
-        _report(error)
-        return ENVIRONMENT
     except LLMRLError as error:
-        if isinstance(error, CheckpointError):
-            _let_rank_0_speak()
-        elif not isinstance(error, WorkerError):
-            traceback.print_exc()
+        _let_rank_0_speak()
         _report(error)
-        return ABORTED
-    except KeyboardInterrupt:
+        return ENVIRONMENT if isinstance(error, OF_ENVIRONMENT) else ABORTED
+    except KeyboardInterrupt as interrupt:
         if _rank() == 0:
-            print("interrupted; what was saved before is in the run's checkpoints/", file=sys.stderr)
+            print(f"interrupted{interrupt}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `llmrl show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except Exception as error:
+        if user_place(error) is None:  # of llmrl: the interpreter prints the whole traceback
+            _tell_launcher(f"{type(error).__name__}: {error}")
+            raise
+        _let_rank_0_speak()
+        error.add_note(user_traceback(error).rstrip())
+        _report(error)
+        return ABORTED
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -179,7 +184,7 @@ def _train(command: str, arguments: list[str]) -> int:
             or _new_run(options, name, loaded, record)
         )
     )
-    with _lock(run):
+    with _lock(run), _error_file(run):
         goes_on = options.resume or _num_restarts() > 0
         resume = goes_on and latest_checkpoint(run.path) is not None
         if goes_on and not resume:
@@ -276,7 +281,7 @@ def _resume(arguments: list[str]) -> int:
     changes = option("overrides", nargs="*", metavar="section.key=value", help="settings to change, e.g. steps=400")
     options = Parser("resume RUN [section.key=value ...]", RUN, changes).parse(arguments)
     run = RunDir.open(options.run)
-    with _lock(run):
+    with _lock(run), _error_file(run):
         recipe, info, loaded = load_run(run, options.overrides)
         _check_fixed(run, loaded.config)
         _check_launched(loaded.config)
@@ -296,6 +301,26 @@ def _resume(arguments: list[str]) -> int:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _error_file(run: RunDir) -> Iterator[None]:
+    """Appends the traceback of an error that ends the training to the run's error.txt; tells what Ctrl-C left."""
+    try:
+        yield
+    except (ConfigError, *OF_ENVIRONMENT):  # their messages say it all
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        with suppress(OSError), open_file(run.path / "error.txt", "a+b") as file:
+            when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            file.write(f"{when}, rank {_rank()}\n{masked_text(text)}\n".encode())
+            error.written_to = run.path / "error.txt"  # type: ignore[attr-defined]
+        raise
+    except KeyboardInterrupt:
+        last = latest_checkpoint(run.path)
+        saved = "nothing was saved" if last is None else f"{last} was saved before; llmrl resume {run.path} goes on"
+        raise KeyboardInterrupt(f"; {saved}") from None
 
 
 def _forget_steps(run: RunDir) -> None:
@@ -433,8 +458,25 @@ def _let_rank_0_speak() -> None:
 
 
 def _report(error: Exception) -> None:
+    """Prints the error's notes, which are tracebacks of the user's code, then its message."""
     rank = f"[rank {_rank()}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    print(f"{rank}error         {printable(masked_text(str(error)))}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(printable(masked_text(note)), file=sys.stderr)
+    text = str(error) if isinstance(error, LLMRLError) else f"{user_place(error)}: {type(error).__name__}: {error}"
+    if file := getattr(error, "written_to", None):
+        text = f"{text.rstrip('.')}; all frames: {file}"
+    text = printable(masked_text(text))
+    print(f"{rank}error         {text}", file=sys.stderr)
+    _tell_launcher(text)
+
+
+def _tell_launcher(text: str) -> None:
+    """Gives torchrun the message of this rank, which it prints at its end."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        lines = "\n".join(textwrap.wrap(text, 100))
+        message = {"message": lines, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _config_report(error: ConfigError, arguments: Sequence[str], seconds: float) -> str:

@@ -23,7 +23,8 @@ from llmrl.run.yaml_source import Source
 
 __all__ = ["RunDir"]
 
-_OF_A_RUN = {"config.yaml", "run.json", ".lock", "metrics.jsonl", "rollouts", "checkpoints", "base", "report.html"}
+_OF_A_RUN = {"config.yaml", "run.json", ".lock", "metrics.jsonl", "rollouts", "checkpoints", "base"}
+_OF_A_RUN |= {"report.html", "error.txt"}
 _INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "defaults": dict, "plan": list}
 
 

@@ -13,6 +13,9 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm import LLMCollector
+from llmrl.envs.llm.transforms.reward import RewardFunction
+from llmrl.envs.llm.transforms.user_turn import UserTurn
+from llmrl.errors import RolloutError, caused_by
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.train.distributed import Session
 from llmrl.train.rollout_engine import RolloutEngine
@@ -123,15 +126,23 @@ class RolloutSource:
     @property
     def first_error(self) -> str:
         """The first traceback of the environment, a reward function or a user; "" if none was kept."""
-        parts = (self._collector, *self._collector.env.transform.leaves())
-        errors = [getattr(part, "first_error", None) for part in parts]
-        return next((f"First error:\n{error}" for error in errors if error), "")
+        return next((part.first_error for part in self._parts if part.first_error), "")
 
     @property
-    def failure(self) -> str:
-        """`first_error`; without one, the rewards that returned None."""
-        messages = (getattr(part, "none_message", "") for part in self._collector.env.transform.leaves())
-        return self.first_error or " ".join(filter(None, messages))
+    def failure(self) -> RolloutError:
+        """What failed first: the environment, a reward function or a user; else the rewards that returned None."""
+        for part in self._parts:
+            if part.first_error:
+                reward = isinstance(part, RewardFunction)
+                who = f"reward {part.name!r}" if reward else "user" if isinstance(part, UserTurn) else "environment"
+                return caused_by(who, part.first_error)
+        messages = (part.none_message for part in self._parts if isinstance(part, RewardFunction))
+        return RolloutError(" ".join(filter(None, messages)) or "no reward was given.")
+
+    @property
+    def _parts(self) -> list[Any]:
+        parts = (self._collector, *self._collector.env.transform.leaves())
+        return [part for part in parts if hasattr(part, "first_error")]
 
     def warning(self, num_failed: float) -> str:
         """The engine's warning, and the number of failed rollouts; `first_error` is included the first time."""
@@ -139,7 +150,8 @@ class RolloutSource:
             return self._engine.warning
         error = "" if self._error_reported else self.first_error
         self._error_reported = self._error_reported or bool(error)  # a reward of None is a failure without traceback
-        return self._engine.warning + f"{num_failed} rollouts failed. {error}".rstrip()
+        shown = f" First error:\n{error}" if error else ""
+        return self._engine.warning + f"{num_failed} rollouts failed.{shown}".rstrip()
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's state and, if rollouts run ahead, the queues of all ranks.

@@ -224,10 +224,14 @@ class Session:
             own = error
         # Only llmrl's own errors are sent: others may not be picklable, or not be constructible from a message.
         known = own if own is None or isinstance(own, LLMRLError) else LLMRLError(f"{self.who}: {own!r}")
-        if errors := self.gather([] if known is None else [(type(known), str(known))]):
+        mine = [] if known is None else [(type(known), str(known), getattr(known, "__notes__", []))]
+        if errors := self.gather(mine):
             if own is not None and len(errors) == 1:
                 raise own
-            raise errors[0][0]("; ".join(dict.fromkeys(text for _, text in errors))) from own
+            shared = errors[0][0]("; ".join(dict.fromkeys(text for _, text, _ in errors)))
+            for note in dict.fromkeys(note for _, _, notes in errors for note in notes):
+                shared.add_note(note)
+            raise shared from own
 
     def on_first(self, call: Callable[[], T]) -> T:
         """Runs ``call`` on the first rank only, and returns its result on all ranks. An error is raised on all."""

@@ -184,14 +184,17 @@ class StepRollouts:
             **_env_metrics(self._session, self._data),
         }
 
-    def check_failed(self, max_failed: float, step: int, first_error: str) -> None:
-        """Raises RolloutError if a larger share of the rollouts than ``max_failed`` failed."""
+    def check_failed(self, max_failed: float, step: int, failure: RolloutError) -> None:
+        """Raises RolloutError, with what ``failure`` says, if a larger share of the rollouts failed than allowed."""
         failed = sum(row.reward is None for row in self.records)
         if failed > max_failed * len(self.records):
-            raise RolloutError(
+            error = RolloutError(
                 f"grpo: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
-                f"{len(self.records)} in step {step}. {first_error}"
+                f"{len(self.records)} in step {step}: {failure}"
             )
+            for note in getattr(failure, "__notes__", ()):
+                error.add_note(note)
+            raise error
 
     def samples(self, count: int) -> list[Sample]:
         """Conversations of this rank with sampled tokens marked, alternating between highest and lowest advantage."""

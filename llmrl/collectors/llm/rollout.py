@@ -7,7 +7,6 @@ retried before its conversation is given up.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,8 @@ from llmrl.concurrency.background_work import BackgroundWork
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import next_prompt
-from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, RolloutError, ShapeError
+from llmrl.errors import ConfigError, DeadlineError, MissingKeyError, ShapeError, caused_by
+from llmrl.loading import user_traceback
 from llmrl.modules.llm.policies.containers import LogProbs, mark_turn, mark_whole_record
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -199,10 +199,10 @@ class Stepper:
             td = self.env.step(td)
         except (ConfigError, MissingKeyError, ShapeError):  # a setup error, which would occur for all rows
             raise
-        except Exception:  # the boundary to the user's env, tools and rewards
+        except Exception as error:  # the boundary to the user's env, tools and rewards
             if self.retries is None:
                 raise
-            self._keep(traceback.format_exc())
+            self._keep(error)
             count = td.batch_size[0]
             attempts = self.retries + (count > 1)  # one more if the first attempt was for several rows
             # One by one, since the exception does not tell which rows failed.
@@ -220,10 +220,8 @@ class Stepper:
         """
         failed = [td for td in tds if td.get(_FAILED, None) is not None]
         if failed and self._answer is None and len(failed) == len(tds):
-            raise RolloutError(
-                f"LLMCollector: env.step failed for all {sum(td.batch_size[0] for td in failed)} conversations. First "
-                f"error:\n{self.first_error}"
-            )
+            count = sum(td.batch_size[0] for td in failed)
+            raise caused_by(f"LLMCollector: env.step failed for all {count} conversations", str(self.first_error))
         for td in failed:
             next_td = td.get("next")
             for key, value in self._answer.items():
@@ -236,8 +234,8 @@ class Stepper:
         for _ in range(attempts):
             try:
                 td = self.env.step(td)
-            except Exception:
-                self._keep(traceback.format_exc())
+            except Exception as error:
+                self._keep(error)
             else:
                 self._answer = td.get("next")
                 return td
@@ -251,9 +249,9 @@ class Stepper:
         td.set(_FAILED, yes)
         return td
 
-    def _keep(self, text: str) -> None:
+    def _keep(self, error: Exception) -> None:
         if self.first_error is None:
-            self.first_error = text
+            self.first_error = user_traceback(error)
 
 
 def rollout_lockstep(stepper: Stepper, root: TensorDictBase, stopped: threading.Event | None = None) -> TurnLog:
