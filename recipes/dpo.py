@@ -21,6 +21,7 @@ from llmrl.run.console import DPO_COLUMNS
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
+from llmrl.train.held_out import held_out_evaluator, with_held_out
 from llmrl.train.models import load_model
 from llmrl.train.plan import plan_recipe, read_data
 from llmrl.train.preference_data import ReferenceLogProbs, tokenize_pairs
@@ -30,42 +31,42 @@ from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
 
+tokenize = partial(with_held_out, tokenize_pairs)  # the pairs to train on, and those of eval.dataset
+
 
 def train(config: DPOConfig, session: Session, run: Run) -> None:
     """Builds the parts of a run, then runs the training loop."""
-    tokenizer, pairs, steps, steps_per_epoch = read_data("dpo", tokenize_pairs, config, session, run)
+    tokenizer, pairs, steps, steps_per_epoch = read_data("dpo", tokenize, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
     updater = make_updater(config, session, policy, steps=steps, lengths=pairs.lengths)
-    settings = config.dpo.model_dump(exclude={"reference"})
-    loss = DPOLoss(policy, **settings, reference_free=config.dpo.reference == "none")
-    reference = ReferenceLogProbs()  # scored by the starting model: no second model is kept
+    loss = DPOLoss(policy, **config.dpo.options)
+    reference = ReferenceLogProbs(pairs.held_out)  # scored by the starting model: no second model is kept
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
-    with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
+    held_out = held_out_evaluator(config, updater, loss, pairs)
+    with evaluators(config, session, tokenizer, policy, held_out) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, data=pairs, optimizer=updater, sampler=buffer.sampler, reference=reference)
         if not loss.reference_free:
-            reference.compute(updater, loss, rows)  # once: the model is the reference until its first update
+            # Once: the model is the reference until its first update.
+            reference.compute(updater, loss, rows, held_out and held_out.rows)
         run.evaluate_before(evaluator)
         for step in run.steps(steps, DPO_COLUMNS):
             # 1. All ranks draw the same pairs, and each trains a part of them: more ranks give the same numbers.
-            batch = rows[buffer.sample()]
-            if not loss.reference_free:
-                batch.set("reference_log_probs", reference.values[batch["row"]])
-            batch, imbalance = updater.deal(batch, everywhere=True)
+            batch, imbalance = updater.deal(rows[buffer.sample()], everywhere=True)
 
             # 2. Micro-batches, loss, clipping, AdamW. The loss raises log p(chosen) - log p(rejected), each relative to
             #    its value under the reference.
             metrics = updater.train(loss, [batch], step)
             metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-            # 3. Evaluation, on answers that the model samples; the loss never sees these.
+            # 3. Evaluation, on answers that the model samples, or on held-out pairs.
             metrics |= run.evaluate_to_stop(stop_evaluator, config.stop)
             metrics |= run.evaluate_when_due(evaluator, config.eval.every)
             run.finish_step(step, metrics)
     run.print_end(pairs.samples(config.samples), evaluator)
 
 
-plan = partial(plan_recipe, tokenize_pairs)
+plan = partial(plan_recipe, tokenize)
 run = partial(run_recipe, train)

@@ -21,10 +21,11 @@ from llmrl.objectives.llm import RewardLoss
 from llmrl.run.console import REWARD_COLUMNS
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
+from llmrl.train.held_out import held_out_evaluator
 from llmrl.train.plan import plan_recipe, read_data
 from llmrl.train.preference_data import tokenize_with_held_out
 from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import PairEvaluator, load_reward_model
+from llmrl.train.reward_model import load_reward_model
 from llmrl.train.run import Run, run_recipe
 from llmrl.train.updater import make_updater
 
@@ -39,8 +40,7 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     policy = SimpleNamespace(scorer=RewardScorer(model))
     updater = make_updater(config, session, policy, steps=steps, lengths=pairs.lengths)
     loss = RewardLoss(updater.scorer, **config.reward.model_dump())
-    held_out = pairs.held_out
-    evaluator = PairEvaluator(updater, loss, held_out.as_rows(), split=config.eval.split) if held_out else None
+    evaluator = held_out_evaluator(config, updater, loss, pairs)
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
@@ -54,7 +54,7 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
         metrics = updater.train(loss, [batch], step)
         metrics |= {"data/epoch": step / steps_per_epoch, "perf/imbalance": imbalance}
 
-        # 3. Evaluation: the share of held-out pairs that the model ranks correctly.
+        # 3. Evaluation on held-out pairs: the share that the model ranks correctly, and the loss.
         metrics |= run.evaluate_when_due(evaluator, config.eval.every)
         run.finish_step(step, metrics)
     run.print_end(pairs.samples(config.samples), evaluator)

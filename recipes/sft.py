@@ -21,6 +21,7 @@ from llmrl.run.console import SFT_COLUMNS
 from llmrl.train.dealing import deal_epochs
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import evaluators
+from llmrl.train.held_out import held_out_evaluator, with_held_out
 from llmrl.train.models import load_model
 from llmrl.train.plan import plan_recipe, read_data
 from llmrl.train.run import Run, run_recipe
@@ -30,11 +31,13 @@ from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
 
+tokenize = partial(with_held_out, tokenize_chats)  # the rows to train on, and those of eval.dataset
+
 
 def train(config: SFTConfig, session: Session, run: Run) -> None:
     """Builds the parts of a run, then runs the training loop."""
     # Conversations come first, so that errors in them are reported before weights are loaded.
-    tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize_chats, config, session, run)
+    tokenizer, chats, steps, steps_per_epoch = read_data("sft", tokenize, config, session, run)
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
     # The policy scores given tokens in chunks: there is never a tensor of all logits. The updater has the optimizer.
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
@@ -45,7 +48,8 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     rows = chats.as_rows()
     buffer = deal_epochs(len(rows), config)
 
-    with evaluators(config, session, tokenizer, policy) as (evaluator, stop_evaluator):
+    held_out = held_out_evaluator(config, updater, loss, chats)
+    with evaluators(config, session, tokenizer, policy, held_out) as (evaluator, stop_evaluator):
         run.begin(model, tokenizer, data=chats, optimizer=updater, sampler=buffer.sampler)
         run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
@@ -63,5 +67,5 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
     run.print_end(chats.samples(config.samples), evaluator)
 
 
-plan = partial(plan_recipe, tokenize_chats)
+plan = partial(plan_recipe, tokenize)
 run = partial(run_recipe, train)

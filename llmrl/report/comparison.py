@@ -21,7 +21,14 @@ from llmrl.run.metrics import METRICS
 
 Rows = list[list[str]]
 _PLACES = ("checkpoint", "log")  # sections of settings that do not affect the training
-_SHOWN = ("reward/mean", "policy/loss", "preference/right_frac", "tokens/completion_mean", "policy/entropy")
+_SHOWN = (
+    "reward/mean",
+    "eval/loss",
+    "policy/loss",
+    "preference/right_frac",
+    "tokens/completion_mean",
+    "policy/entropy",
+)
 _SHOWN += ("mismatch/logp_abs_mean", "perf/gen_tok_s", "perf/train_tok_s", "perf/peak_gb", "time/step")
 
 

@@ -54,6 +54,9 @@ CHARTS = (
         note="Chosen ones that fall with the rejected ones are a known fault of DPO.",
     ),
     Chart("Learning", "Loss", {"policy/loss": "loss"}),
+    Chart("Learning", "Held-out loss", {"eval/loss": "loss"}),
+    Chart("Learning", "Held-out perplexity", {"eval/perplexity": "perplexity"}),
+    Chart("Learning", "Held-out margin", {"eval/margin": "margin"}),
     Chart("Learning", "Trained tokens", {"tokens/trained": "in this step"}, "count"),
     Chart("Answers", "Length", {"tokens/completion_mean": "mean", "tokens/completion_max": "longest"}, "count"),
     Chart("Answers", "Truncated answers", {"tokens/truncated_frac": "share at the token limit"}, "percent"),
@@ -115,7 +118,7 @@ CHARTS = (
 )
 # Drawn as part of another chart, or a multiple of a value that is drawn.
 _NOT_DRAWN = re.compile(r"step|time/\w+|reward/(p10|p90)|eval/.*/(mean|std|count)|data/epoch|perf/train_tok_s_device")
-_ALWAYS_DRAWN = ("Reward", "Loss", "Time per step")
+_ALWAYS_DRAWN = ("Reward", "Loss", "Held-out loss", "Time per step")
 _REWARD_FUNCTION = re.compile(r"reward/([\w.-]+)/mean")
 
 
@@ -126,7 +129,10 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
              "low", "high"}, "whiskers" (the same, for an evaluation), "stacked"
     """
     rows, names = run.trained, {name for row in run.trained for name in row}
-    made = [_with_lines(chart, {label: _line(rows, name) for name, label in chart.lines.items()}) for chart in CHARTS]
+    # Lines are of all steps: the evaluation before the first one has a row of its own.
+    made = [
+        _with_lines(chart, {label: _line(run.steps, name) for name, label in chart.lines.items()}) for chart in CHARTS
+    ]
     for chart in made:
         if chart["title"] == "Reward":
             chart["band"] = _reward_band(rows, names)
@@ -169,13 +175,13 @@ def overlaid_charts(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     titles = {name: chart for chart in CHARTS for name in chart.lines}
     made = []
     for name in [*titles, *sorted(names - set(titles))]:
-        if name == "step" or name.startswith("eval/"):
+        if name == "step" or (name.startswith("eval/") and name not in titles):  # drawn as evaluations
             continue
         section = _section(name.partition("/")[0])
         chart = titles.get(name, Chart(section, _title(name), {}, _kind(name), METRICS.get(name, "")))
         several = len(chart.lines) > 1
         title = f"{chart.title}: {chart.lines[name]}" if several else chart.title
-        lines = {label: _line(run.trained, name) for label, run in runs.items()}
+        lines = {label: _line(run.steps, name) for label, run in runs.items()}
         made.append(_with_lines(Chart(chart.section, title, {}, chart.kind, METRICS.get(name, chart.note)), lines))
     scores: dict[str, dict[str, list[Score]]] = {}
     for label, run in runs.items():

@@ -24,7 +24,12 @@ from llmrl.run.files import replace_file
 from llmrl.run.metrics import METRICS
 from llmrl.run.yaml_source import YamlLoader
 
-HEADLINES = {"reward/mean": "reward", "preference/right_frac": "pairs ranked right", "policy/loss": "loss"}
+HEADLINES = {
+    "reward/mean": "reward",
+    "preference/right_frac": "pairs ranked right",
+    "eval/loss": "held-out loss",
+    "policy/loss": "loss",
+}
 
 
 def write_report(run_dir: Path | str) -> Path:

@@ -1,5 +1,5 @@
-"""``llmrl eval RUN``: scores a checkpoint on held-out problems, with one greedy or several sampled answers to each; for
-a reward model, the share of held-out pairs that it ranks correctly."""
+"""``llmrl eval RUN``: scores a checkpoint on held-out problems, with one greedy or several sampled answers to each; or
+measures the loss on held-out rows, and for pairs the share that is ranked correctly."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmrl.envs.llm.answers import extract_tags, last_boxed, normalize_answer
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.policies import TransformersWrapper
 from llmrl.modules.llm.reward_scorer import RewardScorer
-from llmrl.objectives.llm import RewardLoss
+from llmrl.objectives.llm import DPOLoss, RewardLoss, SFTLoss
 from llmrl.report.intervals import interval
 from llmrl.run.checkpoint import check_files
 from llmrl.run.console import format_duration, print_summary
+from llmrl.run.metrics import METRICS
 from llmrl.run.run_dir import RunDir
+from llmrl.train.checkpointing import load_state
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
+from llmrl.train.held_out import HeldOutEvaluator, tokenize_held_out
 from llmrl.train.models import load_model, load_tokenizer
-from llmrl.train.preference_data import held_out_pairs
-from llmrl.train.preference_settings import RewardConfig
-from llmrl.train.reward_model import PairEvaluator, load_reward_model
+from llmrl.train.preference_data import held_out_pairs, reference_log_probs, tokenize_pairs
+from llmrl.train.preference_settings import DPOConfig, PairsConfig, RewardConfig
+from llmrl.train.reward_model import load_reward_model
 from llmrl.train.settings import EvalSettings, GRPOConfig, SFTConfig
+from llmrl.train.sft_data import TokenizedRows, tokenize_chats
 from llmrl.train.tasks import Task, eval_rows
-from llmrl.train.updater import make_updater
+from llmrl.train.updater import Updater, make_updater
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Answers = Sequence[tuple[Sequence[float], Sequence[str]]]
 
@@ -57,11 +64,12 @@ def evaluate(
     command, run_dir = run.read_info()["command"], run.path
     if samples < 1:
         raise ConfigError(f"--samples  must be at least 1: got {samples}")
-    if isinstance(config, RewardConfig):
+    asked = _asked(config.eval, data)
+    if config.env is None and (isinstance(config, RewardConfig) or asked[0].dataset is not None):
         if samples > 1 or temperature is not None:
-            raise ConfigError("--samples, --temperature  are for models that answer: a reward model ranks pairs")
-        return _rank_pairs(run_dir, config, checkpoint, _asked(config.eval, data), as_json=as_json)
-    sets = _sets(run_dir, command, config, data)
+            raise ConfigError("--samples, --temperature  are for answers that are scored: here rows are measured")
+        return _measure_rows(run_dir, command, config, checkpoint, asked, as_json=as_json)
+    sets = _sets(run_dir, command, config, asked)
     if temperature is None:
         temperature = 0.0 if samples == 1 else config.sampling.temperature if isinstance(config, GRPOConfig) else 1.0
     check_files(checkpoint)
@@ -80,23 +88,50 @@ def evaluate(
     return 0
 
 
-def _rank_pairs(
-    run_dir: Path, config: RewardConfig, checkpoint: Path, sets: Sequence[EvalSettings], *, as_json: bool
+def _measure_rows(
+    run_dir: Path, command: str, config: SFTConfig, checkpoint: Path, sets: Sequence[EvalSettings], *, as_json: bool
 ) -> int:
+    """Measures the loss of an sft, dpo or reward run on held-out rows."""
     check_files(checkpoint)
     with Session(config) as session:
         source = config.model_copy(update={"model": str(checkpoint), "lora": None})  # merged
         tokenizer = load_tokenizer(source, runs=run_dir.parent)
-        pairs = [held_out_pairs(config.model_copy(update={"eval": settings}), tokenizer)[0] for settings in sets]
-        if None in pairs:
-            raise ConfigError(f"llmrl eval: the reward run {run_dir.name} has no held-out pairs; give --data FILE")
-        model = load_reward_model(source, tokenizer, session, runs=run_dir.parent, checked=True)
-        updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
-        loss = RewardLoss(updater.scorer, **config.reward.model_dump())
-        for settings, held_out in zip(sets, pairs, strict=True):
-            make = partial(PairEvaluator, updater, loss, held_out.as_rows(), split=settings.split)
-            _measure(run_dir, session, checkpoint, settings, make, as_json=as_json)
+        read = [_read_rows(config.model_copy(update={"eval": settings}), tokenizer) for settings in sets]
+        if None in read:
+            raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out pairs; give --data FILE")
+        references = [None] * len(sets)
+        if isinstance(config, DPOConfig) and config.dpo.reference == "start":
+            start = source.model_copy(update={"model": load_state(checkpoint).get("origin") or config.model})
+            updater, loss = _loss(start, tokenizer, session, run_dir.parent)
+            references = [reference_log_probs(updater, loss, rows.as_rows()) for rows in read]
+            del updater, loss  # before another model is loaded
+        updater, loss = _loss(source, tokenizer, session, run_dir.parent, checked=True)
+        for settings, rows, reference in zip(sets, read, references, strict=True):
+            evaluator = HeldOutEvaluator(updater, loss, rows, split=settings.split)
+            if reference is not None:
+                evaluator.rows.set("reference_log_probs", reference)
+            _measure(run_dir, session, checkpoint, settings, lambda made=evaluator: made, as_json=as_json)
     return 0
+
+
+def _read_rows(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedRows | None:
+    if isinstance(config, RewardConfig):
+        return held_out_pairs(config, tokenizer)[0]
+    return tokenize_held_out(tokenize_pairs if isinstance(config, PairsConfig) else tokenize_chats, config, tokenizer)
+
+
+def _loss(
+    source: SFTConfig, tokenizer: PreTrainedTokenizerBase, session: Session, runs: Path, *, checked: bool = False
+) -> tuple[Updater, SFTLoss | DPOLoss | RewardLoss]:
+    """The loss of the run's recipe for the model of ``source``, and an updater that measures it."""
+    if isinstance(source, RewardConfig):
+        model = load_reward_model(source, tokenizer, session, runs=runs, checked=checked)
+        updater = make_updater(source, session, SimpleNamespace(scorer=RewardScorer(model)), steps=1)
+        return updater, RewardLoss(updater.scorer, **source.reward.model_dump())
+    model = load_model(source, tokenizer, session, runs=runs, checked=checked)
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    updater = make_updater(source, session, policy, steps=1)
+    return updater, DPOLoss(policy, **source.dpo.options) if isinstance(source, DPOConfig) else SFTLoss(policy)
 
 
 def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
@@ -109,12 +144,11 @@ def _asked(settings: EvalSettings, data: Sequence[str]) -> list[EvalSettings]:
 
 
 def _sets(
-    run_dir: Path, command: str, config: SFTConfig | GRPOConfig, data: Sequence[str]
+    run_dir: Path, command: str, config: SFTConfig | GRPOConfig, asked: Sequence[EvalSettings]
 ) -> list[tuple[EvalSettings, Sequence[Mapping[str, Any]]]]:
-    asked = _asked(config.eval, data)
     sets = [(settings, config.env and eval_rows(config.env, settings)) for settings in asked]
     if any(rows is None for _, rows in sets):
-        remedy = "env=..." if config.env is None else "eval.dataset=..."
+        remedy = "--data FILE, whose loss is measured, or env=..." if config.env is None else "eval.dataset=..."
         raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out problems; give {remedy}")
     return sets
 
@@ -177,11 +211,11 @@ def _measure(
     session: Session,
     checkpoint: Path,
     settings: EvalSettings,
-    make: Callable[[], Evaluator | PairEvaluator],
+    make: Callable[[], Evaluator | HeldOutEvaluator],
     *,
     as_json: bool,
 ) -> None:
-    """Measures one set of problems or pairs; rank 0 prints the result."""
+    """Measures one set of problems or rows; rank 0 prints the result."""
     clock = time.perf_counter()
     evaluator = make()
     mean = evaluator.run()
@@ -195,24 +229,27 @@ def _measure(
         found |= {"failed": evaluator.failed, **sample_metrics(evaluator.answers)}
         found |= {} if evaluator.call_rate is None else {"call_rate": evaluator.call_rate}
     else:
-        std = evaluator.metrics["eval/pairs/std"]
-        found |= {"mean": mean, "interval": interval(mean, std, evaluator.num_rows)}
+        std = evaluator.metrics.get("eval/pairs/std")
+        found |= {} if std is None else {"mean": mean, "interval": interval(mean, std, evaluator.num_rows)}
+        found |= {name[5:]: evaluator.metrics[name] for name in METRICS if name in evaluator.metrics}
     if as_json:
         print(json.dumps(found))
         return
     name = evaluator.name if settings.dataset is None else f"{settings.dataset} {settings.split}"
-    bounds = "" if found["interval"] is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
+    name += "" if "mean" in found else " loss"
+    bounds = "" if found.get("interval") is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
     average = f"avg@{found['samples']} " if "samples" in found else ""
     called = "" if evaluator.call_rate is None else f", {evaluator.call_rate:.0%} call"
     lost = f" · scoring failed on {evaluator.failed}" if evaluator.failed else ""
-    others = [f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@") or key == "majority"]
+    shown = ("majority", "perplexity", "margin", *(["loss"] if "mean" in found else []))
+    others = [f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@") or key in shown]
     print_summary(
         session.console,
         [
-            f"{name} {average}{found['mean']:.3f}{bounds}{called}",
-            f"{evaluator.num_rows} {'problems' if answers else 'pairs'}{lost}",
+            f"{name} {average}{mean if not answers else found['mean']:.3f}{bounds}{called}",
+            f"{evaluator.num_rows} {'problems' if answers else evaluator.unit}{lost}",
             format_duration(time.perf_counter() - clock),
         ],
-        facts=[("samples", " · ".join(others))] if others else [],
+        facts=[("samples" if answers else "measured", " · ".join(others))] if others else [],
         files=str(checkpoint),
     )

@@ -51,6 +51,9 @@ METRICS: dict[str, str] = {
     "preference/rejected_reward": "mean reward of a rejected answer",
     "preference/chosen_logp": "mean log-prob of a chosen answer",
     "preference/rejected_logp": "mean log-prob of a rejected answer",
+    "eval/loss": "held-out rows: the mean loss over all their trained tokens, or over all pairs",
+    "eval/perplexity": "its exponential",
+    "eval/margin": "held-out pairs: mean difference of the rewards of a pair, as preference/margin",
     "router/aux_loss": "mixtures of experts: the load-balancing loss without its weight; experts per token if balanced",
     "router/load_max": "the load of the busiest expert of a layer over the mean, in the worst layer",
     "router/replayed_frac": "share of (token, layer) pairs whose experts are those that the engine chose",
@@ -109,7 +112,7 @@ METRICS: dict[str, str] = {
     "perf/peak_gb": "peak memory of a device during the updates; on a CPU, peak memory of the process since its start",
 }
 
-# An evaluation has the mean, std and count of its scores, and call_rate if there are tools.
+# An evaluation has the mean, std and count of its scores, and call_rate if there are tools; that of pairs is "pairs".
 _FAMILIES = {r"reward/[\w.-]+/\w+": "reward/<function>/mean", r"eval/[\w.-]+/[\w@.-]+": "eval/<environment>/mean"}
 
 

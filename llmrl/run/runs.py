@@ -74,10 +74,11 @@ def _describe(run: RunDir) -> dict[str, Any]:
 
 
 def _best(metrics: Sequence[dict[str, float | None]]) -> tuple[str | None, float | None]:
-    """The name and best value of the evaluation, else of the reward, else of the loss."""
+    """The name and best value of the evaluation, else of the reward, else of the loss, held-out before trained."""
     names = {name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/mean")}
     first = sorted(names, key=lambda name: name.split("/"))[:1]  # sums before sums-validation
-    for name, better in (*((name, max) for name in first), ("reward/mean", max), ("policy/loss", min)):
+    others = (("reward/mean", max), ("eval/loss", min), ("policy/loss", min))
+    for name, better in (*((name, max) for name in first), *others):
         values = [row[name] for row in metrics if row.get(name) is not None]
         if values:
             return name.removeprefix("eval/").removesuffix("/mean"), better(values)

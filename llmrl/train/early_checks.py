@@ -61,7 +61,7 @@ def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
         read = read_pair if isinstance(config, PairsConfig) else read_conversation
         read = partial(read, **config.data.model_dump(include=names))
         yield _check_dataset("data.path", config.data.path, config.data.split, read)
-        if config.measures_rows:
+        if env is None:
             yield _check_dataset("eval.dataset", config.eval.dataset, config.eval.split, read)
     if env is not None and ":" not in env.name:
         named = {"prompt_column": env.prompt_column, "answer_column": env.answer_column}

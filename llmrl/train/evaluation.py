@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from llmrl.modules.llm.policies.base import LLMWrapperBase
     from llmrl.train.distributed import Session
+    from llmrl.train.held_out import HeldOutEvaluator
     from llmrl.train.settings import EvalSettings, SFTConfig
 
 
@@ -106,6 +107,12 @@ class Evaluator:
         return eval_metrics(self.metric, self.score, self.std, self.num_scored, call_rate=self.call_rate)
 
     @property
+    def measures(self) -> dict[str, str]:
+        """The metrics of a run's summary, and their labels in it."""
+        calls = {self.metric.removesuffix("mean") + "call_rate": "calls"} if self._has_tools else {}
+        return {self.metric: self.name, **calls}
+
+    @property
     def summary(self) -> str:
         """The result of the last run, in words."""
         return f"{self.name} {self.score:.3f}" + ("" if self.call_rate is None else f", {self.call_rate:.0%} call")
@@ -123,11 +130,17 @@ def eval_metrics(name: str, mean: float, std: float, count: int, *, call_rate: f
 
 @contextmanager
 def evaluators(
-    config: SFTConfig, session: Session, tokenizer: PreTrainedTokenizerBase, policy: LLMWrapperBase
-) -> Iterator[tuple[Evaluator | None, Evaluator | None]]:
-    """Context with the evaluator that is reported and the one for early stopping; each is None if not configured."""
+    config: SFTConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: LLMWrapperBase,
+    held_out: HeldOutEvaluator | None,
+) -> Iterator[tuple[Evaluator | HeldOutEvaluator | None, Evaluator | None]]:
+    """Context with the evaluator that is reported and the one for early stopping; each is None if not configured.
+    Without an env the first is ``held_out``.
+    """
     if config.env is None:
-        yield None, None
+        yield held_out, None
         return
     sampler = policy.get_new_version(generate=True)
     with closing(Task(config.env, tokenizer)) as task:

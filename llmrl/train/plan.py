@@ -16,6 +16,7 @@ from llmrl.run.console.numbers import counted
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
+from llmrl.train.held_out import count_shared
 from llmrl.train.lora import lora_rows
 from llmrl.train.memory import memory_rows, trainer_gpus
 from llmrl.train.model_shape import ModelShape, model_shape
@@ -77,7 +78,7 @@ def _prepare(
     check_problems(config, tokenizer)
     data = tokenize(config, tokenizer)
     empty = meta_model(source, tokenizer, runs=runs)
-    too_long = check_rows(empty, data.ids)
+    too_long = check_rows(empty, [*data.ids, *(data.held_out.ids if data.held_out else ())])
     rows = data_plan(config, session, data, model_shape(empty), gpu)
     return tokenizer, data, [*rows, *([("", too_long.removeprefix(" · "))] if too_long else [])]
 
@@ -110,10 +111,6 @@ def data_plan(
     length = f"{counted(steps, 'step')} = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
         length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
-    too_long = ""
-    if data.num_too_long:
-        what = {"drop": "dropped"}.get(config.too_long, config.too_long)
-        too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
     return [
         *_model_rows(config, session, shape, gpu, data.lengths),
         *_images(config, data.renderer, shape, data.media),
@@ -121,15 +118,33 @@ def data_plan(
         ("loss", config.loss_in_words),
         ("optim", _optim(config.optim)),
         ("template", check_template(data.renderer, share=data.trained_share())),
-        (
-            "data",
-            f"{data.source} · {len(data)} {data.unit}{too_long}{data.left_out()} · {sum(map(len, data.ids))} tokens",
-        ),
+        ("data", _count_rows(config, data.source, data)),
         *([("", f"not used: {', '.join(data.unused)}")] if data.unused else []),
         ("length", length),
         ("keep", _checkpoints(config)),
-        *([("measured", data.measured)] if data.measured else []),
+        *_held_out(config, data),
     ]
+
+
+def _count_rows(config: SFTConfig, source: str, data: TokenizedRows) -> str:
+    too_long = ""
+    if data.num_too_long:
+        what = {"drop": "dropped"}.get(config.too_long, config.too_long)
+        too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
+    return f"{source} · {len(data)} {data.unit}{too_long}{data.left_out()} · {sum(map(len, data.ids))} tokens"
+
+
+def _held_out(config: SFTConfig, data: TokenizedRows) -> Rows:
+    """The rows that are measured, how often, and a warning about those that are trained on too."""
+    held_out = data.held_out
+    if held_out is None:
+        return [("measured", "none; eval.dataset=FILE names pairs to evaluate")] if config.measures_rows else []
+    every = f", every {counted(config.eval.every, 'step')}" * bool(config.eval.every)
+    rows = [("measured", f"{_count_rows(config, held_out.described, held_out)} · before and after{every}")]
+    if shared := count_shared(data, held_out):
+        text = f"{shared} of the {len(held_out)} held-out {data.unit} are trained on too: what is measured on them says"
+        rows.append(("warning", f"{text} little about other {data.unit}"))
+    return rows
 
 
 def _steps(config: SFTConfig, num_chats: int) -> tuple[int, int]:

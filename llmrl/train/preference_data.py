@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
 from llmrl.run.console import Sample
 from llmrl.train.environments import is_file
+from llmrl.train.held_out import tokenize_held_out
 from llmrl.train.preference_settings import PairsConfig, RewardConfig
 from llmrl.train.sft_data import AT_ONCE, TokenizedRows, last_answer, load_split, marked_pieces
 
@@ -38,7 +40,6 @@ class TokenizedPairs(TokenizedRows):
 
     num_chosen: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)  # if the data have them
-    held_out: TokenizedPairs | None = None  # evaluation pairs; ``measured`` describes them
     unit: ClassVar[str] = "pairs"
 
     def columns(self) -> dict[str, Any]:
@@ -57,11 +58,10 @@ class TokenizedPairs(TokenizedRows):
 
 
 def tokenize_with_held_out(config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs:
-    """The pairs to train on, with `held_out_pairs` as ``held_out``, which ``measured`` describes."""
+    """The pairs to train on, with `held_out_pairs` as ``held_out``."""
     held_out, part = held_out_pairs(config, tokenizer)
     pairs = tokenize_pairs(config, tokenizer, part=part)
     pairs.held_out = held_out
-    pairs.measured = "none; eval.dataset=FILE names pairs to evaluate" if held_out is None else held_out.measured
     return pairs
 
 
@@ -81,14 +81,13 @@ def held_out_pairs(
         return None, None
     if held_out.dataset is None and held_out.split == data.split:
         raise DataError(f"reward: eval.split must be pairs that are not trained on: got {held_out.split} for both.")
-    measured = config.model_copy(
-        update={"data": data.model_copy(update={"path": held_out.dataset or data.path, "rows": held_out.rows})}
-    )
     try:
-        rows = load_split(measured.data, held_out.split, _EMBEDDED)
+        measured = data.model_copy(update={"path": held_out.dataset or data.path})
+        rows = load_split(measured, held_out.split, _EMBEDDED)
     except DataError:
-        # Only the default split may be missing: a missing split that the user named is an error.
-        if data.path in _EMBEDDED or held_out.model_fields_set & {"dataset", "split"}:
+        # Only the default split may be missing: a missing split that the user named is an error. A resumed run's
+        # settings are all given, so they are compared with the default.
+        if data.path in _EMBEDDED or held_out.dataset is not None or held_out.split != "test":
             raise
         rows = load_split(data, data.split, _EMBEDDED)
         count = min(data.rows or len(rows), len(rows))
@@ -97,11 +96,9 @@ def held_out_pairs(
             return None, None  # fewer than ten pairs: all are trained on
         other = tokenize_pairs(config, tokenizer, rows, range(first, count))
         place = f"the last {len(other)} pairs of split {data.split}"
-        other.measured = f"{place}, not trained on: there is no split {held_out.split}"
+        other.described = f"{place}, not trained on: there is no split {held_out.split}"
         return other, range(first)
-    other = tokenize_pairs(measured, tokenizer, rows)
-    other.measured = f"{other.source} {held_out.split} · {len(other)} pairs"
-    return other, None
+    return tokenize_held_out(partial(tokenize_pairs, rows=rows), config, tokenizer), None
 
 
 def tokenize_pairs(
@@ -172,26 +169,54 @@ class ReferenceLogProbs:
 
     They are computed once, before the first step, with the model that is then trained, and stored in checkpoints, so a
     second model is never loaded.
+
+    held_out  pairs that are measured, scored as well
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_out: TokenizedPairs | None = None) -> None:
         self.values: Tensor | None = None
+        self._held_out, self._held_out_values = held_out, None
 
-    def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict) -> None:
-        """Scores ``rows`` (`TokenizedPairs.as_rows`), divided over ranks; does nothing if a checkpoint had them."""
-        if self.values is not None:
-            return
-        self.values = torch.empty(len(rows), 2)
-        for start in range(0, len(rows), AT_ONCE):
-            mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
-            scores = updater.score(mine, loss.sequence_log_probs)
-            numbers = [] if mine is None else mine["row"].tolist()
-            own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
-            for number, pair in updater.session.gather(own):
-                self.values[number] = torch.tensor(pair)
+    def compute(self, updater: Updater, loss: DPOLoss, rows: TensorDict, held_out: TensorDict | None = None) -> None:
+        """Writes "reference_log_probs" in ``rows`` and ``held_out`` (`TokenizedPairs.as_rows`): those of a checkpoint,
+        or scores, divided over ranks.
+        """
+        if self.values is None:
+            self.values = reference_log_probs(updater, loss, rows)
+        rows.set("reference_log_probs", self.values)
+        if held_out is not None:
+            if self._held_out_values is None:
+                self._held_out_values = reference_log_probs(updater, loss, held_out)
+            held_out.set("reference_log_probs", self._held_out_values)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
+        if self._held_out is None:
+            return {"values": self.values}
+        return {"values": self.values, "held_out": {"values": self._held_out_values, **self._held_out.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises  DataError if the state has log-probs, but not those of these held-out pairs"""
         self.values = state["values"]
+        if self._held_out is None or self.values is None:
+            return
+        known = dict(state.get("held_out", {}))
+        self._held_out_values = known.pop("values", None)
+        if known != self._held_out.state_dict():
+            raise DataError(
+                f"{self._held_out.source}: a dpo run goes on with the held-out pairs that it began with, because the "
+                f"starting model scored them: it had {known.get('rows', 'none')}, now there are {len(self._held_out)}, "
+                "or others; put eval.dataset back, leave it out, or start a new run from this one (model=RUN)."
+            )
+
+
+def reference_log_probs(updater: Updater, loss: DPOLoss, rows: TensorDict) -> Tensor:
+    """float32[N, 2]: the log-probs of the answers of all pairs, divided over ranks; a collective."""
+    values = torch.empty(len(rows), 2)
+    for start in range(0, len(rows), AT_ONCE):
+        mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
+        scores = updater.score(mine, loss.sequence_log_probs)
+        numbers = [] if mine is None else mine["row"].tolist()
+        own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
+        for number, pair in updater.session.gather(own):
+            values[number] = torch.tensor(pair)
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,11 @@ class DPOSettings(Settings):
     reference: Literal["start", "none"] = Field(
         "start", description="start: the starting model, scored once; none: a uniform distribution"
     )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `DPOLoss`."""
+        return self.model_dump(exclude={"reference"}) | {"reference_free": self.reference == "none"}
 
     @model_validator(mode="after")
     def _smoothing_is_for_sigmoid(self) -> DPOSettings:

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from llmrl.train.evaluation import Evaluator
+    from llmrl.train.held_out import HeldOutEvaluator
     from llmrl.train.settings import ModelSource, StopSettings
+
+    AnyEvaluator = Evaluator | HeldOutEvaluator
 
 
 def run_recipe(
@@ -75,8 +78,6 @@ Part = TypeVar("Part", bound=_Closable)
 class RunTotals:
     """Sums and first values of a run, saved in its checkpoints so that a resumed run prints the same summary."""
 
-    before: float | None = None  # score of the evaluation before training
-    called_before: float | None = None  # share of conversations with a tool call in it
     first_reward: float | None = None
     rollouts: int = 0
     trained: int = 0  # tokens
@@ -135,7 +136,9 @@ class Run(AbstractContextManager):
         self.source = config.model_copy(update={"model": loaded})
         self.start: int = self._state.get("step", 0)
         try:
-            self.totals = RunTotals(**self._state.get("course", {}))
+            # Until 2026-11 it held the scores before training too, which are now read from metrics.jsonl.
+            earlier = ("before", "called_before")
+            self.totals = RunTotals(**{k: v for k, v in self._state.get("course", {}).items() if k not in earlier})
         except TypeError as error:  # an unknown key
             raise DataError(f"{self._folder / 'trainer.pt'}: its part 'course' does not fit: {error}.") from error
         self._in_steps = ExitStack()
@@ -189,11 +192,10 @@ class Run(AbstractContextManager):
                 f"{type(error).__name__}: {error}; resume from another checkpoint, or start a new run from this one."
             ) from error
 
-    def evaluate_before(self, evaluator: Evaluator | None) -> None:
+    def evaluate_before(self, evaluator: AnyEvaluator | None) -> None:
         """Evaluates and logs as step 0, unless the run is resumed."""
         if evaluator and not self.resume:
-            self.totals.before = evaluator.run()
-            self.totals.called_before = evaluator.call_rate
+            evaluator.run()
             self._log.log(0, evaluator.metrics)
 
     def steps(self, total: int, columns: Sequence[Column]) -> Iterator[int]:
@@ -247,7 +249,7 @@ class Run(AbstractContextManager):
         """True if an evaluation is due: after every ``every`` steps (0: none) and the last, unless interrupted."""
         return (self._is_last or bool(every and self._step % every == 0)) and not self._interrupted
 
-    def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+    def evaluate(self, evaluator: AnyEvaluator) -> dict[str, float]:
         """Runs the evaluator and returns its metrics; its summary is appended to the line of this step."""
         clock = time.perf_counter()
         evaluator.run()
@@ -255,11 +257,11 @@ class Run(AbstractContextManager):
         self._notes.append(evaluator.summary)
         return evaluator.metrics
 
-    def evaluate_when_due(self, evaluator: Evaluator | None, every: int) -> dict[str, float]:
+    def evaluate_when_due(self, evaluator: AnyEvaluator | None, every: int) -> dict[str, float]:
         """`evaluate`, if there is an evaluator and this step is `due`."""
         return self.evaluate(evaluator) if evaluator and self.due(every) else {}
 
-    def evaluate_to_stop(self, evaluator: Evaluator | None, stop: StopSettings | None) -> dict[str, float]:
+    def evaluate_to_stop(self, evaluator: AnyEvaluator | None, stop: StopSettings | None) -> dict[str, float]:
         """`evaluate` every ``stop.every`` steps; a score of at least ``stop.at_least`` makes this step the last one."""
         if not evaluator or self._step < stop.after or self._step % stop.every:
             return {}
@@ -314,7 +316,7 @@ class Run(AbstractContextManager):
         options = {"whole_model": self._is_last, "background": later}
         save_state(self._store, step, self.session, self._model, self._tokenizer, state, **options)
 
-    def print_end(self, samples: Sequence[Sample], evaluator: Evaluator | None = None) -> None:
+    def print_end(self, samples: Sequence[Sample], evaluator: AnyEvaluator | None = None) -> None:
         """Prints sample conversations and the summary: totals, scores before and after, commands to run next."""
         with self.session.raises_on_all():
             self._write_info(ended="interrupted" if self._interrupted else "done")
@@ -327,15 +329,16 @@ class Run(AbstractContextManager):
             headline.append(f"{totals.rollouts:,} rollouts".replace(",", " "))
             changes.append(("reward", totals.first_reward, self._metrics.get("reward/mean")))
         headline.append(f"{totals.trained:,} trained tokens".replace(",", " "))
-        if evaluator:
-            changes.append((evaluator.name, totals.before, self._metrics.get(evaluator.metric)))
-            if evaluator.call_rate is not None:
-                changes.append(("calls", totals.called_before, evaluator.call_rate))
+        files = read_run(self.path) if self.session.is_first else None
+        if evaluator and files:
+            before = next((row for row in files.steps if row["step"] == 0), {})
+            for metric, label in evaluator.measures.items():
+                changes.append((label, before.get(metric), self._metrics.get(metric)))
         logs = "metrics.jsonl, rollouts/*.parquet" if totals.rollouts else "metrics.jsonl"
         is_measurable = evaluator is not None or getattr(self.config, "env", None) is not None
         following = [f"llmrl {'resume' if self._interrupted else 'eval' if is_measurable else 'show'} {self.path}"]
         # Those of the report, because a run that is read in a terminal must not end as if all were well.
-        warnings = findings(read_run(self.path)) if self.session.is_first else []
+        warnings = findings(files) if files else []
         print_summary(
             console,
             headline,

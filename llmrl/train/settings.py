@@ -209,11 +209,17 @@ class EnvSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Evaluation: greedy accuracy on problems that are never trained on."""
+    """Evaluation on what is never trained on: greedy accuracy on problems, or the loss on rows."""
 
-    dataset: str | None = Field(None, description="a file or hub name; none: the environment's own held-out split")
+    dataset: str | None = Field(
+        None,
+        description="a file or hub name; null: the environment's own held-out split. Without an env its rows are like "
+        "those of data.path, and their loss is measured",
+    )
     split: str = Field("test", description="the split that is measured")
-    rows: int | None = Field(500, ge=1, description="only the first problems, this many; null: all")
+    rows: int | None = Field(
+        500, ge=1, description="only the first rows, this many; null: all, the default of a dataset without an env"
+    )
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
     batch_size: int = Field(512, ge=1, description="conversations generated at the same time")
     max_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
@@ -416,7 +422,7 @@ class SFTConfig(ModelSource):
     """Supervised fine-tuning: the mean negative log-likelihood of the tokens that the assistant wrote."""
 
     FIXED: ClassVar[tuple[str, ...]] = (*ModelSource.FIXED, "data", "max_length", "too_long")
-    measures_rows: ClassVar[bool] = False  # True: `eval` names rows like the trained ones, and no env is needed
+    measures_rows: ClassVar[bool] = False  # True: rows like the trained ones are measured without eval.dataset too
 
     data: SFTData
     max_length: int = Field(2048, ge=2, description="longest conversation, in tokens")
@@ -426,7 +432,7 @@ class SFTConfig(ModelSource):
     batch_size: int = Field(64, ge=1, description="conversations per optimizer step, over all processes")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(None, ge=1, description="optimizer steps; null: as many as the epochs have")
-    env: EnvSettings | None = Field(None, description="the task that is evaluated; null: no evaluation")
+    env: EnvSettings | None = Field(None, description="the task that is evaluated; null: the loss on eval.dataset")
     eval: EvalSettings = EvalSettings()
     stop: StopSettings | None = Field(None, description="early stopping; null: none")
     samples: int = Field(2, ge=0, description="conversations printed with their trained tokens marked")
@@ -445,12 +451,23 @@ class SFTConfig(ModelSource):
         """The evaluation that decides when to stop; None without ``stop``."""
         return self.stop and self.eval.model_copy(update={"split": self.stop.split, "rows": self.stop.rows})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _measure_all_held_out_rows(cls, data: Any) -> Any:
+        """Without env all rows of ``eval.dataset`` are measured, unless ``eval.rows`` is given."""
+        section = data.get("eval") if isinstance(data, dict) and data.get("env") is None else None
+        if isinstance(section, dict) and section.get("dataset") is not None:
+            data = data | {"eval": {"rows": None} | section}
+        return data
+
     @model_validator(mode="after")
     def _stopping_needs_a_measure(self) -> SFTConfig:
         if self.stop is not None and self.env is None:
             raise ValueError("stop needs env: a task that is measured to decide when to stop")
-        measures = self.env is not None or self.measures_rows
-        if not measures and (self.eval.dataset is not None or self.eval.every):
-            given = "eval.every" if self.eval.dataset is None else "eval.dataset"
-            raise ValueError(f"{given} needs env: a task whose answers are measured; without one it would not be read")
+        measures = self.env is not None or self.eval.dataset is not None or self.measures_rows
+        if not measures and self.eval.every:
+            raise ValueError(
+                "eval.every needs eval.dataset: rows whose loss is measured, or env: a task whose answers are; without "
+                "one it would not be read"
+            )
         return self

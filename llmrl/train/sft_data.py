@@ -47,7 +47,8 @@ class TokenizedRows:
     num_too_long: int = 0  # rows that were longer than allowed
     num_left_out: int = 0  # rows that a flag leaves out, such as "weight": 0
     unused: dict[str, None] = field(default_factory=dict)  # columns that no conversation has, in their order
-    measured: str = ""  # the evaluation rows, in words
+    held_out: TokenizedRows | None = None  # rows that are measured during training, not trained on
+    described: str = ""  # held-out rows: where they are from, in words
     unit: ClassVar[str]  # name of a row in messages
 
     def __len__(self) -> int:

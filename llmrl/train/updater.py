@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmrl.errors import TrainingError
 from llmrl.modules.llm.log_probs import TokenScorer
+from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.routers import active_routes, same_routes
@@ -38,6 +39,7 @@ from llmrl.train.model_shape import decoder_blocks, model_shape
 from llmrl.train.optimizers import make_optimizer, set_learning_rate
 from llmrl.train.row_lengths import RowLengths, microbatches
 from llmrl.train.settings import ModelSource, OptimSettings
+from llmrl.train.sft_data import AT_ONCE
 
 if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper
@@ -137,16 +139,25 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        # Outputs are partial sums of the step; their ratios (`derived`) are computed from the complete sums.
-        merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
-        merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
-        metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
-        if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
-            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-            metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
+        metrics = self._sum(outputs)
         experts = self._balance.metrics()
         metrics["loss"] += self._balance.coefficient * experts.get("expert_aux_loss", 0.0)
         return metrics | experts | {"grad_norm": float(norm), "lr": rate}
+
+    def measure(self, loss: Loss, rows: TensorDictBase) -> dict[str, float]:
+        """The fields of the loss's output for ``rows`` as one step, and "loss", without gradients or dropout.
+
+        Every rank has the same rows and takes its part of each block of them; a collective.
+        """
+        blocks = [rows[start : start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)]
+        counts = sum(loss.count_step(block) for block in blocks)
+        outputs = []
+        for block in blocks:
+            mine, _ = self.deal(block, everywhere=True)
+            batch = _empty_batch(self.session.device) if mine is None else mine
+            with torch.no_grad(), evaluating(self.scorer), self.session.split_sequences():
+                outputs += [self._forward(loss, batch, part, counts) for part in self._parts(batch)]
+        return self._sum(outputs)
 
     def train(self, loss: Loss, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
         """Runs a `step` on each batch; returns their combined metrics, with the time and `speed`."""
@@ -173,6 +184,17 @@ class Updater:
             outputs.append(output)
         self.session.average_whole_gradients(self._trained)
         return outputs
+
+    def _sum(self, outputs: Sequence[Any]) -> dict[str, float]:
+        """The fields of the micro-batches' outputs, and "loss", over all micro-batches and ranks."""
+        # Outputs are partial sums of the step; their ratios (`derived`) are computed from the complete sums.
+        merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
+        merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
+        metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
+        if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
+            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+            metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
+        return metrics
 
     def _forward(self, loss: Loss, batch: TensorDictBase, rows: Sequence[int], counts: StepCounts) -> Any:
         part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)

@@ -56,6 +56,8 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
         ("grpo", {"optim": {"lr": -1.0}}, ["optim.lr"]),
         ("grpo", {"max_failed": 1.5}, ["max_failed"]),
         ("sft", {"stop": {"at_least": 0.5}}, ["stop needs env"]),
+        ("sft", {"eval": {"every": 2}}, ["eval.every needs eval.dataset"]),
+        ("dpo", {"eval": {"dataset": "held.jsonl", "every": -1}}, ["eval.every"]),
         *(
             ("grpo", {section: {name: value}}, [f"{section}.{name}"])
             for section, name, values in (
@@ -178,6 +180,15 @@ CHAT = {"name": "chat", "dataset": "prompts.jsonl", "reward": "vowels:share"}
         ("grpo", {"env": {"max_prompt_tokens": 2, "too_long": "drop"}}, ["all 12", "env.max_prompt_tokens = 2"]),
         ("sft", {"env": CHAT, "stop": {"at_least": 0.5}}, ["env chat", "in eval.dataset"]),
         ("dpo", {"data": {"path": "same.jsonl"}}, ["same.jsonl:1"]),
+        *(
+            (command, {"eval": {"dataset": f"{name}.jsonl"}}, words)
+            for command in ("sft", "dpo", "reward")
+            for name, words in {
+                "gone": ["gone.jsonl", "does not"],
+                "odd": ["odd.jsonl:1"],
+                "empty": ["at least one row: empty.jsonl"],
+            }.items()
+        ),
         ("reward", {"eval": {"split": "train"}}, ["eval.split must be pairs that are not"]),
         (
             "reward",

@@ -14,6 +14,7 @@ from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.weight_update import publish
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
+HELD_OUT = {"dataset": "sums", "rows": 4, "every": 1}
 OPTIM = {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 
 
@@ -35,7 +36,9 @@ def resume_at_step_2(place, steps, **compared):
         ("dpo", {"dpo": {"kind": "ipo"}}),  # the reference stays the model of the first step
         ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
         ("dpo", {"dpo": {"kind": "ipo"}, "lora": {"r": 2}}),
-        ("reward", {}),
+        ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
+        ("dpo", {"eval": HELD_OUT}),
+        ("reward", {"eval": HELD_OUT}),
         ("grpo", {}),
         ("grpo", {"updates_per_step": 2, "group_size": 5}),
         ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),

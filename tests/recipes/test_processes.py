@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from llmrl.run.metrics import read_metrics
 from tests.support.processes import wait_until
 from tests.support.saved_models import save_tiny
 
@@ -36,12 +37,16 @@ def test_supervised_training_on_two_processes_has_the_numbers_of_one(place, layo
     resume_without(place, 5)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layout"), [("dpo", "ddp"), ("dpo", "fsdp2"), ("reward", "ddp"), ("reward", "fsdp2")]
-)
-def test_pairs_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
-    changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM}
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward"])
+def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, layout):
+    held_out = {"dataset": "sums", "rows": 5, "every": 2}
+    changes = {"steps": 4, "batch_size": 7, "tokens_per_microbatch": 200, "optim": OPTIM, "eval": held_out}
     place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=4, **changes)
+    for suffix in ("", "-untied"):
+        one, two = (read_metrics(place.path / f"runs/{run}{suffix}")[0] for run in ("one", "two"))
+        assert "eval/loss" in one
+        assert one == pytest.approx(two, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

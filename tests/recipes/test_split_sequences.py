@@ -118,7 +118,7 @@ def test_split_sequences_have_the_log_probs_losses_and_gradients_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_a_run_with_split_sequences_has_the_numbers_of_one_process(place, recipe):
-    own = {"grpo": {"kl": 0.1}} if recipe == "grpo" else {"batch_size": 9}
+    own = {"grpo": {"kl": 0.1}} if recipe == "grpo" else {"batch_size": 9, "eval": {"dataset": "sums", "rows": 5}}
     changes = {"steps": 3, "optim": {"lr": 1e-2, "warmup": 1}, "tokens_per_microbatch": 150, **own}
     overrides, words = ("parallel.context=2", "parallel.mode=fsdp2"), ["2 processes, FSDP2, sequences split over 2"]
     place.train_as_one_and_as_ranks(recipe, *overrides, step=3, words=words, **changes)
