@@ -15,6 +15,7 @@ from llmrl.data.llm.row_reading import place_of
 from llmrl.data.llm.rows import read_pair
 from llmrl.envs.llm.tasks.sums import sums_mistakes, sums_preferences
 from llmrl.errors import DataError, did_you_mean
+from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import POSITIONS
 from llmrl.objectives.llm import DPOLoss
@@ -214,7 +215,8 @@ def reference_log_probs(updater: Updater, loss: DPOLoss, rows: TensorDict) -> Te
     values = torch.empty(len(rows), 2)
     for start in range(0, len(rows), AT_ONCE):
         mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
-        scores = updater.score(mine, loss.sequence_log_probs)
+        with evaluating(updater.scorer):  # turns off the dropout of adapters, which would draw random numbers
+            scores = updater.score(mine, loss.sequence_log_probs)
         numbers = [] if mine is None else mine["row"].tolist()
         own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
         for number, pair in updater.session.gather(own):
