@@ -235,6 +235,8 @@ def _measure(
     if as_json:
         print(json.dumps(found))
         return
+    counted = f"{evaluator.num_rows} {'problems' if answers else evaluator.unit}"
+    counted += " (the first, by eval.rows)" if settings.rows == evaluator.num_rows else ""
     name = evaluator.name if settings.dataset is None else f"{settings.dataset} {settings.split}"
     name += "" if "mean" in found else " loss"
     bounds = "" if found.get("interval") is None else " [{:.3f}, {:.3f}]".format(*found["interval"])
@@ -247,7 +249,7 @@ def _measure(
         session.console,
         [
             f"{name} {average}{mean if not answers else found['mean']:.3f}{bounds}{called}",
-            f"{evaluator.num_rows} {'problems' if answers else evaluator.unit}{lost}",
+            f"{counted}{lost}",
             format_duration(time.perf_counter() - clock),
         ],
         facts=[("samples" if answers else "measured", " · ".join(others))] if others else [],
