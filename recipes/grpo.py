@@ -53,7 +53,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = run.close_at_end(Task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
-    run.print_plan(f"grpo · {config.env.name}", rows)
+    run.print_plan(f"grpo · {config.env.label}", rows)
 
     # The model that is trained, and the engine that samples: with the same weights, or (vLLM) with a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)

@@ -241,6 +241,41 @@ def test_a_resume_that_fails_before_it_goes_on_leaves_the_settings_as_they_were(
     run_llmrl("resume", run.path.name)
 
 
+def test_a_run_is_replaced_by_one_of_its_name_if_that_is_asked_for(toy, run, run_llmrl):
+    again = ["grpo", "toy.yaml", "steps=9", "--name", run.path.name]
+    run_llmrl(*again, code=2, words=["or replace it: --overwrite"])
+    (run.path / "error.txt").touch()
+    (run.path / "tensorboard").mkdir()
+    err = run_llmrl(*again, "--overwrite", words=[f"removed the run {run.path} with step5"]).err
+    assert len(err.splitlines()) == 1
+    assert sorted(os.listdir(run.path / "checkpoints")) == ["step9"]
+    assert not (run.path / "error.txt").exists()
+    assert toy.calls[-1][2] is False
+    run_llmrl(*again[:-1], "new", "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "said"),
+    [
+        (lambda path: (path / "notes.txt").touch(), (), "has notes.txt, which no run writes"),
+        (lambda path: (path / "run.json").unlink(), (), "is not a run"),
+        (lambda path: (path.rename("moved"), path.symlink_to(os.path.abspath("moved"))), (), "is not a run"),
+        (lambda path: None, ("--resume",), "without --resume"),
+    ],
+)
+def test_what_is_not_a_run_is_never_removed(run, run_llmrl, prepare, options, said):
+    prepare(run.path)
+    before = sorted(run.path.rglob("*"))
+    run_llmrl("grpo", "toy.yaml", "--name", run.path.name, "--overwrite", *options, code=2, words=[said])
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_the_model_that_a_run_starts_from_is_not_removed(run):
+    with pytest.raises(ConfigError, match="has the model to start from"):
+        cli._remove(run, str(run.path))
+    assert run.path.is_dir()
+
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -259,6 +294,7 @@ def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(to
         assert owner.stdout.readline() == "held\n"
         words = [f"beside process {owner.pid} on {socket.gethostname()}, which runs"]
         assert "Traceback" not in run_llmrl(*resume, code=3, words=words).err
+        run_llmrl("grpo", "toy.yaml", "--name", run.path.name, "--overwrite", code=3, words=words)
         assert len(toy.calls) == 1
         assert "steps: 9" not in run.config.read_text()
         owner.kill()

@@ -2,10 +2,12 @@ import errno
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from llmrl.errors import ConfigError, DataError, RunFolderError
+from llmrl.run import files
 from llmrl.run.files import replace_file
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import RolloutLog, read_rollouts
@@ -131,3 +133,9 @@ def test_a_write_that_fails_leaves_no_draft_and_the_old_file(tmp_path, monkeypat
         log.write(1, [])
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "rollouts"]
     assert (tmp_path / "config.yaml").read_text() == "old"
+
+
+@pytest.mark.parametrize(("total", "free", "words"), [(4 << 20, 1 << 19, "0.50 MiB"), (4 << 30, 1 << 29, "0.50 GiB")])
+def test_free_space_is_told_in_a_unit_that_fits_the_disk(tmp_path, monkeypatch, total, free, words):
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=free))
+    assert files.free_space(tmp_path) == f"{words} free of 4.00 {words[-3:]} on that disk"

@@ -45,7 +45,7 @@ from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, lo
 from llmrl.run.files import open_file
 from llmrl.run.masking import masked_arguments, masked_text
 from llmrl.run.printable import printable
-from llmrl.run.recipes import RECIPES, load_run
+from llmrl.run.recipes import RECIPES, load_run, resolve_model
 from llmrl.run.run_dir import RunDir
 
 OF_ENVIRONMENT = (DataError, MissingDependencyError, RunFolderError, TemplateError)
@@ -177,6 +177,8 @@ def _train(command: str, arguments: list[str]) -> int:
     name = path.stem if path else command
     if options.resume and options.name is None:
         raise ConfigError(f"llmrl {command}  --resume continues the run named by --name: give one")
+    if options.overwrite and (options.name is None or options.resume):
+        raise ConfigError(f"llmrl {command}  --overwrite replaces the run named by --name: give one, without --resume")
     record = partial(_record, command=command, recipe=name, loaded=loaded, arguments=arguments)
     run = _on_all_ranks(
         lambda: (
@@ -200,6 +202,7 @@ def _read_training(command: str, arguments: list[str]) -> tuple[argparse.Namespa
         option("items", nargs="*", metavar="RECIPE | section.key=value", help="a YAML file or packaged recipe"),
         option("--name", help="the run's folder under --runs; without it, the recipe's name and four digits"),
         option("--resume", action="store_true", help="continue the run of that name, if it exists"),
+        option("--overwrite", action="store_true", help="replace the run of that name: it is removed"),
         option("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)"),
         option("--dry-run", action="store_true", help="print the settings and the plan; write nothing"),
         option("--gpu", metavar="NAME:COUNT", help="with --dry-run, plan for these GPUs: H100:8, or 48:2 (of 48 GB)"),
@@ -333,6 +336,8 @@ def _forget_steps(run: RunDir) -> None:
 def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: Callable[[RunDir], None]) -> RunDir:
     if _num_restarts() and (begun := _begun_by(_launch(), Path(options.runs))) is not None:
         return begun
+    if options.overwrite:
+        _remove(RunDir(Path(options.runs) / options.name), getattr(loaded.config, "model", None))
     run = RunDir.create(recipe, dump_config(loaded.config, loaded.origins), root=options.runs, name=options.name)
     try:
         record(run)
@@ -340,6 +345,17 @@ def _new_run(options: argparse.Namespace, recipe: str, loaded: Loaded, record: C
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
+
+
+def _remove(run: RunDir, model: Any) -> None:
+    """Removes a run that is to be replaced, if there is one, but not the ``model`` that the new one starts from."""
+    if not run.path.is_dir():
+        return
+    if isinstance(model, str):
+        source = Path(resolve_model(model, runs=run.path.parent)).resolve()
+        if run.path.resolve() in (source, *source.parents):
+            raise ConfigError(f"--overwrite  {run.path} has the model to start from, {model}; choose another name")
+    print(f"note          {run.remove()}", file=sys.stderr)
 
 
 def _run_of_name(
@@ -428,7 +444,7 @@ def _on_all_ranks(create: Callable[[], RunDir]) -> RunDir:
     if rank == 0:
         try:
             run = create()
-        except ConfigError:
+        except (ConfigError, RunFolderError):
             # Tells the other ranks, which would otherwise wait until the deadline.
             store.set(key, "")
             raise

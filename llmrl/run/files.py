@@ -104,4 +104,5 @@ def free_space(path: Path) -> str:
         usage = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
     except OSError:
         return "the disk's free space is unknown"
-    return f"{usage.free / 2**30:.2f} GiB free of {usage.total / 2**30:.2f} GiB on that disk"
+    unit, size = ("GiB", 2**30) if usage.total >= 2**30 else ("MiB", 2**20)
+    return f"{usage.free / size:.2f} {unit} free of {usage.total / size:.2f} {unit} on that disk"

@@ -25,6 +25,8 @@ __all__ = ["RunDir"]
 
 _OF_A_RUN = {"config.yaml", "run.json", ".lock", "metrics.jsonl", "rollouts", "checkpoints", "base"}
 _OF_A_RUN |= {"report.html", "error.txt"}
+_OF_OPTIONS = {"tensorboard", "wandb", "mlflow"}  # what a run writes besides, with the settings log and profile
+_PROFILE = re.compile(r"profile-rank\d+\.json")
 _INFO = {"command": str, "recipe": str, "arguments": list, "origins": dict, "defaults": dict, "plan": list}
 
 
@@ -67,7 +69,8 @@ class RunDir:
             if _make(run.path) or (run._never_began and run._make_again()):
                 return run
             raise ConfigError(
-                f"--name  {root / name} exists; choose another name, or continue it: llmrl resume {root / name}"
+                f"--name  {root / name} exists; choose another name, or continue it: llmrl resume {root / name}, or "
+                "replace it: --overwrite"
             )
         stem = re.sub(r"[^a-z0-9.]+", "-", recipe.lower()).strip("-.") or "run"
         moment = time.time_ns()
@@ -147,6 +150,27 @@ class RunDir:
         except (OSError, ValueError, LookupError, TypeError):
             return False
         return not stepped and self.holder is None
+
+    def remove(self) -> str:
+        """Removes the run with its checkpoints; returns what was removed, in words.
+
+        Raises  ConfigError for a folder that is not a run, or has in it what no run writes; RunFolderError if a process
+                trains in it
+        """
+        if self.path.is_symlink() or not (self.config.is_file() and (self.info.is_file() or self._never_began)):
+            raise ConfigError(
+                f"--overwrite  {self.path} is not a run, which has a config.yaml and a run.json; choose another name"
+            )
+        names = {entry.name for entry in self.path.iterdir()} - _OF_A_RUN - _OF_OPTIONS
+        if others := sorted(name for name in names if not _PROFILE.fullmatch(name)):
+            raise ConfigError(
+                f"--overwrite  {self.path} has {', '.join(others[:3])}, which no run writes; move that away, or choose "
+                "another name"
+            )
+        with self.lock(), writing(self.path):
+            saved = sorted(entry.name for entry in self.checkpoints.glob("step*"))
+            shutil.rmtree(self.path)
+        return f"removed the run {self.path} with {', '.join(saved) or 'no checkpoint'}"
 
     def _make_again(self) -> bool:
         with writing(self.path):

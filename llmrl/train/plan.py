@@ -97,7 +97,7 @@ def check_problems(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Non
         rows = eval_rows(config.env, config.stop_eval)
         if rows is None:
             raise DataError(
-                f"stop needs problems that are not trained on: env {config.env.label} comes with none; name them "
+                f"stop needs problems that are not trained on: env {config.env.name} comes with none; name them "
                 "in eval.dataset, or leave stop out."
             )
         task.longest_prompt(rows)
@@ -110,7 +110,7 @@ def data_plan(
     steps, per_epoch = _steps(config, len(data))
     length = f"{counted(steps, 'step')} = {steps / per_epoch:.2f} epochs"
     if config.stop and config.env:
-        length += f" or until {config.env.name} {config.stop.split} reaches {config.stop.at_least}"
+        length += f" or until {config.env.label} {config.stop.split} reaches {config.stop.at_least}"
     return [
         *_model_rows(config, session, shape, gpu, data.lengths),
         *_images(config, data.renderer, shape, data.media),

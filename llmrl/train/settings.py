@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -156,8 +158,11 @@ class EnvSettings(Settings):
 
     @property
     def label(self) -> str:
-        """The environment's name in metrics: without the module, if it is the user's own."""
-        return self.name.rpartition(":")[2]
+        """The name in metrics: that of the environment, without its module; of ``chat``, that of the dataset."""
+        if self.name != "chat" or self.dataset is None:
+            return self.name.rpartition(":")[2]
+        name = re.sub(r"\.(jsonl|json|parquet|csv)$", "", Path(self.dataset).name, flags=re.IGNORECASE)
+        return re.sub(r"[^\w.-]+", "-", name).strip("-") or self.name
 
     @model_validator(mode="after")
     def _parts_fit_each_other(self) -> EnvSettings:

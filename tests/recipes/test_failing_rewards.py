@@ -167,5 +167,5 @@ def test_held_out_problems_are_measured_and_those_that_cannot_be_scored_are_left
     place.module("exam", "def score(completion, answer):\n    return {'103': None, '102': 0.5}.get(answer, 0.25)\n")
     place.rows("test.jsonl", [{"prompt": f"Say {i}", "answer": f"10{i}"} for i in (2, 2, 3)])
     place.train("grpo", "e", env={"reward": "exam:score"}, eval={"dataset": "test.jsonl", "max_tokens": 4})
-    assert place.steps("e")[-1]["eval/chat/mean"] == 0.5
+    assert place.steps("e")[-1]["eval/prompts/mean"] == 0.5
     place.run("eval", "e", words=["scoring failed on 1"])

@@ -50,7 +50,7 @@ def test_a_measure_is_the_mean_over_conversations_not_records(place):
     env = {**TALK, "on_rewrite": "new_record", "reward": "constant:one"}
     exam = {"dataset": "exam.jsonl", "max_tokens": 8, "batch_size": 3}
     place.train("grpo", "a", chat_template=FORGETFUL, env=env, **SETTINGS | {"steps": 1}, eval=exam)
-    assert place.steps("a")[-1]["eval/chat/mean"] == 2.0, "two turns of one point each"
+    assert place.steps("a")[-1]["eval/prompts/mean"] == 2.0, "two turns of one point each"
     assert json.loads(place.run("eval", "a", "--json").out)["mean"] == 2.0
 
 

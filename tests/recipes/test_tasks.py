@@ -152,3 +152,19 @@ def test_a_task_scores_its_answers_by_its_own_reward_or_by_the_one_that_is_named
     after = made.step(ScriptedPolicy(replies)(made.reset()))["next"]
     assert after["reward"].flatten().tolist() == pytest.approx(rewards)
     assert after["done"].all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"name": "sums"}, "sums"),
+        ({"name": "sums", "dataset": "units.jsonl"}, "sums"),
+        ({"dataset": "data/units.jsonl"}, "units"),
+        ({"dataset": "data/my units"}, "my-units"),
+        ({"dataset": "me/units-2.5"}, "units-2.5"),
+        ({"dataset": "data/*.jsonl"}, "chat"),
+    ],
+)
+def test_measures_are_named_by_the_task_and_of_chat_by_the_dataset(settings, label):
+    own = {"reward": "builtins:len"} if "name" not in settings else {}
+    assert EnvSettings(**settings, **own).label == label

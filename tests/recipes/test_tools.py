@@ -251,7 +251,7 @@ def test_what_a_tool_answered_is_in_the_conversation_and_is_not_trained(acting):
 
 @pytest.mark.slow
 def test_evaluation_calls_the_tools_and_says_how_often(acting, capsys):
-    assert acting.steps("acting")[-1]["eval/chat/call_rate"] == 1.0
+    assert acting.steps("acting")[-1]["eval/go/call_rate"] == 1.0
     capsys.readouterr()
     acting.run("eval", "acting", "--json")
     assert json.loads(capsys.readouterr().out)["call_rate"] == 1.0
