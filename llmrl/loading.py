@@ -118,11 +118,13 @@ def _import(module_name: str, what: str) -> ModuleType:
         raise ConfigError(
             f"{what}: there is no module {missing!r}, neither installed nor in {os.getcwd()}.{_near_module(missing)}"
         ) from None
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything, and may end with sys.exit
         raise ConfigError(f"{what}: importing {module_name!r} failed: {_reason(error)}.") from error
 
 
-def _reason(error: Exception | SystemExit) -> str:
+def _reason(error: BaseException) -> str:
     """Returns the exception's text and the line of user code that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"  # its text names the line

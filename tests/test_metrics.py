@@ -86,6 +86,7 @@ def test_lines_of_one_step_are_joined_and_a_torn_last_line_is_left_out(tmp_path)
         (b'{"step": 1}\nnonsense\n{"step": 2}\n', r"metrics\.jsonl:2: .*nonsense"),
         (b'{"step": 1, "note": "\xe9"}\n{}\n', r"metrics\.jsonl: must be UTF-8"),
         (b"[" * 100_000 + b"\n{}\n", r"metrics\.jsonl:1: must be a JSON object"),
+        (b'{"step": 1%b}\n' % (b"0" * 400), r"metrics\.jsonl:1: must be a JSON object with a step"),
         (b'{"step": 1e999}\n', r"metrics\.jsonl:1: must be a JSON object with a step"),
     ],
 )

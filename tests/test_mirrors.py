@@ -31,6 +31,9 @@ def write(folder, name):
     [
         masked(CONFIG),
         masked_arguments([f"env={json.dumps(CONFIG['env'])}"]),
+        masked_arguments(["x.yaml", "--token", "SECRET"]),
+        masked_arguments(["env.rewards=[{judge: {api_key: SECRET}"]),  # no YAML
+        masked({"options": {"credentials": {"user": "SECRET"}}}),
         masked_arguments([f"env.tools={json.dumps(CONFIG['env']['tools'])}"]),
         masked_text(f"must be text: got { ({'api_key': 'SECRET'})!r}, http://me:SECRET@host, hf_SECRETSECRET"),
         masked_text("api_key='SECRET' Authorization: Bearer SECRETSECRET"),

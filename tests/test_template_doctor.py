@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmrl.data.llm.templates import template_names
+from llmrl.errors import DataError
 from llmrl.run.template_report import Diagnosis, diagnose
 from llmrl.testing import tiny_tokenizer
+from tests.support.saved_models import save_tiny
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -65,6 +67,10 @@ def test_folder_with_a_tokenizer_is_judged_by_its_own_template(tmp_path: Path):
     assert "eos '<|im_end|>'" in detail(diagnosis, "tokenizer")
     bare = tmp_path / "Qwen3-bare"
     assert "none of its own; guessed, that of 'qwen3'" in detail(diagnose(saved(bare, None)), "template")
+    save_tiny(tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").unlink()  # Transformers makes a tokenizer of no entries
+    with pytest.raises(DataError, match=r"tokenizer.json is missing"):
+        diagnose(str(tmp_path / "model"))
 
 
 def test_end_of_turn_that_stops_no_generation_is_a_problem(tmp_path: Path, run_llmrl):

@@ -14,7 +14,9 @@ from llmrl.run.yaml_source import YamlLoader
 _MASK = "***"
 _NAME = r"(?:(?<!answer_)(?<!data_)key|token|secret|password|passwd|credentials?)"
 _SECRET = re.compile(rf"{_NAME}$|authorization|^cookie$", re.IGNORECASE)
+_MAPPING = re.compile(r"headers|credentials?|secrets", re.IGNORECASE)  # all values of such a mapping are secret
 _VARIABLE = re.compile(r"_env$", re.IGNORECASE)  # api_key_env holds the name of a variable
+_IN_BROKEN = re.compile(rf"{_NAME}\b|authorization|headers|\benv\b", re.IGNORECASE)  # in a value that is not YAML
 _OPTION = re.compile(rf"(?s)(-{{1,2}}[\w-]*{_NAME})(=.*)?", re.IGNORECASE)
 _IN_TEXT = (
     (re.compile(r"(?<=://)[^/@\s'\"]+@"), f"{_MASK}@"),  # user and password of a URL
@@ -38,7 +40,7 @@ def masked(value: Any, name: str = "", *, depth: int = 0) -> Any:
     {'url': 'http://***@host', 'headers': {'X': '***'}, 'args': ['--token', '***'], 'api_key': '***'}
     """
     if isinstance(value, Mapping):
-        hidden = name.lower() == "headers" or (name == "env" and depth > 1)
+        hidden = _MAPPING.fullmatch(name) or (name == "env" and depth > 1)
         return {
             key: _MASK if hidden and inner not in (None, "") else masked(inner, str(key), depth=depth + 1)
             for key, inner in value.items()
@@ -78,7 +80,9 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
     >>> masked_arguments(["env.tools=[{mcp: {server: {command: x, env: {TOKEN: abc}}}}]", "steps=3"])
     ['env.tools=[{"mcp": {"server": {"command": "x", "env": {"TOKEN": "***"}}}}]', 'steps=3']
     """
-    return [_masked_argument(str(argument)) for argument in arguments]
+    words = [str(argument) for argument in arguments]
+    after_option = [False, *map(_is_option, words)]
+    return [_MASK if is_value else _masked_argument(word) for word, is_value in zip(words, after_option, strict=False)]
 
 
 def _masked_argument(argument: str) -> str:
@@ -88,7 +92,7 @@ def _masked_argument(argument: str) -> str:
     try:
         value = yaml.load(text, YamlLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
-        return masked_text(argument)
+        return f"{name}={_MASK}" if _IN_BROKEN.search(text) else masked_text(argument)
     whole: Any = value
     for part in reversed(name.split(".")):
         whole = {part: whole}

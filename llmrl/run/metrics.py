@@ -250,6 +250,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
+            if abs(row["step"]) >= 1 << 63:
+                raise ValueError
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # the process was killed while it wrote this line

@@ -18,6 +18,7 @@ from llmrl.data.llm.message_forms import render_text
 from llmrl.data.llm.rows import read_conversation
 from llmrl.data.llm.templates import choose_template, template_names
 from llmrl.errors import DataError, TemplateError
+from llmrl.modules.llm.model_files import check_letters
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
 from llmrl.train.sft_data import marked_pieces
@@ -155,6 +156,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"llmrl template: {name} must have a tokenizer: {str(error).splitlines()[0]}") from error
+    check_letters(tokenizer, name)
     return tokenizer, f"{type(tokenizer).__name__} of {name}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 

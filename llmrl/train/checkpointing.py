@@ -183,7 +183,7 @@ def try_writing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
         with tempfile.TemporaryDirectory() as folder:
             _write_config(unwrapped(model), Path(folder))
             tokenizer.save_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # tokenizers raises no other for a full disk
         raise CheckpointError(
             f"model {model.name_or_path or type(model).__name__}: its checkpoints could not be written, so it is not "
             f"trained: {type(error).__name__}: {error}"
@@ -311,6 +311,8 @@ def load_state(folder: Path) -> dict[str, Any]:
         cause = "it contains objects that are not a state" if isinstance(error, UnpicklingError) else error
         raise DataError(f"checkpoint {folder}: {_FILE} cannot be read: {cause}.") from error
     try:
+        if not isinstance(state, dict):
+            raise TypeError(f"got {type(state).__name__}")
         torch.set_rng_state(state["rng"])
         if state["step"] < 0 or not isinstance(state.get("course", {}), dict):
             raise ValueError(f"step {state['step']}, course {state.get('course')!r:.80}")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmrl.data.llm.templates import ChatTemplate, choose_template, ending_with, find_template
 from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.engines.transformers import vocabulary_size
-from llmrl.modules.llm.model_files import check_whole, loaded
+from llmrl.modules.llm.model_files import check_letters, check_whole, loaded
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
 from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
@@ -47,12 +47,7 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
     else:
         processor = loaded(load_processor, resolve_model(config.model, runs=runs))
     tokenizer = text_tokenizer(processor)
-    letters = tokenizer("hello world", add_special_tokens=False)["input_ids"]
-    if not set(letters) - {tokenizer.unk_token_id}:
-        raise DataError(
-            f"model {config.model}: its tokenizer must have ids for text: got none for 'hello world', and "
-            f"{len(tokenizer)} entries in all; usually tokenizer.json is missing: copy or download the folder again."
-        )
+    check_letters(tokenizer, config.model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     row = choose_template(tokenizer, config.chat_template, config.template_variables)

@@ -197,6 +197,8 @@ class ReferenceLogProbs:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises  DataError if the state has log-probs, but not those of these held-out pairs"""
+        if not isinstance(state["values"], Tensor | None):
+            raise TypeError(f"values must be a tensor: got {type(state['values']).__name__}")
         self.values = state["values"]
         if self._held_out is None or self.values is None:
             return

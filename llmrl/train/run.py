@@ -139,6 +139,8 @@ class Run(AbstractContextManager):
             # Until 2026-11 it held the scores before training too, which are now read from metrics.jsonl.
             earlier = ("before", "called_before")
             self.totals = RunTotals(**{k: v for k, v in self._state.get("course", {}).items() if k not in earlier})
+            if odd := [name for name, n in asdict(self.totals).items() if not isinstance(n, int | float | None)]:
+                raise TypeError(f"{', '.join(odd)} must be a number")
         except TypeError as error:  # an unknown key
             raise DataError(f"{self._folder / 'trainer.pt'}: its part 'course' does not fit: {error}.") from error
         self._in_steps = ExitStack()

@@ -79,6 +79,8 @@ class TokenizedRows:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises  DataError if these are not the rows of the state"""
         own = self.state_dict()
+        if [type(state.get(name)) for name in own] != [int, str]:
+            raise TypeError(f"it must have rows and their digest: got {state!r:.80}")
         if own != state:
             change = "other contents, or another order" if own["rows"] == state["rows"] else f"{own['rows']}"
             raise DataError(

@@ -187,6 +187,7 @@ def test_columns_can_be_named():
 # --- formats that public files have ---
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "unit": null}'}}
+PARTS = [{"type": "text", "text": ""}]
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}}
 SYSTEM = {"role": "system", "content": "Be brief."}
 HH = "\n\nHuman: Hi\n\nAssistant: {}"
@@ -253,6 +254,13 @@ CONVERSATIONS = {
     "one message": ({"prompt": USER, "completion": ASSISTANT}, [USER, ASSISTANT]),
     "numbers": ({"prompt": "Hi", "completion": 4}, [USER, ("assistant", "4")]),
 }
+
+
+def calling(arguments):
+    function = {"name": "get", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
 PAIRS = {
     "HH-RLHF": {"chosen": HH.format("Hello"), "rejected": HH.format("No")},
     "HH-RLHF with a prompt": {"prompt": HH.format(""), "chosen": " Hello", "rejected": " No"},
@@ -302,6 +310,10 @@ def test_formats_of_public_pairs_have_the_prompt_the_system_message_and_the_tool
     [
         ({"prompt": "Hi", "completion": {"name": "Ada"}}, "'completion' must be text .*as text or JSON"),
         ({"prompt": "Hi", "completion": True}, "'completion' must be text .* has True"),
+        ({"prompt": "Hi", "completion": float("nan")}, "'completion' must be text .* has nan"),
+        ({"prompt": "Hi", "completion": [ASSISTANT | {"content": PARTS}]}, "must not be empty: .*row 7, message 2"),
+        ({"messages": [calling("Oslo"), USER, calling('{"city": ')]}, "message 1: the arguments .*: got 'Oslo'"),
+        ({"messages": [USER | {"content": [{"type": "audio"}]}, ASSISTANT]}, "only text and images .*'audio'"),
         ({"prompt": ["Hi"], "completion": "x"}, "message 1 of 'prompt' is 'Hi'"),
         ({"prompt": "Hi", "completion": ""}, "must not be empty: .*row 7, message 2"),
         ({"messages": [USER, ASSISTANT | {"content": " "}, USER, ASSISTANT]}, "row 7, message 2, is; .*weight to 0"),
@@ -319,7 +331,7 @@ def test_formats_of_public_pairs_have_the_prompt_the_system_message_and_the_tool
         ({"instruction": "Hi", "result": "a"}, "completion_column=NAME names another column"),
     ],
 )
-def test_what_would_be_lost_or_printed_as_python_is_refused(row, message):
+def test_what_would_be_lost_trained_as_nothing_or_printed_as_python_is_refused(row, message):
     with pytest.raises(DataError, match=message):
         to_messages(row, number=7)
     with pytest.raises(DataError, match="not pairs: llmrl sft"):
@@ -332,6 +344,10 @@ def test_columns_that_are_not_read_and_rows_that_are_not_trained_are_told():
     for flag in ({"weight": 0}, {"train": False}, {"trainable": "false"}, {"training": "0"}):
         assert not read_conversation(row | flag).is_trained
     assert not read_conversation({"messages": [USER, ASSISTANT | {"weight": 0}]}).is_trained
+    assert not read_conversation({"messages": [USER, calling("Oslo") | {"weight": 0}]}).is_trained
+    assert to_messages({"messages": [USER, calling("")]})[1]["tool_calls"][0]["function"]["arguments"] == {}
+    with pytest.raises(DataError, match="'rejected' must end with an answer"):
+        to_pair({"prompt": "Hi", "chosen": "a", "rejected": ASSISTANT | {"content": PARTS}})
     assert "weight" not in to_prompt({"messages": [USER, ASSISTANT | {"weight": 0}, USER | {"weight": 0}]})["query"][-1]
 
 
@@ -383,9 +399,12 @@ def test_a_dataset_comes_from_parts_patterns_folders_and_saved_datasets(tmp_path
         load_rows(tmp_path / "splits", split="tset")
 
 
-def test_lines_of_json_are_read_from_a_json_file_too(tmp_path):
+def test_lines_of_json_are_read_from_a_json_file_too_and_a_list_from_a_jsonl_file(tmp_path):
     write(tmp_path / "data.jsonl", ROWS).rename(tmp_path / "data.json")
     assert list(load_rows(tmp_path / "data.json")) == ROWS
+    for indent in (None, 1):
+        (tmp_path / "data.jsonl").write_text(json.dumps(ROWS, indent=indent))
+        assert list(load_rows(tmp_path / "data.jsonl")) == ROWS
     (tmp_path / "data.json").write_text(json.dumps(ROWS[0], indent=1))
     with pytest.raises(DataError, match="must hold a list of objects"):
         load_rows(tmp_path / "data.json")

@@ -317,6 +317,7 @@ test_what_a_wrapper_cannot_read_or_change_is_named = refusals(
     ),
     (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3)))),
     (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3, 2).long()))),
+    (ConfigError, "max_conversation_tokens must be at least 2: got 0", lambda: fake(max_conversation_tokens=0)),
     (ConfigError, "must be an Engine", lambda: LLMWrapperBase(tiny_model(), tokenizer=tiny_tokenizer())),
     (ConfigError, "gradients need a model", lambda: fake().token_scores(ONES, ONES, ONES)),
     (

@@ -75,6 +75,7 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
             for value in values
         ),
         ("grpo", {"env": {"reward": "exits:score"}}, ["importing 'exits' failed: SystemExit: 5"]),
+        ("grpo", {"env": {"reward": "leaves:score"}}, ["importing 'leaves' failed: GeneratorExit"]),
         ("grpo", {"env": {"reward": "raises:score"}}, ["reading 'score' of 'raises' failed: RuntimeError: mine"]),
         ("grpo", {"env": {"reward": "nowhere:score"}}, ["nowhere"]),
         ("grpo", {"env": {"reward": "vowels:shares"}}, ["Did you mean 'share'?"]),
@@ -91,6 +92,7 @@ def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, 
 )
 def test_settings_that_cannot_be_run_are_refused(place, command, changes, messages):
     (place.path / "exits.py").write_text("import sys; sys.exit(5)")
+    (place.path / "leaves.py").write_text("raise GeneratorExit")
     (place.path / "raises.py").write_text("def __getattr__(name):\n    raise RuntimeError('mine')\n")
     place.train(command, "bad", code=2, words=messages, **changes)
     assert not (place.path / "runs").exists()

@@ -175,6 +175,9 @@ def answers(command, number):
         ({"step": "three"}, ["trainer.pt must hold the state of a run"]),
         ({"step": -5}, ["trainer.pt must hold the state of a run", "step -5"]),
         ({"course": {"unknown": 1}}, ["trainer.pt: its part 'course' does not fit"]),
+        ({"course": {"trained": [1]}}, ["trainer.pt: its part 'course' does not fit: trained must be a number"]),
+        ({"data": {"rows": 40}}, ["trainer.pt: must hold the state of 'data'", "rows and their digest"]),
+        (torch.zeros(3), ["trainer.pt must hold the state of a run"]),
         ([], ["trainer.pt must hold the state of a run"]),
     ],
 )
@@ -182,7 +185,7 @@ def test_a_state_that_does_not_fit_is_named_with_its_part(place, change, words):
     place.train("sft", "run", steps=2, checkpoint={"every": 1})
     folder = place.path / "runs/run/checkpoints/step2"
     state = torch.load(folder / "trainer.pt", weights_only=True)
-    torch.save(change if isinstance(change, list) else state | change, folder / "trainer.pt")
+    torch.save(state | change if isinstance(change, dict) else change, folder / "trainer.pt")
     (folder / CHECKSUMS).unlink()
     _seal(folder)
     place.run("resume", "run", "steps=3", code=3, words=words)

@@ -128,7 +128,12 @@ class ChatCodec:
         return texts, spans
 
     def _fitted(self, chats: Sequence[Chat]) -> Sequence[Chat]:
-        return self.forms.fit(self._controls.escape(chats))
+        try:
+            return self.forms.fit(self._controls.escape(chats))
+        except TemplateError as error:
+            if hint := self._for_tools(error):
+                raise TemplateError(f"{str(error).rstrip('.')}{hint}.") from error
+            raise
 
     def refuse_markers(self, chats: Sequence[Chat]) -> None:
         """Raises TemplateError if a message contains a control token: for callers that do not use :meth:`encode`."""
@@ -235,7 +240,7 @@ class ChatCodec:
         """Names the template that the tokenizer has for tools: a run has one template for all conversations."""
         by_name = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, dict) else {}
         has_other = "tool_use" in by_name and by_name["tool_use"] != self.template.jinja
-        return "; the tokenizer has a template for them: chat_template=tool_use" * (has_other and "tools" in str(error))
+        return "; the tokenizer has a template for them: chat_template=tool_use" * (has_other and "tool" in str(error))
 
     def _first_refused(self, chats: Sequence[Chat], add_generation_prompt: bool, tools: Tools | None) -> str:
         """Names the first conversation that does not render, and the first message at which rendering fails."""

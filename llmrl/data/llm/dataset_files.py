@@ -32,11 +32,11 @@ _SPLITS = {  # the words in names of files, as the hub reads them
 def load_rows(source: Any, *, split: str = "train", name: str | None = None) -> Sequence[Row]:
     """The rows of a dataset: a sequence of dicts, which know their place for messages.
 
-    Reads    ``source``: a ``.jsonl``, ``.json`` (a list of objects, or lines of them), ``.parquet`` or ``.csv`` file; a
-             pattern such as ``data/*.jsonl``; a folder of such files, with the word of a split in their names
-             (``train-00000-of-00002.parquet``) or of one split; a folder that ``datasets.save_to_disk`` wrote; a
-             ``datasets.Dataset``; or a name on the Hugging Face hub. ``split`` applies to folders and the hub, the
-             configuration ``name`` to the hub
+    Reads    ``source``: a ``.jsonl`` or ``.json`` file (lines of objects, or a list of them), a ``.parquet`` or
+             ``.csv`` file; a pattern such as ``data/*.jsonl``; a folder of such files, with the word of a split in
+             their names (``train-00000-of-00002.parquet``) or of one split; a folder that ``datasets.save_to_disk``
+             wrote; a ``datasets.Dataset``; or a name on the Hugging Face hub. ``split`` applies to folders and the hub,
+             the configuration ``name`` to the hub
     Returns  a list, or a sequence that reads rows as they are asked for
     Raises   DataError for a missing file or split, a file that is not UTF-8 (a byte order mark is allowed), an
              unreadable row, or no rows at all
@@ -180,15 +180,14 @@ def _read_file(path: Path) -> Iterator[PlacedRow]:
 
 
 def _rows_of(path: Path, suffix: str) -> Iterator[PlacedRow]:
-    if suffix == ".jsonl":
-        yield from _json_lines(path)
-    elif suffix == ".json":
-        text = path.read_text(encoding="utf-8-sig")
-        first = text.lstrip().partition("\n")[0].rstrip()
-        if first.startswith("{") and first.endswith("}"):
-            yield from _json_lines(path)  # one object per line, as in a .jsonl file
+    if suffix in (".jsonl", ".json"):  # which of the two it is, its first line says
+        with path.open(encoding="utf-8-sig") as lines:
+            first = next((line.strip() for line in lines if line.strip()), "")
+        is_list = first == "[" or first.startswith("[{")
+        if not is_list and (suffix == ".jsonl" or (first.startswith("{") and first.endswith("}"))):
+            yield from _json_lines(path)
             return
-        for number, row in enumerate(_parse(text, str(path), kind=list), 1):
+        for number, row in enumerate(_parse(path.read_text(encoding="utf-8-sig"), str(path), kind=list), 1):
             if not isinstance(row, dict):
                 raise DataError(f"load_rows: every row must be an object: row {number} of {path} is {row!r:.60}.")
             yield PlacedRow.at(f"{path}, row {number}", row)

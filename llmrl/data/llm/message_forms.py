@@ -176,9 +176,13 @@ class MessageForms:
 
     def _content(self, content: Any, role: Any) -> Any:
         if isinstance(content, (list, tuple)) and content and all(map(_is_part, content)):
-            if not all(map(_is_text, content)) or self._writes("parts", role):
-                return content  # other parts than text are the processor's
-            return "".join(part["text"] for part in content)
+            if all(map(_is_text, content)):
+                return content if self._writes("parts", role) else "".join(part["text"] for part in content)
+            other = [part for part in content if not _is_text(part)]  # those are the processor's
+            if not self._writes_text_beside(other, role):
+                kinds = ", ".join(sorted({str(part.get("type")) for part in other}))
+                raise ValueError(f"it writes text alone, and the content has parts of type {kinds}; leave them out")
+            return content
         if isinstance(content, (Mapping, list, tuple, bool, int, float)):
             kind = "object" if isinstance(content, Mapping) else "list"
             if isinstance(content, (Mapping, list, tuple)) and self._writes(kind, role):
@@ -213,6 +217,17 @@ class MessageForms:
         key = (kind, role)
         if key not in self._known:
             self._remember(key, self._probe(kind, role))
+        return self._known[key]
+
+    def _writes_text_beside(self, parts: Sequence[Any], role: Any) -> bool:
+        """True unless a text beside such parts is left out, or written as Python does."""
+        key = ("beside", role, *(str(part.get("type")) for part in parts))
+        if key not in self._known:
+            try:
+                text = self._render(_with_role(role, [*parts, {"type": "text", "text": _MARK}]))
+                self._remember(key, _MARK in text and "{'type'" not in text)
+            except REFUSALS:
+                self._remember(key, True)  # the rendering of the conversation itself says why
         return self._known[key]
 
     def _probe(self, kind: str, role: Any) -> bool:

@@ -54,6 +54,11 @@ def with_images(messages: list[Message], row: Mapping[str, Any], where: str) -> 
             images.append({"type": "image", "image": image})
     for number, message in enumerate(messages, 1):
         for part in message["content"] if isinstance(message["content"], (list, tuple)) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind not in ("text", "image", "image_url"):
+                raise DataError(
+                    f"dataset: only text and images are read: {where}, message {number}, has a part of type {kind!r}."
+                )
             if isinstance(part, Mapping) and part.get("type") == "image" and not _is_place(part):
                 source = next((part[key] for key in _PART_KEYS if part.get(key) is not None), None)
                 if source is not None:

@@ -13,6 +13,7 @@ printed as Python, and nothing is left out.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ def read_messages(value: Any, column: str, role: str, where: str) -> list[Messag
     """
     if isinstance(value, str):
         return _turns(value) if value.startswith("\n\nHuman:") else [{"role": role, "content": value}]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf:
         return [{"role": role, "content": str(value)}]
     messages = [value] if isinstance(value, Mapping) and is_message(value) else value
     if not isinstance(messages, (list, tuple)) or not messages or not any(map(_is_object, messages)):
@@ -47,6 +48,28 @@ def read_messages(value: Any, column: str, role: str, where: str) -> list[Messag
             "JSON."
         )
     return [_message(message, f"{where}, message {n} of {column!r}") for n, message in enumerate(messages, 1)]
+
+
+def says(content: Any) -> bool:
+    """False for a content that is empty, or text parts that are."""
+    if isinstance(content, (list, tuple)):
+        return any(part.get("text", part) != "" if isinstance(part, Mapping) else True for part in content)
+    return content not in ("", None)
+
+
+def check_calls(message: Message) -> None:
+    """Raises ValueError for a call whose arguments are text that is no JSON object."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        text = function.get("arguments") if isinstance(function, Mapping) else None
+        if not isinstance(text, str):
+            continue
+        try:
+            is_object = isinstance(parse_json(text), dict)
+        except JSONError:
+            is_object = False
+        if not is_object:
+            raise ValueError(f"the arguments of a call to train on must be a JSON object: got {text!r:.60}")
 
 
 def is_message(value: Any) -> bool:
@@ -86,11 +109,21 @@ def _message(given: Any, where: str) -> Message:
     # An empty list is left out: templates test whether there are calls, not how many.
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)
+    elif isinstance(message["tool_calls"], (list, tuple)):
+        message["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
     if "content" not in message:
         if "tool_calls" not in message:
             raise DataError(f"dataset: a message must have 'content': {where}, role {role!r}, has none.")
         message["content"] = ""
     return {"role": _ROLES.get(role, role), "content": message.pop("content"), **message}
+
+
+def _with_arguments(call: Any) -> Any:
+    """The call, with an object in place of the empty text that some APIs give for a call without arguments."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("arguments") != "":
+        return call
+    return {**call, "function": {**function, "arguments": {}}}
 
 
 def _calls(value: Any, where: str) -> list[Message]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmrl.data.llm.message_forms import FLAGS, is_trained
 from llmrl.data.llm.row_images import IMAGE_COLUMNS, with_images
-from llmrl.data.llm.row_messages import Message, declared_tools, is_message, read_messages
+from llmrl.data.llm.row_messages import Message, check_calls, declared_tools, is_message, read_messages, says
 from llmrl.errors import DataError, did_you_mean
 
 Row = Mapping[str, Any]
@@ -204,18 +204,21 @@ class Reading:
                     )
 
     def trained_turns(self, messages: list[Message]) -> bool:
-        """True if a turn of the assistant is trained. Raises DataError for a trained one without content."""
+        """True if a turn of the assistant is trained. Raises DataError for a trained one without content, or with a
+        call whose arguments are no JSON object.
+        """
         trained = False
         for number, message in enumerate(messages, 1):
             if message["role"] != "assistant":
                 continue
             try:
-                counts = is_trained(message)
+                if counts := is_trained(message):
+                    check_calls(message)
             except ValueError as error:
                 raise DataError(f"dataset: {self.where}, message {number}: {error}.") from error
             said = any(has_value(value) for key, value in message.items() if key not in _NOT_SAID)
             content = message["content"]
-            if counts and not said and not (content.strip() if isinstance(content, str) else content):
+            if counts and not said and not (content.strip() if isinstance(content, str) else says(content)):
                 raise DataError(
                     f"dataset: an answer to train on must not be empty: the model would learn to stop at once: "
                     f"{self.where}, message {number}, is; leave it out, or set its weight to 0."

@@ -33,7 +33,7 @@ from typing import Any
 
 from llmrl.data.llm.message_forms import FLAGS, is_trained
 from llmrl.data.llm.row_images import IMAGE_COLUMNS
-from llmrl.data.llm.row_messages import Message
+from llmrl.data.llm.row_messages import Message, says
 from llmrl.data.llm.row_reading import (
     CHAT_COLUMNS,
     PROMPT_COLUMNS,
@@ -212,7 +212,7 @@ def read_pair(
             held = [message["content"] for message in messages]
             reading.used |= {name for name in (prompt_column, *PROMPT_COLUMNS) if name and row.get(name) in held}
         answer = messages[-1]
-        if answer["role"] != "assistant" or not (answer["content"] or answer.get("tool_calls")):
+        if answer["role"] != "assistant" or not (says(answer["content"]) or answer.get("tool_calls")):
             raise DataError(
                 f"dataset: {column!r} must end with an answer of the assistant: {reading.where} has {answer!r:.80}."
             )

@@ -24,6 +24,16 @@ def loaded(load: Callable[..., T], source: str, *, setting: str = "model", **opt
         raise DataError(f"{setting} {source}: cannot be loaded: {error or type(error).__name__}") from error
 
 
+def check_letters(tokenizer: Any, source: object) -> None:
+    """Raises DataError for a tokenizer without ids for letters, which Transformers makes of a folder without files."""
+    letters = tokenizer("hello world", add_special_tokens=False)["input_ids"]
+    if not set(letters) - {tokenizer.unk_token_id}:
+        raise DataError(
+            f"model {source}: its tokenizer must have ids for text: got none for 'hello world', and {len(tokenizer)} "
+            "entries in all; usually tokenizer.json is missing: copy or download the folder again."
+        )
+
+
 def check_whole(missing: Iterable[str]) -> None:
     """Raises ValueError if weights are missing: Transformers only warns, and initialises them at random."""
     if missing := sorted(missing):

@@ -122,6 +122,9 @@ def test_text_parts_are_joined_where_the_template_writes_text_alone(name: str, w
         tokenizer=renderer.tokenizer, add_generation_prompt=False
     )
     assert history == renderer.tokenizer.decode(one.ids)
+    split[who]["content"] = [*PARTS, {"type": "audio", "audio": "a.wav"}]
+    with pytest.raises(TemplateError):
+        renderer.render([split])
 
 
 def test_parts_that_the_template_writes_itself_stay_parts():

@@ -84,6 +84,9 @@ def test_of_several_templates_that_for_tools_is_named_where_it_is_needed():
     chat = [{"role": "user", "content": "Hi", "tools": [{"type": "function", "function": {"name": "add"}}]}]
     with pytest.raises(TemplateError, match=r"does not use tools.*; the tokenizer has .*chat_template=tool_use"):
         Renderer(tokenizer).prompt_ids([chat])
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(TemplateError, match=r"does not use tool_calls.*chat_template=tool_use"):
+        Renderer(tokenizer).render([[{"role": "user", "content": "Hi"}, calling]])
     assert (
         Renderer(tokenizer, chat_template_name="tool_use").prompt_ids([chat])[0].tolist()
         == (tokenizer.apply_chat_template(chat, tools=chat[0]["tools"], add_generation_prompt=True)["input_ids"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmrl.errors import ConfigError, did_you_mean
+from llmrl.errors import ConfigError, check_at_least, did_you_mean
 from llmrl.modules.llm.engines import SamplingParams
 from llmrl.modules.llm.policies.batching import check_batching
 
@@ -52,6 +52,7 @@ def check_settings(who: str, settings: Any, options: GenerationOptions) -> None:
             words = f"True, False or {allowed[-1]!r}"
             raise ConfigError(f"{who}: {name} must be {words}: got {getattr(settings, name)!r}.")
     check_batching(settings)
+    check_at_least(who, 2, max_conversation_tokens=settings.max_conversation_tokens)
     keys = list(container_keys(settings).values())
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{who}: each container must have its own key: got {', '.join(map(repr, keys))}.")
