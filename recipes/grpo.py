@@ -1,7 +1,8 @@
 """Group-relative policy optimisation: ``llmrl grpo sums_grpo``, or ``torchrun -m llmrl.recipes.grpo sums_grpo.yaml``.
 
 Read `train` from top to bottom: that is the whole algorithm. Its variant (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...) is
-chosen by four settings of `MCAdvantage` and `GRPOLoss`, printed at the start. ``grpo_minimal.py`` is a 40-line version.
+chosen by four settings of `MCAdvantage` and `GRPOLoss`, printed at the start; ``algorithm`` names one of your own.
+``grpo_minimal.py`` is a 40-line version.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWit
 from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
 from llmrl.envs.transforms import Compose
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
-from llmrl.objectives.llm import GroupQuota, GRPOLoss, MCAdvantage
+from llmrl.objectives.base import LossModule
+from llmrl.objectives.llm import GroupQuota
 from llmrl.run.console import grpo_columns
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
@@ -62,13 +64,14 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps, lengths=prepared.lengths)
-    loss = GRPOLoss(actor, prepared.loss)
-    reference = make_reference(config, session, run, actor, tokenizer) if prepared.loss.kl else None
+    algorithm = prepared.algorithm
+    loss = algorithm.make_loss(actor)
+    reference = make_reference(config, session, run, actor, tokenizer) if loss.reads_reference else None
 
     # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)
     rollouts = run.close_at_end(RolloutSource(collector, engine, updater.scorer, session, config))
-    advantage = MCAdvantage(config.group_size, **prepared.advantage)
+    advantage = algorithm.make_advantage()
     quota = GroupQuota(config.prompts_per_step // session.world_size)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(collector.env.batch_size[0] * config.env.max_records),
@@ -81,9 +84,10 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     sampled = None
 
     samplers = PerRank(session, buffer.sampler)
+    run.declare_metrics(loss.metrics.values())
     run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
     run.evaluate_before(evaluator)
-    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools))):
+    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools), own=loss.metrics.values())):
         # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With
         #    max_staleness 1 the engine gets the newest weights here, so that one version samples each batch.
         clock = time.perf_counter()
@@ -195,18 +199,18 @@ def deal_parts(updater: Updater, buffer: ReplayBuffer, num_parts: int) -> tuple[
 def add_log_probs(
     session: Session,
     updater: Updater,
-    loss: GRPOLoss,
+    loss: LossModule,
     reference: RetrieveLogProb | None,
     batches: Sequence[TensorDictBase | None],
 ) -> dict[str, float]:
     """Writes the reference's log-probs into the batches, and those of the proximal policy if the loss needs them."""
-    if reference is None and loss.proximal != "recomputed":
+    if reference is None and not loss.reads_proximal:
         return {}
     clock = time.perf_counter()
     for batch in batches:
         if reference is not None and batch is not None:
             with session.autocast(), session.split_sequences():
                 reference(batch)
-        if loss.proximal == "recomputed":
+        if loss.reads_proximal:
             updater.add_proximal(loss, batch)
     return {"time/logp": time.perf_counter() - clock}

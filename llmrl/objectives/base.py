@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, did_you_mean
+from llmrl.objectives.metric import Metric
 
 Output = TypeVar("Output")
 
@@ -21,10 +22,13 @@ class LossModule(nn.Module, abc.ABC):
     """A loss that reads a TensorDict through named keys and returns a record of ``loss_*`` terms and metrics.
 
     ``default_keys`` maps the names that the loss uses to the TensorDict entries it reads. `set_keys` points a name
-    elsewhere; ``tensor_keys`` holds the current choice.
+    elsewhere; ``tensor_keys`` holds the current choice. ``metrics`` says which fields of the output are logged.
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {}
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    reads_reference: bool = False  # ("next", "ref_log_probs", "full"), of the model that the run started from
+    reads_proximal: bool = False  # ("proximal_log_probs", "full"), by its `proximal_log_probs` before the first update
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +49,24 @@ class LossModule(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, td: TensorDictBase, normalizer: Any = None) -> Any:
-        """The loss of one micro-batch, divided by the counts of the whole step if ``normalizer`` gives them."""
+        """The loss of one micro-batch, divided by the counts of the whole step if ``normalizer`` gives them.
+
+        Returns  a tensorclass or a dict: terms named ``loss_*``, and detached metrics
+        """
+
+    def derived(self, merged: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Metrics that are no sum over micro-batches and ranks, from the sums of a step."""
+        return {}
+
+    def placeholder(self, device: torch.device) -> dict[str, Any]:
+        """Columns, beside the conversation's, of a row without a trained token, for a rank that has no rows."""
+        return {}
 
 
 def output_fields(output: Any) -> dict[str, Tensor]:
     """Terms and metrics of an output by name, without the fields that are None."""
+    if isinstance(output, Mapping):
+        return {name: value for name, value in output.items() if isinstance(value, Tensor)}
     named = {name: getattr(output, name) for name in type(output).__dataclass_fields__}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -84,5 +101,7 @@ def merge_outputs(outputs: Sequence[Output]) -> Output:
     for name in parts[0]:
         values = torch.stack([part[name].detach() for part in parts])
         merged[name] = values.amax(0) if name.endswith("_max") else values.sum(0)
+    if isinstance(outputs[0], Mapping):
+        return merged
     merged |= type(outputs[0]).derived(merged) if hasattr(type(outputs[0]), "derived") else {}
     return type(outputs[0])(**merged, batch_size=[])

@@ -129,6 +129,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
              "low", "high"}, "whiskers" (the same, for an evaluation), "stacked"
     """
     rows, names = run.trained, {name for row in run.trained for name in row}
+    meanings = {**METRICS, **(run.info.get("metrics") or {})}
     # Lines are of all steps: the evaluation before the first one has a row of its own.
     made = [
         _with_lines(chart, {label: _line(run.steps, name) for name, label in chart.lines.items()}) for chart in CHARTS
@@ -147,7 +148,7 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     placed = {name for chart in CHARTS for name in chart.lines} | {f"reward/{name}/mean" for name in functions}
     for name in sorted(name for name in names - placed if not _NOT_DRAWN.fullmatch(name)):
         family, _, rest = name.partition("/")
-        chart = Chart(_section(family), _title(name), {}, _kind(name), METRICS.get(name, ""))
+        chart = Chart(_section(family), _title(name), {}, _kind(name), meanings.get(name, ""))
         made.append(_with_lines(chart, {rest or name: _line(rows, name)}))
     return _in_sections(made)
 

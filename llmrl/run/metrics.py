@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import TextIOWrapper
 from pathlib import Path
@@ -136,6 +136,7 @@ class MetricsLog(AbstractContextManager):
     ``resume_step``  the step of the checkpoint to resume from: later lines are removed, those steps are run again
     ``mirrors``      "wandb", "tensorboard", "mlflow", or any `Mirror`
     ``config``       the run's settings; ``plan``, its rows of label and text; both are for the mirrors
+    ``declared``     names of metrics of the user's own, beside those of `METRICS`
     ``enabled``      False on every rank but the first: names are checked, nothing is written
 
     Raises  ConfigError for an unknown metric or mirror, or if the file holds steps and ``resume_step`` is not given
@@ -152,7 +153,9 @@ class MetricsLog(AbstractContextManager):
         mirrors: Sequence[str | Mirror] = (),
         config: Mapping[str, Any] | None = None,
         plan: Sequence[tuple[str, str]] = (),
+        declared: Collection[str] = (),
     ):
+        self._declared = declared
         self.path = Path(run_dir) / "metrics.jsonl"
         self._file = None
         self._mirrors: list[Mirror] = []
@@ -182,7 +185,8 @@ class MetricsLog(AbstractContextManager):
         Raises  RunFolderError if the line cannot be written or the file was removed
         """
         for name in metrics:
-            check_metric_name(name)
+            if name not in self._declared:
+                check_metric_name(name)
         numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         values = {name: int(n) if isinstance(n, int) else float(n) for name, n in numbers.items()}  # int: bool too
         if self._file is None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmrl.errors import ConfigError, DataError, TemplateError
 from llmrl.modules.llm.rendering import Renderer
-from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
+from llmrl.objectives.llm.algorithm import Algorithm
+from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.console.numbers import counted
+from llmrl.train.algorithms import load_algorithm
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
@@ -169,6 +171,13 @@ def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) 
         return rows, prepared.engine
 
 
+def make_algorithm(config: GRPOConfig, *, exact: bool = True) -> Algorithm:
+    """The algorithm of a recipe. ``exact``: see `GRPOConfig.grpo_settings`."""
+    found, options = (Algorithm, None) if config.algorithm is None else load_algorithm(config.algorithm)
+    advantage, grpo = config.grpo_settings(exact=exact)
+    return found(options, group_size=config.group_size, advantage=advantage, grpo=grpo)
+
+
 @dataclass(frozen=True)
 class PreparedGRPO:
     """Decisions that are made before weights are loaded: prompts, evaluation problems, engine, algorithm."""
@@ -179,8 +188,7 @@ class PreparedGRPO:
     held_out: Sequence[Mapping[str, Any]]
     engine: EnginePlan | None
     replays_routes: bool
-    advantage: dict[str, Any]  # keyword arguments of MCAdvantage
-    loss: GRPOSettings
+    algorithm: Algorithm
 
 
 def prepare_grpo(
@@ -199,14 +207,14 @@ def prepare_grpo(
     lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
-    settings = config.algorithm(exact=engine is None and not session.low_precision)
-    prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), *settings)
+    algorithm = make_algorithm(config, exact=engine is None and not session.low_precision)
+    prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), algorithm)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 
 
 def _check_processes(config: GRPOConfig, world_size: int) -> None:
     """Raises ConfigError for settings that do not work with this number of processes."""
-    advantage, _ = config.algorithm()
+    advantage, _ = config.grpo_settings()
     if config.prompts_per_step % world_size:
         raise ConfigError(
             f"prompts_per_step {config.prompts_per_step} must be a multiple of the {world_size} processes"
@@ -233,7 +241,8 @@ def _grpo_plan(
     gpu: GPU | None,
 ) -> Rows:
     env, prompts, num_eval = config.env, config.prompts_per_step, len(prepared.held_out)
-    words = PRESETS[config.algo].describe(prepared.advantage, prepared.loss)
+    algorithm = prepared.algorithm
+    words = PRESETS[config.algo].describe(algorithm.advantage, algorithm.grpo) | algorithm.describe()
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
     if config.overlong_buffer:
@@ -256,6 +265,7 @@ def _grpo_plan(
         ("batch", f"{rollouts} · {updates} · {_microbatches(config)}"),
         ("sampling", _sampling(config)),
         *_engine(config, prepared.engine),
+        *([("algorithm", _named(config.algorithm))] if config.algorithm else []),
         (f"algo {config.algo}"[:10], f"{'advantage':<12}{words['advantage']}"),
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
@@ -267,6 +277,13 @@ def _grpo_plan(
         *([("", f"not used: {', '.join(unused)}")] if (unused := task.unused_columns(prepared.prompts)) else []),
         ("keep", _checkpoints(config)),
     ]
+
+
+def _named(algorithm: str | Mapping[str, Any]) -> str:
+    if isinstance(algorithm, str):
+        return algorithm
+    name, options = next(iter(algorithm.items()))
+    return f"{name} · " + ", ".join(f"{option} {value}" for option, value in (options or {}).items())
 
 
 def check_template(
@@ -356,7 +373,7 @@ def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
 
 
 def _staleness(config: GRPOConfig) -> str:
-    rollout, loss = config.rollout, config.algorithm(exact=False)[1]
+    rollout, loss = config.rollout, config.grpo_settings(exact=False)[1]
     words = "weights sent after every step"
     if rollout.max_staleness == 1 and not rollout.oversample:
         words = "the next rollouts are sampled during the update, one version behind"

@@ -218,7 +218,7 @@ def reference_log_probs(updater: Updater, loss: DPOLoss, rows: TensorDict) -> Te
     for start in range(0, len(rows), AT_ONCE):
         mine, _ = updater.deal(rows[start : start + AT_ONCE], everywhere=True)
         with evaluating(updater.scorer):  # turns off the dropout of adapters, which would draw random numbers
-            scores = updater.score(mine, loss.sequence_log_probs)
+            scores = updater.score(loss, mine, loss.sequence_log_probs)
         numbers = [] if mine is None else mine["row"].tolist()
         own = [(number, pair.tolist()) for number, pair in zip(numbers, scores, strict=bool(numbers))]
         for number, pair in updater.session.gather(own):

@@ -6,7 +6,7 @@ It is not a trainer: it handles only step numbers, metrics, and the ``state_dict
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from llmrl.run.console import (
     warn,
 )
 from llmrl.run.console.numbers import counted
-from llmrl.run.metrics import MetricsLog
+from llmrl.run.metrics import METRICS, MetricsLog
 from llmrl.run.recipes import resolve_model
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
@@ -44,6 +44,7 @@ from llmrl.train.settings import TinyModelSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from llmrl.objectives.metric import Metric
     from llmrl.train.evaluation import Evaluator
     from llmrl.train.held_out import HeldOutEvaluator
     from llmrl.train.settings import ModelSource, StopSettings
@@ -151,6 +152,7 @@ class Run(AbstractContextManager):
         self._interrupt_checked = 0  # the last step in which the ranks agreed on whether to stop
         self._notes: list[str] = []
         self._plan: list[list[str]] = []
+        self._declared: dict[str, str] = {}
         self._report: ReportRefresher | None = None  # on the first rank, during the steps
         self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
@@ -165,6 +167,10 @@ class Run(AbstractContextManager):
         self._plan = [list(row) for row in rows]
         print_plan(self.session.console, title, rows, right=str(self.path))
 
+    def declare_metrics(self, metrics: Iterable[Metric]) -> None:
+        """Accepts metrics that are not in llmrl's own table, and shows their meaning; called before `begin`."""
+        self._declared |= {metric.name: metric.meaning for metric in metrics if metric.name not in METRICS}
+
     def begin(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **parts: Stateful) -> None:
         """Restores ``parts`` if the run is resumed, and opens the logs. Checkpoints hold the model and all parts."""
         self._model, self._tokenizer, self._parts = model, tokenizer, parts
@@ -176,12 +182,13 @@ class Run(AbstractContextManager):
         with self.session.raises_on_all():
             if self.session.is_first:
                 try_writing(model, tokenizer)
-            log = MetricsLog(self.path, mirrors=self.config.log, config=settings, plan=self._plan, **options)
+            about = {"config": settings, "plan": self._plan, "declared": self._declared}
+            log = MetricsLog(self.path, mirrors=self.config.log, **about, **options)
             self._log = self._stack.enter_context(log)
             self._rollout_log = RolloutLog(self.path, **options)
             if self._on_start:  # last: it must write nothing if a log could not be opened
                 self._on_start()
-            self._write_info(plan=self._plan, ended=None)
+            self._write_info(plan=self._plan, metrics=self._declared or None, ended=None)
 
     def _restore(self, name: str, part: Stateful) -> None:
         try:

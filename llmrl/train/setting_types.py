@@ -44,6 +44,13 @@ def _check_tool(tool: Tool) -> Tool:
     return tool
 
 
+def _check_algorithm(named: Tool) -> Tool:
+    if isinstance(named, dict) and len(named) != 1:
+        raise ValueError(f"must be one algorithm's name with its settings: got {', '.join(named) or 'nothing'}")
+    _check_own(named if isinstance(named, str) else next(iter(named)))
+    return named
+
+
 def _read_template(text: str) -> str:
     """The text of a template's file; anything else as it is. A run's settings then hold the template itself."""
     if "{%" in text or "{{" in text or "\n" in text or not text.endswith((".jinja", ".jinja2", ".j2", ".txt")):
@@ -62,6 +69,7 @@ def _read_template(text: str) -> str:
 
 Tool = str | dict[str, dict[str, Any] | None]
 ToolName = Annotated[Tool, AfterValidator(_check_tool)]
+AlgorithmName = Annotated[Tool, AfterValidator(_check_algorithm)]
 FunctionName = Annotated[str, AfterValidator(_check_own)]
 TemplateText = Annotated[str, AfterValidator(_read_template)]
 EnvName = Annotated[str, AfterValidator(partial(_check_known, known=ENVIRONMENTS, what="an environment"))]

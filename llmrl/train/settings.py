@@ -24,7 +24,7 @@ from llmrl.train.machine_settings import (
     ProfileSettings,
 )
 from llmrl.train.rollout_settings import RolloutSettings
-from llmrl.train.setting_types import EnvName, FormatName, FunctionName, TemplateText, ToolName
+from llmrl.train.setting_types import AlgorithmName, EnvName, FormatName, FunctionName, TemplateText, ToolName
 
 
 class TinyModelSettings(Settings):
@@ -297,6 +297,10 @@ class GRPOConfig(ModelSource):
     algo: Literal[*PRESETS] = Field(
         "grpo", description="preset of advantage, ratio, aggregation and KL; the grpo section overrides it"
     )
+    algorithm: AlgorithmName | None = Field(
+        None,
+        description="a class of your own, module:name, or {module:name: {its settings}}; null: what algo and grpo say",
+    )
     env: EnvSettings
     steps: int = Field(200, ge=1, description="rollout and update rounds")
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
@@ -358,10 +362,14 @@ class GRPOConfig(ModelSource):
                 f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, "
                 "and all weights are sent"
             )
-        self.algorithm()
+        self.grpo_settings()
+        if self.algorithm is not None:
+            from llmrl.train.algorithms import load_algorithm  # imports torch
+
+            load_algorithm(self.algorithm)
         return self
 
-    def algorithm(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
+    def grpo_settings(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:
         """Keyword arguments for MCAdvantage and the settings of GRPOLoss: the ``grpo`` section, then the preset.
 
         ``exact``: the sampling log-probs equal the trainer's up to float32 rounding, and need not be recomputed.

@@ -28,9 +28,9 @@ from llmrl.modules.llm.packing import evaluating
 from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.modules.llm.policies.containers import LogProbs
 from llmrl.modules.llm.routers import active_routes, same_routes
-from llmrl.objectives.base import merge_outputs, output_fields, total_loss
-from llmrl.objectives.llm import DPOLoss, GRPOLoss, RewardLoss, SFTLoss
+from llmrl.objectives.base import LossModule, merge_outputs, output_fields, total_loss
 from llmrl.objectives.llm.functional import StepCounts
+from llmrl.objectives.metric import Metric
 from llmrl.train.dealing import attention_share, deal_batch
 from llmrl.train.expert_balance import ExpertBalance
 from llmrl.train.gpus import find_gpu
@@ -45,36 +45,15 @@ if TYPE_CHECKING:
     from llmrl.modules.llm.policies import TransformersWrapper
     from llmrl.train.distributed import Session
 
-_METRICS = {  # names in the losses' outputs: names in the log
-    "loss": "policy/loss",
-    "grad_norm": "policy/grad_norm",
-    "lr": "policy/lr",
-    "entropy": "policy/entropy",
-    "ratio_mean": "policy/ratio_mean",
-    "clip_fraction_low": "policy/clip_low_frac",
-    "clip_fraction_high": "policy/clip_high_frac",
-    "kl_to_ref": "policy/kl_ref",
-    "kl_approx": "mismatch/kl",
-    "mismatch_mean": "mismatch/logp_abs_mean",
-    "mismatch_max": "mismatch/logp_abs_max",
-    "correction_mean": "mismatch/is_mean",
-    "correction_max": "mismatch/is_max",
-    "masked_fraction": "mismatch/masked_frac",
-    "ESS": "mismatch/ess",
-    "pairs_right": "preference/right_frac",
-    "margin": "preference/margin",
-    "chosen_log_prob": "preference/chosen_logp",
-    "rejected_log_prob": "preference/rejected_logp",
-    "chosen_reward": "preference/chosen_reward",
-    "rejected_reward": "preference/rejected_reward",
-    "expert_aux_loss": "router/aux_loss",
-    "expert_load_max": "router/load_max",
-    "expert_replayed": "router/replayed_frac",
-    "expert_differing": "router/differ_frac",
+_METRICS = {  # of every loss, beside its own
+    "loss": Metric("policy/loss"),
+    "grad_norm": Metric("policy/grad_norm"),
+    "lr": Metric("policy/lr"),
+    "expert_aux_loss": Metric("router/aux_loss"),
+    "expert_load_max": Metric("router/load_max", merge="max"),
+    "expert_replayed": Metric("router/replayed_frac"),
+    "expert_differing": Metric("router/differ_frac", merge="first"),
 }
-# Engine against trainer: after the first update of a step these would also measure the change by the updates.
-_BEFORE_UPDATES = ("mismatch_mean", "mismatch_max", "kl_approx", "ESS", "expert_differing")
-Loss = GRPOLoss | SFTLoss | DPOLoss | RewardLoss
 _FLOOR = 0.05  # final learning rate of a schedule, as a share of the peak
 
 
@@ -107,7 +86,7 @@ class Updater:
         """`deal_batch` over the ranks, by the cost of rows for this model."""
         return deal_batch(self.session, batch, self._attention, everywhere=everywhere)
 
-    def step(self, loss: Loss, batch: TensorDictBase | None, step: int) -> dict[str, float]:
+    def step(self, loss: LossModule, batch: TensorDictBase | None, step: int) -> dict[str, float]:
         """Trains on this rank's part of the batch (None: it has no rows) as optimizer step number ``step``.
 
         Returns  the fields of the loss's output, over all ranks, and "loss", "grad_norm", "lr"; {} if no rank has a
@@ -115,7 +94,7 @@ class Updater:
         Raises   TrainingError if the gradient is not finite; the model is unchanged
         """
         is_filled = batch is not None
-        batch = batch if is_filled else _empty_batch(self.session.device)
+        batch = batch if is_filled else _empty_batch(loss, self.session.device)
 
         # Every loss term is divided by counts of the whole step, so counts are summed over the ranks before any forward
         # pass. The ranks of a group have the same rows: one of them counts.
@@ -139,12 +118,12 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        metrics = self._sum(outputs)
+        metrics = self._sum(loss, outputs)
         experts = self._balance.metrics()
         metrics["loss"] += self._balance.coefficient * experts.get("expert_aux_loss", 0.0)
         return metrics | experts | {"grad_norm": float(norm), "lr": rate}
 
-    def measure(self, loss: Loss, rows: TensorDictBase) -> dict[str, float]:
+    def measure(self, loss: LossModule, rows: TensorDictBase) -> dict[str, float]:
         """The fields of the loss's output for ``rows`` as one step, and "loss", without gradients or dropout.
 
         Every rank has the same rows and takes its part of each block of them; a collective.
@@ -154,19 +133,19 @@ class Updater:
         outputs = []
         for block in blocks:
             mine, _ = self.deal(block, everywhere=True)
-            batch = _empty_batch(self.session.device) if mine is None else mine
+            batch = _empty_batch(loss, self.session.device) if mine is None else mine
             with torch.no_grad(), evaluating(self.scorer), self.session.split_sequences():
                 outputs += [self._forward(loss, batch, part, counts) for part in self._parts(batch)]
-        return self._sum(outputs)
+        return self._sum(loss, outputs)
 
-    def train(self, loss: Loss, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
+    def train(self, loss: LossModule, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
         """Runs a `step` on each batch; returns their combined metrics, with the time and `speed`."""
         clock = time.perf_counter()
         updates = [self.step(loss, batch, step) for batch in batches]
         seconds = time.perf_counter() - clock
-        return step_metrics(updates, seconds) | self.speed(seconds)
+        return step_metrics(updates, seconds, loss.metrics) | self.speed(seconds)
 
-    def _backward(self, loss: Loss, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
+    def _backward(self, loss: LossModule, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
         """Runs forward and backward on each micro-batch, averages gradients over ranks; returns the loss's outputs."""
         parts = self._parts(batch)
         # `_forward` slices its micro-batch when it runs: slicing all beforehand would copy the batch.
@@ -185,19 +164,17 @@ class Updater:
         self.session.average_whole_gradients(self._trained)
         return outputs
 
-    def _sum(self, outputs: Sequence[Any]) -> dict[str, float]:
+    def _sum(self, loss: LossModule, outputs: Sequence[Any]) -> dict[str, float]:
         """The fields of the micro-batches' outputs, and "loss", over all micro-batches and ranks."""
         # Outputs are partial sums of the step; their ratios (`derived`) are computed from the complete sums.
         merged = {name: float(value) for name, value in output_fields(merge_outputs(outputs)).items()}
         merged["loss"] = sum(float(total_loss(output).detach()) for output in outputs)
         metrics = self.session.sum(merged if self.session.leads_group else dict.fromkeys(merged, 0.0))
-        if self.session.world_size > 1 and hasattr(type(outputs[0]), "derived"):
-            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-            metrics |= {name: float(value) for name, value in type(outputs[0]).derived(tensors).items()}
-        return metrics
+        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        return metrics | {name: float(value) for name, value in loss.derived(tensors).items()}
 
-    def _forward(self, loss: Loss, batch: TensorDictBase, rows: Sequence[int], counts: StepCounts) -> Any:
-        part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
+    def _forward(self, loss: LossModule, batch: TensorDictBase, rows: Sequence[int], counts: StepCounts) -> Any:
+        part = batch[torch.tensor(rows)] if rows else _empty_batch(loss, self.session.device)
         return loss(part, normalizer=counts)
 
     @contextmanager
@@ -238,22 +215,24 @@ class Updater:
             metrics["perf/mfu"] = total["ideal_s"] / seconds
         return metrics
 
-    def add_proximal(self, loss: GRPOLoss, batch: TensorDictBase | None) -> None:
+    def add_proximal(self, loss: LossModule, batch: TensorDictBase | None) -> None:
         """Writes ("proximal_log_probs", "full"), the log-probs under the current weights, for a later `step`.
 
         Uses the same micro-batches as that step, so that its first ratios are exactly 1 in every precision.
         """
-        scores = self.score(batch, loss.proximal_log_probs)
+        scores = self.score(loss, batch, loss.proximal_log_probs)
         if batch is not None:
             columns = [row[:length].clone() for row, length in zip(scores, _lengths(batch), strict=True)]
             batch.set("proximal_log_probs", LogProbs.from_rows({"full": columns}))
 
-    def score(self, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]) -> list[Tensor]:
-        """``function``'s result for each row of the batch, without gradients; a collective."""
-        batch = _empty_batch(self.session.device) if batch is None else batch
+    def score(
+        self, loss: LossModule, batch: TensorDictBase | None, function: Callable[[TensorDictBase], Tensor]
+    ) -> list[Tensor]:
+        """The result of ``function``, a method of the loss, for each row of the batch; a collective."""
+        batch = _empty_batch(loss, self.session.device) if batch is None else batch
         scores: list[Tensor] = [None] * len(_lengths(batch))  # type: ignore[list-item]
         for rows in self._parts(batch):
-            part = batch[torch.tensor(rows)] if rows else _empty_batch(self.session.device)
+            part = batch[torch.tensor(rows)] if rows else _empty_batch(loss, self.session.device)
             with torch.no_grad(), self.session.split_sequences():
                 values = function(part)
             for row, value in zip(rows, values, strict=bool(rows)):
@@ -324,28 +303,28 @@ def _recompute(forward: Callable[..., Any], offload: bool, random: bool, *inputs
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
-def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
-    """The metrics of a step from those of its updates, which took ``seconds``: means by tokens, and maxima.
+def step_metrics(updates: Sequence[Mapping[str, float]], seconds: float, own: Mapping[str, Metric]) -> dict[str, float]:
+    """The metrics of a step from those of its updates, which took ``seconds``. ``own``: those that the loss declares.
 
-    >>> updates = [{"loss": 1.0, "ratio_max": 1.0, "ESS": 1.0, "lr": 0.1, "tokens": 30.0}]
-    >>> updates += [{}, {"loss": 2.0, "ratio_max": 1.5, "ESS": 0.8, "lr": 0.1, "tokens": 10.0}]
-    >>> metrics = step_metrics(updates, 2.0)
+    >>> updates = [{"loss": 1.0, "ESS": 1.0, "lr": 0.1, "tokens": 30.0}]
+    >>> updates += [{}, {"loss": 2.0, "ESS": 0.8, "lr": 0.1, "tokens": 10.0}]
+    >>> metrics = step_metrics(updates, 2.0, {"ESS": Metric("mismatch/ess", merge="first")})
     >>> metrics["policy/loss"], metrics["mismatch/ess"], metrics["perf/train_tok_s"]
     (1.25, 1.0, 20.0)
     """
     updates = [update for update in updates if update]  # an update without a token to train is empty
     tokens = [update["tokens"] for update in updates]
     metrics = {"tokens/trained": sum(tokens), "time/update": seconds, "perf/train_tok_s": sum(tokens) / seconds}
-    for name, metric in _METRICS.items():
-        values = [update[name] for update in updates if name in update]
+    for field, metric in {**_METRICS, **own}.items():
+        values = [update[field] for update in updates if field in update]
         if not values:
             continue
-        if name in _BEFORE_UPDATES or len(set(values)) == 1:
-            metrics[metric] = values[0]
-        elif name.endswith("_max"):
-            metrics[metric] = max(values)
+        if metric.merge == "first" or len(set(values)) == 1:
+            metrics[metric.name] = values[0]
+        elif metric.merge == "max":
+            metrics[metric.name] = max(values)
         else:
-            metrics[metric] = sum(v * n for v, n in zip(values, tokens, strict=True)) / sum(tokens)
+            metrics[metric.name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / sum(tokens)
     return metrics
 
 
@@ -376,18 +355,6 @@ def _lengths(batch: TensorDictBase) -> list[int]:
     return [len(ids) for ids in batch.get(("tokens", "full"), as_list=True)]
 
 
-def _empty_batch(device: torch.device) -> TensorDict:
+def _empty_batch(loss: LossModule, device: torch.device) -> TensorDict:
     """A batch without a trained token, with which a rank without rows takes part in the collectives of a step."""
-    rows = placeholders(device)
-    return TensorDict(
-        {
-            **rows,
-            "proximal_log_probs": rows["log_probs"].clone(),
-            "next": TensorDict({"ref_log_probs": rows["log_probs"].clone()}, batch_size=[1]),
-            "advantage": torch.zeros(1, 1, 1, device=device),
-            "group_id": torch.zeros(1, dtype=torch.int64, device=device),
-            "num_chosen": torch.ones(1, dtype=torch.int64, device=device),
-            "reference_log_probs": torch.zeros(1, 2, device=device),
-        },
-        batch_size=[1],
-    )
+    return TensorDict({**placeholders(device), **loss.placeholder(device)}, batch_size=[1])

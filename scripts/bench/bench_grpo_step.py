@@ -133,7 +133,7 @@ class Ours:
             model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options, generate=False
         )
         self.updater = make_updater(config, self.session, actor, steps=config.steps)
-        advantage_settings, loss_settings = config.algorithm()
+        advantage_settings, loss_settings = config.grpo_settings()
         self.loss = GRPOLoss(actor, loss_settings)
         env = DatasetChatEnv(
             dataset=[{"prompt": prompt, "answer": ""} for prompt in prompts],

@@ -72,17 +72,17 @@ def test_an_empty_part_of_a_sharded_step_has_the_column_too(begin):
 
 def test_several_updates_compare_with_what_costs_no_accuracy():
     one, several = config(), config(updates_per_step=2)
-    assert one.algorithm()[1].proximal == "detach"
-    assert several.algorithm(exact=True)[1].proximal == "behaviour"
-    assert several.algorithm(exact=True)[1].engine_correction["kind"] == "none"
-    recomputed = several.algorithm(exact=False)[1]
+    assert one.grpo_settings()[1].proximal == "detach"
+    assert several.grpo_settings(exact=True)[1].proximal == "behaviour"
+    assert several.grpo_settings(exact=True)[1].engine_correction["kind"] == "none"
+    recomputed = several.grpo_settings(exact=False)[1]
     assert (recomputed.proximal, recomputed.engine_correction["kind"]) == ("recomputed", "tis")
     chosen = config(updates_per_step=2, grpo={"proximal": "recomputed"})
-    assert chosen.algorithm(exact=True)[1].proximal == "recomputed"
+    assert chosen.grpo_settings(exact=True)[1].proximal == "recomputed"
 
 
 @pytest.mark.parametrize("algo", ["rloo", "reinforce"])
 def test_several_updates_without_a_ratio_keep_the_weight_that_corrects_them(algo):
-    settings = config(algo=algo, updates_per_step=2).algorithm(exact=True)[1]
+    settings = config(algo=algo, updates_per_step=2).grpo_settings(exact=True)[1]
     assert (settings.surrogate, settings.proximal) == ("reinforce", "detach")
     assert settings.engine_correction["kind"] == "tis"

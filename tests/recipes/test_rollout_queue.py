@@ -188,9 +188,9 @@ def test_the_plan_says_how_old_rollouts_may_be_and_where_nothing_corrects_for_it
 def test_the_ratio_to_weights_that_are_several_versions_old_is_clipped(updates):
     """Else updates in a row on rollouts of the same old weights push on where the first of them has arrived."""
     for exact in (True, False):
-        _, loss = config(updates_per_step=updates, max_staleness=4).algorithm(exact=exact)
+        _, loss = config(updates_per_step=updates, max_staleness=4).grpo_settings(exact=exact)
         assert (loss.proximal, loss.engine_correction["kind"]) == ("behaviour", "none")
-    _, loss = config({"proximal": "recomputed"}, max_staleness=4).algorithm(exact=False)
+    _, loss = config({"proximal": "recomputed"}, max_staleness=4).grpo_settings(exact=False)
     assert (loss.proximal, loss.engine_correction["kind"]) == ("recomputed", "tis")
-    _, loss = config(max_staleness=1).algorithm(exact=False)
+    _, loss = config(max_staleness=1).grpo_settings(exact=False)
     assert loss.proximal == "detach"

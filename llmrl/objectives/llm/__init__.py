@@ -6,6 +6,7 @@ from llmrl.lazy import on_demand
 
 if TYPE_CHECKING:
     from llmrl.objectives.llm.advantage import MCAdvantage
+    from llmrl.objectives.llm.algorithm import Algorithm
     from llmrl.objectives.llm.batch import count_step
     from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
     from llmrl.objectives.llm.functional import StepCounts
@@ -20,6 +21,7 @@ else:
 __all__ = [
     "DEFAULTS",
     "PRESETS",
+    "Algorithm",
     "DPOLoss",
     "DPOLossOutput",
     "GRPOLoss",

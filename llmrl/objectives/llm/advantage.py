@@ -21,6 +21,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.batch import trained_tokens
 from llmrl.objectives.llm.groups import (
+    Advantages,
     CandidateSelector,
     Group,
     GroupQueue,
@@ -73,7 +74,7 @@ class MCAdvantage(Transform):
         *,
         trajectory_return: Literal["sum", "max", "mean"] | None = None,
         keep_return_bounds: tuple[float, float] | None = None,
-        scale: Scale = "group",
+        scale: Scale | Advantages = "group",
         eps: float = 1e-6,
         min_group_size: int | None = None,
         max_queued_groups: int = 1024,
@@ -123,7 +124,10 @@ class MCAdvantage(Transform):
             self.trajectory_return in (None, "sum", "max", "mean"),
             f"trajectory_return must be 'sum', 'max', 'mean' or None: got {self.trajectory_return!r}",
         )
-        yield self.scale in get_args(Scale), f"scale must be one of {', '.join(get_args(Scale))}: got {self.scale!r}"
+        yield (
+            callable(self.scale) or self.scale in get_args(Scale),
+            f"scale must be a function or one of {', '.join(get_args(Scale))}: got {self.scale!r}",
+        )
         yield (
             self.on_zero_variance in ("keep", "drop"),
             f"on_zero_variance must be 'keep' or 'drop': got {self.on_zero_variance!r}",

@@ -21,6 +21,7 @@ from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.functional import Preference, StepCounts
 from llmrl.objectives.llm.pairs import Pairs, read_pairs
+from llmrl.objectives.metric import Metric
 
 
 @shows_values
@@ -63,6 +64,12 @@ class DPOLoss(LossModule):
         "num_chosen": "num_chosen",
         "reference": "reference_log_probs",
     }
+    metrics: ClassVar = {
+        "pairs_right": Metric("preference/right_frac"),
+        "margin": Metric("preference/margin"),
+        "chosen_log_prob": Metric("preference/chosen_logp"),
+        "rejected_log_prob": Metric("preference/rejected_logp"),
+    }
 
     def __init__(
         self,
@@ -87,6 +94,10 @@ class DPOLoss(LossModule):
         self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
         self.normalize_by_seq_length = kind == "ipo" if normalize_by_seq_length is None else normalize_by_seq_length
         self.reference_free = reference_free
+
+    def placeholder(self, device: torch.device) -> dict[str, Tensor]:
+        one = torch.ones(1, dtype=torch.int64, device=device)
+        return {"num_chosen": one, "reference_log_probs": torch.zeros(1, 2, device=device)}
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """Counts tokens and pairs (as ``sequences``) in the whole batch of an optimizer step, on this rank."""

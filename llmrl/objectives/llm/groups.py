@@ -20,6 +20,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import DataError, ShapeError
 from llmrl.objectives.llm.settings import Scale
 
+Advantages = Callable[[Tensor], Tensor]
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 1e-6) -> Tensor:
+def group_advantage(rewards_NG: Tensor, *, scale: Scale | Advantages = "group", eps: float = 1e-6) -> Tensor:
     """The advantage of each completion over its group, float64[N, G].
 
     Reads    float[N, G] or [G]; NaN is an absent completion: it counts in no mean, and its advantage is NaN
@@ -48,10 +49,12 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     | ``"max_rl"`` | (R - mean) / mean, for rewards that are not negative | MaxRL (arXiv:2602.02710) |
     | ``"raw"`` | R: the group is not a baseline, see `whitened` | REINFORCE++ (arXiv:2501.03262) |
 
+    A function in place of a name gets the float64 rewards [N, G] and returns advantages of the same shape.
+
     >>> group_advantage(torch.tensor([1.0, 0.0, 0.5, 0.0]), scale="none").tolist()
     [0.625, -0.375, 0.125, -0.375]
     """
-    if scale not in get_args(Scale):
+    if not callable(scale) and scale not in get_args(Scale):
         raise ValueError(f"group_advantage: scale must be one of {', '.join(get_args(Scale))}: got {scale!r}.")
     if rewards_NG.ndim not in (1, 2):
         raise ShapeError(f"group_advantage: rewards must have the shape [N, G] or [G]: got {list(rewards_NG.shape)}.")
@@ -61,6 +64,12 @@ def group_advantage(rewards_NG: Tensor, *, scale: Scale = "group", eps: float = 
     if scale == "raw":
         return rewards_NG.clone()
     absent_NG = rewards_NG.isnan()
+    if callable(scale):
+        advantage_NG = scale(rewards_NG)
+        if not isinstance(advantage_NG, Tensor) or advantage_NG.shape != rewards_NG.shape:
+            got = list(advantage_NG.shape) if isinstance(advantage_NG, Tensor) else type(advantage_NG).__name__
+            raise ShapeError(f"advantages: must have the shape of the rewards, {list(rewards_NG.shape)}: got {got}.")
+        return advantage_NG.to(torch.float64).masked_fill(absent_NG, torch.nan)
     count_N1 = (~absent_NG).sum(1, keepdim=True).to(torch.float64)
     mean_N1 = rewards_NG.nansum(1, keepdim=True) / count_N1
     centred_NG = rewards_NG - mean_N1

@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import TokenScores
+from llmrl.modules.llm.policies.columns import placeholders
 from llmrl.objectives.base import LossModule, shows_values
 from llmrl.objectives.llm import batch as reading
 from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
-from llmrl.objectives.llm.settings import GRPOSettings, Proximal
+from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.metric import Metric
 
 
 @shows_values
@@ -127,6 +129,21 @@ class GRPOLoss(LossModule):
         "advantage": "advantage",
         "group_id": reading.GROUP_ID,
     }
+    # Engine against trainer: after the first update of a step these would also measure the change by the updates.
+    metrics: ClassVar = {
+        "entropy": Metric("policy/entropy"),
+        "ratio_mean": Metric("policy/ratio_mean"),
+        "clip_fraction_low": Metric("policy/clip_low_frac"),
+        "clip_fraction_high": Metric("policy/clip_high_frac"),
+        "kl_to_ref": Metric("policy/kl_ref"),
+        "kl_approx": Metric("mismatch/kl", merge="first"),
+        "mismatch_mean": Metric("mismatch/logp_abs_mean", merge="first"),
+        "mismatch_max": Metric("mismatch/logp_abs_max", merge="first"),
+        "correction_mean": Metric("mismatch/is_mean"),
+        "correction_max": Metric("mismatch/is_max", merge="max"),
+        "masked_fraction": Metric("mismatch/masked_frac"),
+        "ESS": Metric("mismatch/ess", merge="first"),
+    }
 
     def __init__(
         self,
@@ -144,8 +161,24 @@ class GRPOLoss(LossModule):
             raise ConfigError("GRPOLoss: aggregation='dr_grpo' needs max_length, its divisor: got None.")
 
     @property
-    def proximal(self) -> Proximal:
-        return self.settings.proximal
+    def reads_reference(self) -> bool:
+        return self.settings.kl is not None
+
+    @property
+    def reads_proximal(self) -> bool:
+        return self.settings.proximal == "recomputed"
+
+    def derived(self, merged: dict[str, Tensor]) -> dict[str, Tensor]:
+        return GRPOLossOutput.derived(merged)
+
+    def placeholder(self, device: torch.device) -> dict[str, Any]:
+        log_probs = placeholders(device)["log_probs"]
+        return {
+            "proximal_log_probs": log_probs.clone(),
+            "next": TensorDict({"ref_log_probs": log_probs}, batch_size=[1]),
+            "advantage": torch.zeros(1, 1, 1, device=device),
+            "group_id": torch.zeros(1, dtype=torch.int64, device=device),
+        }
 
     def describe(self) -> dict[str, str]:
         """Ratio, aggregation and KL in words, for the plan that a run prints."""
@@ -164,7 +197,7 @@ class GRPOLoss(LossModule):
         """
         return self._score(td, *self._read(td), entropy=False).log_probs
 
-    def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput:
+    def forward(self, td: TensorDictBase, normalizer: StepCounts | None = None) -> GRPOLossOutput | dict[str, Tensor]:
         settings, keys = self.settings, self.tensor_keys
         # The columns that every setting needs are read first: if one is missing, no forward pass is wasted.
         batch, mask_BT = self._read(td)
@@ -184,7 +217,7 @@ class GRPOLoss(LossModule):
 
         # The surrogate, times an importance weight per token: the engine that sampled has other kernels and precision
         # than the trainer, so its probabilities differ slightly even for the same weights.
-        surrogate_BT, clipped = self._surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
+        surrogate_BT, clipped = self.surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
         drift_BT = fn.log_ratio(log_prob_BT, behaviour_BT, mask_BT)
         weight_BT = self._correction_weight(proximal_BT, behaviour_BT, drift_BT, mask_BT)
 
@@ -201,7 +234,8 @@ class GRPOLoss(LossModule):
 
         terms = {"loss_objective": aggregate(surrogate_BT * weight_BT)}
         # Entropy and KL leave weight_BT out: they also act on tokens that the correction drops.
-        measured = {} if scores.entropy is None else {"entropy": scores.entropy.detach()}
+        own = self.measure(log_ratio_BT.detach(), log_prob_BT.detach(), behaviour_BT, advantage_BT)
+        measured = own if scores.entropy is None else {**own, "entropy": scores.entropy.detach()}
         if settings.entropy:
             terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
         for name, coefficient, other_BT in self._kl_targets(td, batch, mask_BT, behaviour_BT):
@@ -224,7 +258,16 @@ class GRPOLoss(LossModule):
             drift_BT=drift_BT,
             mismatch_BT=trainer_BT - behaviour_BT,
         )
-        return GRPOLossOutput(**terms, **metrics, batch_size=[])
+        return {**terms, **metrics} if own else GRPOLossOutput(**terms, **metrics, batch_size=[])
+
+    def measure(
+        self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, advantage_BT: Tensor
+    ) -> dict[str, Tensor]:
+        """Numbers per token of a subclass, float[B, T]: their means over the trained tokens of the step are reported.
+
+        `metrics` says under which names; the output of `forward` is then a dict.
+        """
+        return {}
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:
         batch = PaddedBatch.read(td, self.tensor_keys, reader="GRPOLoss", device=self.device)
@@ -282,10 +325,13 @@ class GRPOLoss(LossModule):
         if self.settings.kl_inference is not None:
             yield "inference", self.settings.kl_inference, behaviour_BT
 
-    def _surrogate(
+    def surrogate(
         self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The surrogate, and two masks bool[B, T]: the tokens clipped at the lower bound and at the upper one."""
+        """What each token adds to the loss, float[B, T], with grad; a subclass may override this alone.
+
+        Returns also two masks bool[B, T]: the tokens clipped at the lower bound and at the upper one
+        """
         settings = self.settings
         low, high = settings.clip
         ratio_BT = log_ratio_BT.detach().exp()

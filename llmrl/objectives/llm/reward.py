@@ -17,6 +17,7 @@ from llmrl.objectives.llm import functional as fn
 from llmrl.objectives.llm.batch import PaddedBatch
 from llmrl.objectives.llm.functional import StepCounts
 from llmrl.objectives.llm.pairs import Pairs, read_pairs
+from llmrl.objectives.metric import Metric
 
 Level = Literal["sequence", "token"]
 
@@ -57,6 +58,12 @@ class RewardLoss(LossModule):
         "num_chosen": "num_chosen",
         "margin": "margin",
     }
+    metrics: ClassVar = {
+        "pairs_right": Metric("preference/right_frac"),
+        "margin": Metric("preference/margin"),
+        "chosen_reward": Metric("preference/chosen_reward"),
+        "rejected_reward": Metric("preference/rejected_reward"),
+    }
 
     def __init__(self, reward_network: nn.Module, *, level: Level = "sequence", first_share: float = 0.0) -> None:
         super().__init__()
@@ -68,6 +75,9 @@ class RewardLoss(LossModule):
                 f"first_share={first_share}, level={level!r}."
             )
         self.reward_network, self.level, self.first_share = reward_network, level, first_share
+
+    def placeholder(self, device: torch.device) -> dict[str, Tensor]:
+        return {"num_chosen": torch.ones(1, dtype=torch.int64, device=device)}
 
     def count_step(self, td: TensorDictBase) -> StepCounts:
         """Counts tokens and pairs (as ``sequences``) in the whole batch of an optimizer step, on this rank."""

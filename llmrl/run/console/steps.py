@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -94,9 +95,17 @@ GRPO_COLUMNS = (
 )
 
 
-def grpo_columns(*, tools: bool) -> tuple[Column, ...]:
-    """The columns of a run that is about to start; those of tools only if it has ``tools``."""
-    return tuple(column for column in GRPO_COLUMNS if tools or not column.metric.startswith("tools/"))
+class _Labelled(Protocol):
+    name: str
+    label: str
+    meaning: str
+
+
+def grpo_columns(*, tools: bool, own: Iterable[_Labelled] = ()) -> tuple[Column, ...]:
+    """The columns of a run that is about to start; those of tools only if it has ``tools``; metrics with a label."""
+    shown = [column for column in GRPO_COLUMNS if tools or not column.metric.startswith("tools/")]
+    labelled = [Column(metric.label, metric.name, about=metric.meaning) for metric in own if metric.label]
+    return (*shown[:-3], *labelled, *shown[-3:])
 
 
 class StepDisplay:
