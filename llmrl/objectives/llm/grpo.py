@@ -235,7 +235,9 @@ class GRPOLoss(LossModule):
         terms = {"loss_objective": aggregate(surrogate_BT * weight_BT)}
         # Entropy and KL leave weight_BT out: they also act on tokens that the correction drops.
         own = self.measure(log_ratio_BT.detach(), log_prob_BT.detach(), behaviour_BT, advantage_BT)
-        measured = own if scores.entropy is None else {**own, "entropy": scores.entropy.detach()}
+        measured = dict(own)
+        if scores.entropy is not None:
+            measured["entropy"] = scores.entropy.detach()
         if settings.entropy:
             terms["loss_entropy"] = -settings.entropy * aggregate(scores.entropy)
         for name, coefficient, other_BT in self._kl_targets(td, batch, mask_BT, behaviour_BT):
