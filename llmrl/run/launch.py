@@ -239,6 +239,8 @@ def _train(command: Command) -> int:
         run(parse_args(list(command.words[3:])))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
+        if isinstance(failure.message, dict):  # of llmrl's command; after it torchrun has logged the ends of all ranks
+            print(f"error         {failure.message['message']}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException:
         return INTERRUPTED

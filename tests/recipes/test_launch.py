@@ -141,10 +141,12 @@ sys.exit(run_launch(launch, runs=Path(), wait_s=60, say=print))
 """
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path):
+def test_the_exit_code_and_the_last_line_are_those_of_the_rank_that_failed(tmp_path):
     (tmp_path / "rank.py").write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
+        "import os, sys, time\nfrom llmrl.run.cli import _tell_launcher\n"
+        "if os.environ['RANK'] == '1': _tell_launcher('the engine is down'); sys.exit(7)\ntime.sleep(600)"
     )
     # A deadline below the 600 s of the other rank, which is not waited for.
     ended = subprocess.run([sys.executable, "-c", LAUNCH], cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 7, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "error         the engine is down"
