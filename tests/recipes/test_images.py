@@ -13,7 +13,7 @@ from llmrl.data.llm.dataset_files import load_rows
 from llmrl.data.llm.images import load_image
 from llmrl.data.llm.rows import to_messages, to_prompt
 from llmrl.envs.llm.rewards import JudgeReward
-from llmrl.envs.llm.tasks.colours import COLOURS, colours_problems
+from llmrl.envs.llm.tasks.colours import COLOURS, colours_demonstrations, colours_problems
 from llmrl.errors import DataError
 from llmrl.modules.llm.vision import vision_tower
 from llmrl.objectives.llm import RewardLoss
@@ -271,6 +271,14 @@ def test_no_shade_of_the_embedded_task_is_in_two_splits():
     shades = [row["image"].getpixel((0, 0)) for row in problems]
     assert len(set(shades)) == len(shades)
     assert {row["answer"] for row in colours_problems("test")} == set(COLOURS)
+
+
+def test_every_colour_is_shown_right_in_two_thirds_of_its_demonstrations():
+    """Regression: all wrong answers were those to red and cyan, so one of them was never learned."""
+    pairs = list(zip(colours_problems(), colours_demonstrations(), strict=True))
+    for colour in COLOURS:
+        right = [shown["answer"] == colour for row, shown in pairs if row["answer"] == colour]
+        assert sum(right) / len(right) == pytest.approx(2 / 3 + 1 / 18, abs=0.05)  # a random one may be right, too
 
 
 def test_a_frozen_part_costs_weights_and_neither_gradients_nor_moments():
