@@ -30,6 +30,8 @@ from llmrl.train.run import Run, run_recipe
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
+SETTINGS = "llmrl.train.preference_settings:DPOConfig"
+ABOUT = "improve a model by pairs of answers"
 
 tokenize = partial(with_held_out, tokenize_pairs)  # the pairs to train on, and those of eval.dataset
 

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["plan", "plan_with_engine", "run"]
+SETTINGS = "llmrl.train.settings:GRPOConfig"
+ABOUT = "improve a model by reward"
 
 
 def train(config: GRPOConfig, session: Session, run: Run) -> None:

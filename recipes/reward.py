@@ -30,6 +30,8 @@ from llmrl.train.run import Run, run_recipe
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
+SETTINGS = "llmrl.train.preference_settings:RewardConfig"
+ABOUT = "train a reward model on pairs of answers"
 
 
 def train(config: RewardConfig, session: Session, run: Run) -> None:

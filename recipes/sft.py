@@ -30,6 +30,8 @@ from llmrl.train.sft_data import tokenize_chats
 from llmrl.train.updater import make_updater
 
 __all__ = ["plan", "run"]
+SETTINGS = "llmrl.train.settings:SFTConfig"
+ABOUT = "teach a model by examples"
 
 tokenize = partial(with_held_out, tokenize_chats)  # the rows to train on, and those of eval.dataset
 

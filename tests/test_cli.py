@@ -153,7 +153,7 @@ def test_torchrun_gets_the_message_that_it_prints_last(tmp_path, toy, run_llmrl,
     ("arguments", "said"),
     [
         (["gpro"], "did you mean  llmrl grpo?"),
-        (["zzzzzz"], "known here    sft, grpo"),
+        (["zzzzzz"], "known here    dpo, grpo, reward, sft"),
         (["grpo"], "needs a recipe or settings"),
         (["grpo", "toy.yaml", "other.yaml"], "takes one recipe"),
         (["grpo", "nowhere.yaml"], "is not a file, nor a packaged recipe"),

@@ -57,10 +57,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by users
 HELP = """\
 usage: llmrl COMMAND ...
 
-  sft     RECIPE [section.key=value ...]   teach a model by examples
-  grpo    RECIPE [section.key=value ...]   improve a model by reward
-  dpo     RECIPE [section.key=value ...]   improve a model by pairs of answers
-  reward  RECIPE [section.key=value ...]   train a reward model on pairs of answers
+{training}
   resume  RUN [section.key=value ...]      continue from a run's last complete checkpoint
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      evaluate a run's checkpoint
@@ -132,7 +129,8 @@ def _run(arguments: list[str]) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(HELP.format(recipes=", ".join(recipe_names()) or "none"))
+        training = (f"  {name:8}RECIPE [section.key=value ...]   {recipe.about}" for name, recipe in RECIPES.items())
+        print(HELP.format(training="\n".join(training), recipes=", ".join(recipe_names()) or "none"))
         return DONE if arguments else BAD_CONFIG
     if arguments[0] == "--version":
         print(f"llmrl {llmrl.__version__}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +24,13 @@ Sizes = TypeVar("Sizes")  # of a model that is made, not read
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training command: the names of its settings class (importable without torch) and of its loop's module."""
+    """A training command: the names of its settings class (importable without torch) and of its loop's module, and what
+    it does.
+    """
 
     settings_name: str
     module: str
+    about: str = ""
 
     def settings(self) -> type[Any]:
         return load_object(self.settings_name, what="settings")
@@ -34,12 +39,19 @@ class Recipe:
         return importlib.import_module(self.module)
 
 
-RECIPES = {
-    "sft": Recipe("llmrl.train.settings:SFTConfig", "llmrl.recipes.sft"),
-    "grpo": Recipe("llmrl.train.settings:GRPOConfig", "llmrl.recipes.grpo"),
-    "dpo": Recipe("llmrl.train.preference_settings:DPOConfig", "llmrl.recipes.dpo"),
-    "reward": Recipe("llmrl.train.preference_settings:RewardConfig", "llmrl.recipes.reward"),
-}
+_DECLARED = re.compile(r'^SETTINGS = "([\w.:]+)"\nABOUT = "([^"]+)"$', re.MULTILINE)
+
+
+def _find_recipes() -> dict[str, Recipe]:
+    """The files of `llmrl.recipes` that declare their settings; they are read, since importing one loads torch."""
+    found = {}
+    for path in sorted(Path(str(resources.files("llmrl.recipes"))).glob("*.py")):
+        if declared := _DECLARED.search(path.read_text(encoding="utf-8")):
+            found[path.stem] = Recipe(declared[1], f"llmrl.recipes.{path.stem}", declared[2])
+    return found
+
+
+RECIPES = _find_recipes()
 
 
 def load_run(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, Any], Loaded]:
