@@ -155,7 +155,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
         path = str(Path(name).expanduser()) if Path(name).exists() else name
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"llmrl template: {name} must have a tokenizer: {str(error).splitlines()[0]}") from error
+        raise DataError(f"llmrl template: {name} must have a tokenizer: {' '.join(str(error).split())}") from error
     check_letters(tokenizer, name)
     return tokenizer, f"{type(tokenizer).__name__} of {name}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
