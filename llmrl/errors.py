@@ -136,8 +136,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def caused_by(sentence: str, failure: str) -> RolloutError:
     """An error whose message ends with what ``failure`` says, which is a line or a traceback; a traceback is its note.
 
-    >>> print(caused_by("the env failed for 4 of 4", "Traceback:\n  File 'my.py'\n    1 / 0\nZeroDivisionError: zero"))
-    the env failed for 4 of 4: ZeroDivisionError: zero
+    >>> print(caused_by("the env failed for 4 of 4", "ZeroDivisionError: division by zero"))
+    the env failed for 4 of 4: ZeroDivisionError: division by zero
     """
     lines = failure.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
