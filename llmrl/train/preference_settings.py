@@ -29,13 +29,19 @@ class PreferenceData(Settings):
 class DPOSettings(Settings):
     """The DPO loss of a pair."""
 
-    kind: Literal["sigmoid", "ipo", "hinge"] = Field(
-        "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC"
+    kind: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] = Field(
+        "sigmoid", description="sigmoid: DPO; ipo: a squared distance; hinge: SLiC; simpo, orpo: without a reference"
     )
-    beta: float = Field(0.1, gt=0, description="larger values keep the model closer to the reference")
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="larger values keep the model closer to the reference; of orpo the weight of the preference; null: "
+        "0.1, for simpo 2",
+    )
+    gamma: float | None = Field(None, ge=0, description="for simpo: the margin to reach, times beta; null: 1")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed share of wrong labels; for sigmoid")
     normalize_by_seq_length: bool | None = Field(
-        None, description="mean log-prob over an answer's tokens, not the sum; null: true for ipo"
+        None, description="mean log-prob over an answer's tokens, not the sum; null: true for ipo, simpo and orpo"
     )
     reference: Literal["start", "none"] = Field(
         "start", description="start: the starting model, scored once; none: a uniform distribution"
@@ -46,10 +52,18 @@ class DPOSettings(Settings):
         """Keyword arguments of `DPOLoss`."""
         return self.model_dump(exclude={"reference"}) | {"reference_free": self.reference == "none"}
 
+    @property
+    def has_reference(self) -> bool:
+        return self.reference == "start" and self.kind not in ("simpo", "orpo")
+
     @model_validator(mode="after")
-    def _smoothing_is_for_sigmoid(self) -> DPOSettings:
+    def _fits_the_kind(self) -> DPOSettings:
         if self.label_smoothing and self.kind != "sigmoid":
             raise ValueError(f"label_smoothing is for kind sigmoid: got {self.kind}")
+        if self.gamma is not None and self.kind != "simpo":
+            raise ValueError(f"gamma is for kind simpo: got {self.kind}")
+        if self.normalize_by_seq_length is False and self.kind in ("simpo", "orpo"):
+            raise ValueError(f"normalize_by_seq_length false is not for kind {self.kind}, which compares means")
         return self
 
 
@@ -77,8 +91,10 @@ class DPOConfig(PairsConfig):
     def loss_in_words(self) -> str:
         dpo = self.dpo
         smoothed = f", {dpo.label_smoothing:.0%} of the labels assumed wrong" if dpo.label_smoothing else ""
-        reference = "the starting model, scored once" if dpo.reference == "start" else "none"
-        return f"{dpo.kind}, beta {dpo.beta:g}{smoothed} · reference: {reference}"
+        reference = "the starting model, scored once" if dpo.has_reference else "none"
+        beta = dpo.beta if dpo.beta is not None else 2.0 if dpo.kind == "simpo" else 0.1
+        target = f", gamma {1.0 if dpo.gamma is None else dpo.gamma:g}" if dpo.kind == "simpo" else ""
+        return f"{dpo.kind}, beta {beta:g}{target}{smoothed} · reference: {reference}"
 
 
 class RewardLossSettings(Settings):

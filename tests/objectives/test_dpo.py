@@ -50,6 +50,11 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
+def log_odds(chosen, rejected):
+    p, q = math.exp(chosen), math.exp(rejected)
+    return math.log(p / (1 - p)) - math.log(q / (1 - q))
+
+
 # The margins of the pairs: (-3 + 2) - (-4 + 2) = 1 and (-3 + 4) - (-1.5 + 1) = 1.5; of means
 # (-1.5 + 2) - (-4 + 2) = 2.5 and (-3 + 4) - (-0.75 + 1) = 0.75; without a reference -3 + 4 = 1 and -3 + 1.5 = -1.5.
 @pytest.mark.parametrize(
@@ -65,6 +70,13 @@ def sigmoid(x):
         ({"beta": 0.5, "kind": "hinge"}, (0.5 + 0.25) / 2, 1.0),
         ({"beta": 0.5, "kind": "ipo"}, ((2.5 - 1) ** 2 + (0.75 - 1) ** 2) / 2, 1.0),
         ({"beta": 0.5, "kind": "ipo", "normalize_by_seq_length": False}, (0 + 0.25) / 2, 1.0),
+        # means without a reference: -1.5 + 4 = 2.5 and -3 + 0.75 = -2.25
+        ({"kind": "simpo", "beta": 0.4, "gamma": 0.5}, -sum(math.log(sigmoid(x)) for x in (0.5, -1.4)) / 2, 0.5),
+        (
+            {"kind": "orpo", "beta": 0.2},
+            (1.5 + 3 - 0.2 * sum(math.log(sigmoid(log_odds(*x))) for x in ((-1.5, -4), (-3, -0.75)))) / 2,
+            0.5,
+        ),
         ({"beta": 0.5, "reference_free": True}, -sum(math.log(sigmoid(x)) for x in (0.5, -0.75)) / 2, 0.5),
     ],
 )
@@ -74,7 +86,7 @@ def test_worked_numbers(settings, expected, right):
     assert output.loss_dpo.item() == pytest.approx(expected)
     assert output.pairs_right.item() == right
     assert output.tokens.item() == 6
-    if "normalize" not in str(settings) and settings.get("kind") != "ipo":
+    if "normalize" not in str(settings) and settings.get("kind") not in ("ipo", "simpo", "orpo"):
         assert (output.chosen_log_prob.item(), output.rejected_log_prob.item()) == (-3.0, -2.75)
 
 
@@ -192,3 +204,33 @@ def test_values_and_gradients_are_those_of_trl(kind):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     (theirs_gradient,) = torch.autograd.grad(theirs, log_probs)
     torch.testing.assert_close(ours_gradient, theirs_gradient)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_losses_without_a_reference_are_those_of_trl(kind):
+    loss, batch = worked(kind=kind, beta=0.3, **({"gamma": 0.7} if kind == "simpo" else {}))
+    ours = total_loss(loss(batch))
+    (ours_gradient,) = torch.autograd.grad(ours, loss.actor_network.log_prob)
+    log_probs = loss.actor_network.log_prob.detach().clone().requires_grad_()
+    mask = torch.tensor([[0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
+    means = (log_probs * mask).sum(1) / mask.sum(1)
+    chosen, rejected = means[:2], means[2:]
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    if kind == "simpo":
+        from trl.experimental.cpo import CPOTrainer
+
+        trainer = SimpleNamespace(
+            loss_type="simpo", simpo_gamma=0.7, beta=0.3, label_smoothing=0.0, alpha=0.0, accelerator=accelerator
+        )
+        theirs = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
+    else:
+        from trl.experimental.orpo import ORPOTrainer
+
+        trainer = SimpleNamespace(beta=0.3, accelerator=accelerator)
+        # Its loss is the mean of -log p of the chosen answers minus the mean of what this function returns.
+        theirs = -chosen.mean() - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
+    (gradient,) = torch.autograd.grad(theirs, log_probs)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    torch.testing.assert_close(ours_gradient * mask, gradient, atol=1e-6, rtol=0)

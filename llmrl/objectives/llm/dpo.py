@@ -51,11 +51,15 @@ class DPOLoss(LossModule):
     Raises  DataError for a pair with one answer that has no trained token; MissingKeyError; ConfigError for settings
             that contradict each other
 
-    kind                     "sigmoid" (DPO), "ipo" or "hinge" (SLiC): `functional.preference`
-    beta                     how strongly the policy is held to the reference: a larger beta keeps it nearer
+    kind                     "sigmoid" (DPO), "ipo", "hinge" (SLiC), "simpo" or "orpo": `functional.preference`. "orpo"
+                             adds -log p of the chosen answer, its mean over the tokens
+    beta                     how strongly the policy is held to the reference: a larger beta keeps it nearer; of "orpo"
+                             the weight of its preference term. None: 0.1, for "simpo" 2
     label_smoothing          assumed share of wrongly labelled pairs; only for "sigmoid"
-    normalize_by_seq_length  log-probs are means over an answer's tokens, not sums; None: True for "ipo" (its paper)
-    reference_free           the reference is uniform: its log-probs are 0
+    gamma                    only for "simpo": by how much beta times the margin should exceed 0. None: 1
+    normalize_by_seq_length  log-probs are means over an answer's tokens, not sums; None: True for all but "sigmoid" and
+                             "hinge" (their papers). "simpo" and "orpo" have no other form
+    reference_free           the reference is uniform: its log-probs are 0; always with "simpo" and "orpo"
     """
 
     default_keys: ClassVar = {
@@ -76,24 +80,34 @@ class DPOLoss(LossModule):
         actor_network: nn.Module,
         *,
         kind: Preference = "sigmoid",
-        beta: float = 0.1,
+        beta: float | None = None,
         label_smoothing: float = 0.0,
+        gamma: float | None = None,
         normalize_by_seq_length: bool | None = None,
         reference_free: bool = False,
     ) -> None:
         super().__init__()
         if kind not in get_args(Preference):
             raise fn.unknown("DPOLoss: kind", kind, get_args(Preference))
+        own_form = kind in ("simpo", "orpo")
+        beta = beta if beta is not None else 2.0 if kind == "simpo" else 0.1
         if not beta > 0:
             raise ConfigError(f"DPOLoss: beta must be above 0: got {beta}.")
         if not 0 <= label_smoothing < 0.5:
             raise ConfigError(f"DPOLoss: label_smoothing must be within [0, 0.5): got {label_smoothing}.")
         if label_smoothing and kind != "sigmoid":
             raise ConfigError(f"DPOLoss: label_smoothing is for kind='sigmoid': got kind={kind!r}.")
+        if gamma is not None and kind != "simpo":
+            raise ConfigError(f"DPOLoss: gamma is for kind='simpo': got kind={kind!r}.")
+        if own_form and normalize_by_seq_length is False:
+            raise ConfigError(f"DPOLoss: kind={kind!r} compares means over tokens: got normalize_by_seq_length=False.")
         self.actor_network = actor_network
         self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
-        self.normalize_by_seq_length = kind == "ipo" if normalize_by_seq_length is None else normalize_by_seq_length
-        self.reference_free = reference_free
+        self.gamma = 1.0 if gamma is None else gamma
+        self.normalize_by_seq_length = normalize_by_seq_length
+        if normalize_by_seq_length is None:
+            self.normalize_by_seq_length = own_form or kind == "ipo"
+        self.reference_free = reference_free or own_form
 
     def placeholder(self, device: torch.device) -> dict[str, Tensor]:
         one = torch.ones(1, dtype=torch.int64, device=device)
@@ -123,8 +137,11 @@ class DPOLoss(LossModule):
                 raise DataError(f"DPOLoss: reference_log_probs must be finite: got NaN or inf in row {row}.")
         # An answer's implicit reward is beta times its log-ratio, up to a prompt term that cancels in the margin.
         chosen_B, rejected_B = (log_prob_B2 - reference_B2).unbind(-1)
-        margin_B = chosen_B - rejected_B
-        loss_B = fn.preference(margin_B, kind=self.kind, beta=self.beta, label_smoothing=self.label_smoothing)
+        margin_B = fn.log_odds_ratio(chosen_B, rejected_B) if self.kind == "orpo" else chosen_B - rejected_B
+        given = {"beta": self.beta, "label_smoothing": self.label_smoothing, "gamma": self.gamma}
+        loss_B = fn.preference(margin_B, kind=self.kind, **given)
+        if self.kind == "orpo":  # it also learns the chosen answers, so no reference has to hold it
+            loss_B = loss_B - chosen_B
         return DPOLossOutput(
             loss_dpo=mean(loss_B),
             pairs_right=mean((margin_B.detach() > 0).to(loss_B.dtype)),

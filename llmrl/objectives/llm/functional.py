@@ -21,7 +21,7 @@ from torch import Tensor
 from llmrl.errors import ConfigError, DataError, MissingKeyError, did_you_mean
 from llmrl.objectives.llm.settings import Aggregation, Correction, KLEstimator
 
-Preference = Literal["sigmoid", "ipo", "hinge"]
+Preference = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"]
 
 MAX_LOG_RATIO = 20.0  # e**20 = 5e8: a larger ratio carries no information, and e**89 is infinite in float32
 
@@ -135,16 +135,21 @@ def minor_sft(log_prob_B: Tensor, reference_log_prob_B: Tensor, *, beta: float) 
 # --------------------------------------------------------------------------------------------------------- preferences
 
 
-def preference(margin_B: Tensor, *, kind: Preference, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def preference(
+    margin_B: Tensor, *, kind: Preference, beta: float, label_smoothing: float = 0.0, gamma: float = 0.0
+) -> Tensor:
     """The loss of pairs whose implicit rewards, log pi - log pi_ref, differ by ``margin_B``: chosen minus rejected.
 
     sigmoid   -log sigmoid(beta m); with label_smoothing e, the assumed share of wrong labels:
               -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)
     ipo       (m - 1 / (2 beta))^2
     hinge     max(0, 1 - beta m)
+    simpo     -log sigmoid(beta m - gamma), with m the difference of mean log-probs per token, without a reference
+    orpo      -beta log sigmoid(m), with m a `log_odds_ratio`
 
     Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; Chowdhury et al. 2024 (arXiv:2403.00409) for smoothing; Azar
-    et al. 2023 (arXiv:2310.12036), eq. 17; Zhao et al. 2023 (arXiv:2305.10425), section 2.3.
+    et al. 2023 (arXiv:2310.12036), eq. 17; Zhao et al. 2023 (arXiv:2305.10425), section 2.3; Meng et al. 2024
+    (arXiv:2405.14734), eq. 6; Hong et al. 2024 (arXiv:2403.07691), eq. 7.
 
     >>> preference(torch.tensor([0.0, 5.0]), kind="ipo", beta=0.1)
     tensor([25.,  0.])
@@ -158,7 +163,28 @@ def preference(margin_B: Tensor, *, kind: Preference, beta: float, label_smoothi
             return (margin_B - 1 / (2 * beta)) ** 2
         case "hinge":
             return torch.relu(1 - beta * margin_B)
+        case "simpo":
+            return -torch.nn.functional.logsigmoid(beta * margin_B - gamma)
+        case "orpo":
+            return -beta * torch.nn.functional.logsigmoid(margin_B)
     raise unknown("preference: kind", kind, get_args(Preference))
+
+
+def log_odds_ratio(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
+    """log of odds(chosen) / odds(rejected), with odds(p) = p / (1 - p), from mean log-probs per token.
+
+    Source: Hong et al. 2024, ORPO (arXiv:2403.07691), eqs. 4 and 5.
+
+    >>> ratio = log_odds_ratio(torch.tensor([0.8]).log(), torch.tensor([0.5]).log()).exp()
+    >>> round(ratio.item(), 4)  # (0.8 / 0.2) / (0.5 / 0.5)
+    4.0
+    """
+
+    def log_one_minus_exp(log_p_B: Tensor) -> Tensor:
+        log_p_B = log_p_B.clamp(max=-torch.finfo(log_p_B.dtype).eps)  # p = 1 has infinite odds
+        return torch.log(-torch.expm1(log_p_B))
+
+    return chosen_B - rejected_B - (log_one_minus_exp(chosen_B) - log_one_minus_exp(rejected_B))
 
 
 def bradley_terry(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | float = 0.0) -> Tensor:
