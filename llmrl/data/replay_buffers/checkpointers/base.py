@@ -289,6 +289,3 @@ def default_for(storage: Storage) -> StorageCheckpointerBase:
     if isinstance(storage, StorageEnsemble):
         return StorageEnsembleCheckpointer()
     return TensorStorageCheckpointer() if isinstance(storage, TensorStorage) else ListStorageCheckpointer()
-
-
-Storage._default_checkpointer = default_for  # set here, because checkpointers import the storages

@@ -386,7 +386,9 @@ class Storage(ABC):
     def checkpointer(self) -> Any:
         """Writes and reads the rows for ``dumps`` and ``loads``; by default ``checkpointers.default_for(storage)``."""
         if self._checkpointer is None:
-            self._checkpointer = self._default_checkpointer()
+            from llmrl.data.replay_buffers.checkpointers.base import default_for  # checkpointers import the storages
+
+            self._checkpointer = default_for(self)
         return self._checkpointer
 
     @checkpointer.setter
