@@ -336,7 +336,7 @@ def test_a_storage_without_a_buffer_is_written_and_read_by_the_default_checkpoin
     storage.dumps(tmp_path)
     twin.loads(tmp_path)
     assert twin[:] == ["a", "b"]
-    # Regression: a program that imports no checkpointer had none, as packages load their names when they are first used.
+    # Regression: a program that imported no checkpointer had none: packages load their names when they are first used.
     code = f"from llmrl.data import ListStorage; s = ListStorage(3); s.set(range(1), ['c']); s.dumps({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     twin.loads(tmp_path)
