@@ -176,6 +176,8 @@ class EnvBase(EnvSpecs, abc.ABC):
     def _reset_rows(self, td: TensorDictBase, mask: Tensor, given: TensorDictBase | None) -> TensorDictBase:
         # ``given`` holds the old entries that the reset hooks see; None: they see only the batch size.
         batch_size = td.batch_size
+        if not isinstance(mask, Tensor):
+            raise ShapeError(f"{type(self).__name__}.reset: '_reset' must be a bool tensor: got {type(mask).__name__}.")
         if mask.numel() != batch_size.numel():
             raise ShapeError(
                 f"{type(self).__name__}.reset: '_reset' must have one entry per row: got shape {tuple(mask.shape)} for "

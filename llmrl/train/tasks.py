@@ -98,7 +98,8 @@ class Task:
         columns = {"prompt_column": settings.prompt_column, "answer_column": settings.answer_column}
         rewards = [reward for reward in self._planned if isinstance(reward, RewardFunction)]
         unread = read_prompt(rows[0], **columns)[1]
-        return [name for name in unread if not any(reward.reads(name) for reward in rewards)]
+        replaced = "answer" if settings.answer_column else None  # by that column, if it is not read itself
+        return [name for name in unread if name == replaced or not any(reward.reads(name) for reward in rewards)]
 
     def make_env(self, rows: Sequence[Row], **options: Any) -> DatasetChatEnv:
         """An environment on ``rows``, with tools, user and rewards; ``options`` are those of `DatasetChatEnv`.

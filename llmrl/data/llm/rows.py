@@ -139,13 +139,15 @@ def read_prompt(
         if not messages:
             raise DataError(f"to_prompt: a prompt must have a message: {reading.where} has only an assistant turn.")
     else:
-        column = prompt_column or reading.pick(PROMPT_COLUMNS, "prompt", CHAT_COLUMNS)
-        messages = reading.prompt(column)
-        if prompt_column is None and column != "query" and has_value(row.get("query")):
-            raise DataError(
-                f"to_prompt: {reading.where} must have one prompt: its columns {column!r} and 'query' both are; name "
-                "one as prompt_column."
-            )
+        messages = reading.prompt(prompt_column or reading.pick(PROMPT_COLUMNS, "prompt", CHAT_COLUMNS))
+    [column] = reading.prompt_columns
+    if has_value(row.get("query")) and row["query"] != row[column]:
+        remedy = "rename 'query', which is the name of the prompt in an environment"
+        if prompt_column is None and column not in CHAT_COLUMNS:
+            remedy = "name 'query' as prompt_column, or rename it"
+        raise DataError(
+            f"to_prompt: {reading.where} must have one prompt: its columns {column!r} and 'query' both are; {remedy}."
+        )
     messages = reading.finish(messages, None, refuse=("history",))
     if answer_column is not None:
         reference = reading.take(answer_column)

@@ -28,16 +28,16 @@ from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, DataError, MissingKeyError, check_at_least, check_choice
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.columns import RESERVED, refuse_reserved
 from llmrl.modules.llm.policies.containers import CONTAINERS, ChatHistory, Text, Tokens
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.token_stream import TokenStream
+from llmrl.modules.llm.vision import MEDIA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-# Entries that the environment, the primer or the policy writes over.
-_OWN_COLUMNS = {"seed", "group_id", "stop_reason", "policy_version", "step_count", "done", "terminated", "truncated"}
 
 
 class ChatEnv(EnvBase):
@@ -98,6 +98,9 @@ class ChatEnv(EnvBase):
             if name != input_mode
         }
         self.state_spec = Composite({**carried, self.data_key: NonTensor(shape=batch_size)}, shape=batch_size)
+        # The prompt may be in a column named like a view, which then replaces it.
+        is_view = self.data_key in CONTAINERS
+        self.reserved_columns = {name: RESERVED[name] for name in RESERVED if name != self.data_key or not is_view}
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[Any], **options: Any) -> TransformedEnv:
@@ -122,6 +125,7 @@ class ChatEnv(EnvBase):
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
         remedy = f"pass TensorDict({self.data_key}=..., batch_size={list(self.batch_size)}), or add a DataLoadingPrimer"
         queries = required_column(td, self.data_key, "ChatEnv.reset", "the user's message", remedy)
+        refuse_reserved(_columns_of(td), "ChatEnv.reset", self.reserved_columns)
         out = new_tensordict(
             {key: value for key, value in td.items() if key not in ("_reset", "next", *CONTAINERS)},
             batch_size=td.batch_size,
@@ -194,6 +198,16 @@ class ChatEnv(EnvBase):
         if self.input_mode == "text":
             return Text.from_rows({"prompt": self.renderer.codec.render(chats, add_generation_prompt=True)})
         return Tokens.from_rows({"prompt": [ids.to(self.device) for ids in self.renderer.prompt_ids(chats)]})
+
+
+def _columns_of(td: TensorDictBase) -> list[str]:
+    """The entries that are columns of the data by their type; the others may come from the turns before a reset."""
+    nested = (*CONTAINERS, MEDIA, "next")
+    return [
+        name
+        for name, value in td.items()
+        if (is_non_tensor(value) and name != "policy_version") or (name in nested and isinstance(value, Tensor))
+    ]
 
 
 def _without_room(td: TensorDictBase) -> Tensor | None:
@@ -279,12 +293,10 @@ class DatasetChatEnv(TransformedEnv):
             # Collates all rows at once, not per batch: epoch order and resumption count the collated rows.
             rows = list(collate_fn(list(rows)))
         if data_key not in (None, "query"):
-            rows = [{data_key if key == "query" else key: value for key, value in row.items()} for row in rows]
-        if taken := sorted({name for row in rows for name in row} & _OWN_COLUMNS):
-            raise ConfigError(
-                f"{who}: a column of the data must not have a name that the environment writes: got "
-                f"{', '.join(taken)}; rename it in the data, as in {taken[0]}_of_row."
-            )
+            rows = [_under(data_key, row, number) for number, row in enumerate(rows, 1)]
+        names = dict.fromkeys(name for row in rows for name in row)
+        if any(len(row) < len(names) for row in rows):  # rows of JSON may leave out what has no value
+            rows = [{**dict.fromkeys(names), **row} for row in rows]
         self.primer = DataLoadingPrimer(rows, batch_size=num_envs, **keywords_of(DataLoadingPrimer, given))
         super().__init__(ChatEnv(batch_size=self.primer.batch_size, **keywords_of(ChatEnv, given)), self.primer)
         if max_steps is not None:
@@ -310,6 +322,16 @@ def checked_rows(rows: Sequence[Any], who: str) -> Sequence[Mapping[str, Any]]:
             form, got = {"question": "2 + 2?", "answer": "4"}, type(row).__name__
             raise DataError(f"{who}: a row must be a mapping of its columns, as {form}: row {number} is a {got}.")
     return rows
+
+
+def _under(data_key: str, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The row with its prompt under ``data_key``. Raises DataError for another column of that name."""
+    if data_key in row and row[data_key] != row.get("query"):
+        raise DataError(
+            f"dataset: data_key={data_key!r} must not name a column besides the prompt: row {number} has both; choose "
+            "another data_key."
+        )
+    return {data_key if key == "query" else key: value for key, value in row.items()}
 
 
 def answered(

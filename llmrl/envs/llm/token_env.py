@@ -17,7 +17,7 @@ from llmrl.data.specs import Categorical, Composite, NonTensor, TensorSpec, Unbo
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.chat import one_batch_size
 from llmrl.envs.llm.options import split_keywords
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer, next_seeds
+from llmrl.envs.llm.transforms.dataloading import RESERVED_IN_ANY, DataLoadingPrimer, next_seeds
 from llmrl.envs.llm.transforms.tokenizer import Tokenizer
 from llmrl.envs.transforms.transformed_env import TransformedEnv
 from llmrl.errors import ConfigError, ShapeError
@@ -90,6 +90,8 @@ class LLMEnv(EnvBase):
         self.zero_reward_key = reward_key if assign_reward else None
         self.assign_done = assign_done
         self.eos_token_id = eos_token_id
+        action = self.answer_key if isinstance(self.answer_key, str) else self.answer_key[0]
+        self.reserved_columns = {**RESERVED_IN_ANY, action: "the action"}
         spec = self._view_spec(vocab_size)
         observation = Composite({self.prompt_key: spec}, shape=batch_size)
         if self.attention_key is not None:

@@ -1,17 +1,31 @@
 """The prompts that a run sees are a function of the data, the seed and one number."""
 
 import multiprocessing
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from llmrl.data.ragged.tensordicts import column
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
-from llmrl.envs.llm.transforms import DataLoadingPrimer, EndOfData, PolicyVersion
+from llmrl.envs.llm.transforms import (
+    DataLoadingPrimer,
+    EndOfData,
+    PolicyVersion,
+    RewardFunction,
+    ToolTransform,
+    UserTurn,
+)
 from llmrl.errors import CheckpointError, ConfigError, DataError, MissingKeyError
+from llmrl.modules.llm.policies.columns import RESERVED
+from llmrl.testing import ScriptedPolicy
 from tests.support.refusals import refusals
 
+ROOT = Path(__file__).parents[3]
 ROWS = [{"query": f"q{n}"} for n in range(10)]
 
 
@@ -226,7 +240,116 @@ def test_the_batch_size_does_not_change_order_groups_or_seeds():
     assert min(seeds) >= 0
 
 
-@pytest.mark.parametrize("name", ["seed", "group_id", "stop_reason", "policy_version", "step_count", "done"])
-def test_a_column_that_the_environment_would_write_over_is_refused_by_its_name(name):
-    with pytest.raises(ConfigError, match=f"got {name}; rename it in the data, as in {name}_of_row"):
-        DatasetChatEnv(dataset=[{"query": "q", name: 3}], seed=0)
+# Ways to start conversations from rows; an iterable is read, and a tensordict is given, at the reset.
+STARTS = {
+    "dataset": lambda rows: DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=2, seed=0),
+    "dataset without seed": lambda rows: DatasetChatEnv(dataset=rows, num_envs=2, shuffle=False, max_steps=2),
+    "dataloader": lambda rows: ChatEnv.from_dataloader(rows, batch_size=2),
+    "iterable": lambda rows: ChatEnv.from_dataloader(DataLoader(rows, batch_size=2)),
+    "reset": lambda rows: ChatEnv(batch_size=[2]),
+}
+
+
+def rows_with(name):
+    return [{"query": "q", "answer": "a", name: value} for value in ("x", "y")]
+
+
+def started(start, rows, *transforms):
+    env = STARTS[start](rows)
+    for transform in transforms:
+        env = env.append_transform(transform)
+    given = {key: column([row[key] for row in rows]) for key in rows[0]}
+    return env, env.reset(TensorDict(given, batch_size=[2]) if start == "reset" else None)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_column_with_the_name_of_an_entry_is_refused_however_conversations_start(name):
+    """Regression: rewards got the sampling seed for the column `seed`, and never saw `text` or `next`."""
+    starts = set(STARTS)
+    if name == "history":  # a part of the prompt
+        starts -= {"dataset", "dataset without seed"}
+    if name in ("policy_version", "_reset"):  # may be of the turns before a reset; a mask of the rows to reset
+        starts -= {"reset"}
+    for start in starts:
+        with pytest.raises(DataError, match=rf"got '{name}' .*rename it .*{name.strip('_')}_of_row"):
+            # Where the columns are known, when it is made.
+            STARTS[start](rows_with(name)) if start.startswith("data") else started(start, rows_with(name))
+    assert f"`{name}`" in (ROOT / "docs/keys.md").read_text().partition("Refused, with the name")[2].partition("##")[0]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "name", ["solution", "prompt", "completion", "index", "conversation_id", "tool_calls", "action"]
+)
+def test_other_columns_reach_rewards_and_users_under_their_names_in_every_turn(start, name):
+    if start.startswith("dataset") and name == "prompt":
+        pytest.skip("two prompts, which to_prompt refuses")
+    seen = {}
+
+    def note(by, values):
+        seen.setdefault(by, []).extend(values)
+        return [1.0] * len(values)
+
+    def one(text, /, **columns):
+        return note("one", [columns[name]])[0]
+
+    def many(texts, /, **columns):
+        return note("many", columns[name])
+
+    def trl(completions, **columns):
+        return note("trl", columns[name])
+
+    def user(messages, **columns):
+        return note("user", [columns[name]]) and "go on"
+
+    rewards = [RewardFunction(one), RewardFunction(many, batched=True), RewardFunction(trl)]
+    env, td = started(start, rows_with(name), UserTurn(user, concurrency=1), *rewards)
+    policy = ScriptedPolicy(["ok"] * 4)
+    env.step(policy(env.step_mdp(env.step(policy(td)))))
+    turns = ["x", "y"] * 2
+    asked = turns[:2] if start.startswith("dataset") else turns  # a dataset's second turn is the last
+    assert seen == {"user": asked, "one": turns, "many": turns, "trl": turns}
+
+
+def test_a_column_that_the_first_row_lacks_is_not_lost():
+    """Regression: columns were those of the first row, so the tools of the second were never declared."""
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"prompt": "a"}, {"prompt": "b", "tools": [schema], "level": 3}]
+    for order, levels in ((rows, [None, 3]), (rows[::-1], [3, None])):
+        td = DatasetChatEnv(dataset=order, num_envs=2, shuffle=False).reset()
+        tools = [chat[0].get("tools") for chat in td["history"].prompt.to_chats()]
+        assert (td.get("level").tolist(), list(map(bool, tools))) == (levels, list(map(bool, levels)))
+    with pytest.raises(DataError, match="row 2 also has 'level'"):
+        DataLoadingPrimer([{"query": "a"}, {"query": "b", "level": 3}]).pull(2)
+
+
+def starting(start, name, make):
+    return lambda: started(start, rows_with(name), make())
+
+
+def scoring(name, fn):
+    return starting("dataset", name, lambda: RewardFunction(fn, name="f"))
+
+
+TOOLS = partial(ToolTransform, ["calculator"])
+TWO_PROMPTS = [{"task": "a", "query": "b"}]
+test_columns_with_the_name_of_an_argument_or_of_what_a_transform_writes_are_refused = refusals(
+    (DataError, r"'completion'; rename.*, /, \*\*", scoring("completion", lambda completion, **columns: 0.0)),
+    (DataError, "argument: got 'completions'", scoring("completions", lambda completions, **columns: [])),
+    (
+        DataError,
+        "argument: got 'messages'",
+        starting("dataloader", "messages", lambda: UserTurn(lambda messages, **_: 1)),
+    ),
+    (ConfigError, "'history' must be.*not passed", scoring("level", lambda completion, history: 0.0)),
+    (DataError, "'reward_f' ", scoring("reward_f", lambda completion: 0.0)),
+    (DataError, "'reward_f' ", starting("iterable", "reward_f", lambda: RewardFunction(len, name="f"))),
+    *(
+        (DataError, f"'{name}' ", starting(start, name, TOOLS))
+        for start in ("dataset", "iterable", "reset")
+        for name in ("conversation_id", "tool_calls", "tool_use")
+    ),
+    (DataError, "got 'seed'", lambda: DataLoadingPrimer(rows_with("seed")).pull(1)),
+    (DataError, "'task' and 'query' both", lambda: DatasetChatEnv(dataset=TWO_PROMPTS, prompt_column="task")),
+    (DataError, "data_key='level'", lambda: DatasetChatEnv(dataset=rows_with("level"), data_key="level")),
+)

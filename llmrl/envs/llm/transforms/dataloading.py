@@ -18,12 +18,18 @@ from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, new_tensordict
 from llmrl.data.specs import Composite, NonTensor, Unbounded
+from llmrl.envs.specs import EnvSpecs
 from llmrl.envs.td_ops import fill_missing
-from llmrl.envs.transforms.base import Transform
+from llmrl.envs.transforms.base import Transform, innermost
 from llmrl.errors import CheckpointError, ConfigError, DataError, LLMRLError, MissingKeyError, did_you_mean
 from llmrl.modules.llm.engines.sampling import GOLDEN, mix64
+from llmrl.modules.llm.policies.columns import RESERVED, refuse_reserved
+from llmrl.modules.llm.policies.containers import CONTAINERS
 
 Row = Mapping[str, Any]
+
+# In an env that is not a `ChatEnv`, which may have its prompt under any name.
+RESERVED_IN_ANY = {name: what for name, what in RESERVED.items() if name not in CONTAINERS}
 
 
 class EndOfData(LLMRLError, EOFError):
@@ -40,7 +46,9 @@ class DataLoadingPrimer(Transform):
             "seed"      int64[B]   if ``seed`` is given: the sampling seed of this row at this turn
     Raises  EndOfData at a reset after ``epochs`` epochs (None: never); the reset before it may return fewer rows
             DataError for an empty dataset or a row that is not a mapping, MissingKeyError for a row without a column of
-            the first row, or of ``primers``, both with its number; ConfigError for contradictory settings
+            the first row, or of ``primers``, both with its number; DataError for a row with more columns than the
+            first, and for a column that has the name of an entry of the env (`RESERVED`), as soon as it is known;
+            ConfigError for contradictory settings
 
     ``repeats=G`` returns every prompt G times in a row. With ``group_repeats=True`` an environment built around the
     primer has G slots per prompt (``batch_size`` counts prompts), so each batch contains whole groups.
@@ -129,6 +137,16 @@ class DataLoadingPrimer(Transform):
             batch["seed"] = row_seeds(self.seed, draws, copies).to(self.device)
         return new_tensordict(batch, [count], self.device)
 
+    def set_container(self, container: EnvSpecs) -> None:
+        super().set_container(container)
+        refuse_reserved(self.columns or (), "dataset", self._reserved())
+
+    def _reserved(self) -> Mapping[str, str]:
+        """The entries that the env, its policy and its transforms have under the name of what they are."""
+        if self.container is None:
+            return {name: RESERVED[name] for name in ("group_id", "seed")}
+        return getattr(innermost(self.container), "reserved_columns", RESERVED_IN_ANY)
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: resumes at exactly the next row, also with a different number of ranks."""
         return {
@@ -208,12 +226,18 @@ class DataLoadingPrimer(Transform):
     def _columns(self, draws: list[int], by_draw: Mapping[int, Any]) -> dict[str, Any]:
         if self.columns is None:
             self._names = self._names_of(by_draw[draws[0]], draws[0])
+        refuse_reserved(self._names, "dataset", self._reserved())
         for draw, row in by_draw.items():
             present = self._names_of(row, draw)
             if missing := [name for name in self._names if name not in present]:
                 had = f"row {self._source.number(draw)} has {', '.join(map(str, present))}"
                 hint = did_you_mean(missing[0], present)
                 raise MissingKeyError(f"DataLoadingPrimer: every row must have the column {missing[0]!r}: {had}.{hint}")
+            if self.primers is None and (more := [name for name in present if name not in self._names]):
+                raise DataError(
+                    f"DataLoadingPrimer: every row must have the columns of the first: row {self._source.number(draw)} "
+                    f"also has {', '.join(map(repr, more))}; give the others None there."
+                )
         return {name: self._column([by_draw[draw][name] for draw in draws]) for name in self._names}
 
     def _names_of(self, row: Any, draw: int) -> tuple[str, ...]:
@@ -235,6 +259,13 @@ class DataLoadingPrimer(Transform):
                 f"them: got {tuple(values[0].shape)} and others."
             )
         return torch.stack(values)
+
+
+def primers_of(env: EnvSpecs | None) -> list[DataLoadingPrimer]:
+    """The primers that start the conversations of an env, if any, and whose columns are known."""
+    leaves = () if env is None else env.transform.leaves()
+    found = [leaf for leaf in leaves if isinstance(leaf, DataLoadingPrimer)]
+    return [primer for primer in found if primer.columns is not None]
 
 
 class IndexedRows:

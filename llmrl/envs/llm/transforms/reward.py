@@ -20,16 +20,17 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from llmrl.concurrency.deadline import AsyncRunner, Calls, ThreadRunner, is_coroutine_function, runner_of
+from llmrl.data.llm.row_reading import CHAT_COLUMNS, PROMPT_COLUMNS
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
 from llmrl.envs.llm.completions import ScoringTransform, add_reward, completion_texts, tokenizer_of, unpadded_ids
-from llmrl.envs.llm.transforms.dataloading import DataLoadingPrimer
+from llmrl.envs.llm.transforms.dataloading import primers_of
 from llmrl.envs.llm.transforms.reward_process import SHOWN, ProcessRunner, plain_number, plain_numbers
-from llmrl.envs.specs import DONE_KEYS
 from llmrl.envs.transforms.base import innermost
-from llmrl.errors import ConfigError, ShapeError, check_at_least, check_choice, did_you_mean
+from llmrl.errors import ConfigError, DataError, ShapeError, check_at_least, check_choice, did_you_mean
 from llmrl.loading import load_function
+from llmrl.modules.llm.policies.columns import RESERVED, refuse_reserved
 
 Reward = Callable[..., Any]
 Spec = Mapping[str, Any] | str | Reward
@@ -61,13 +62,14 @@ class RewardFunction(ScoringTransform):
     Calls   ``fn(completion: str, answer: str | None, ...)`` per row; with ``batched=True`` (or ``fn.batched``) once, on
             lists of all rows. A function with a parameter ``completions`` or ``completion_ids`` (or ``style="trl"``) is
             called as TRL's trainer calls it, see `_trl_arguments`. Further parameters are dataset columns by name, a
-            tensor's row as a tensor; ``**kwargs`` receives every column that is not a tensor. ``fn`` may be a coroutine
-            function, or a name for `load_reward`. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time;
-            default 1, or 64 for a coroutine function
+            tensor's row as a tensor; ``**kwargs`` receives all of them. ``fn`` may be a coroutine function, or a name
+            for `load_reward`. ``concurrency`` (or ``fn.concurrency``) rows are scored at a time; default 1, or 64 for a
+            coroutine function
     Writes  "reward"          float32[B, 1, 1]  += weight * value, in the ``next`` tensordict
             "reward_<name>"   float32[B, 1, 1]  the value itself; with weight 0 it is only reported
-    Raises  ConfigError for a parameter without a matching column, as soon as the columns are known; ShapeError if
-            ``fn`` returns anything but a number per row
+    Raises  ConfigError for a parameter without a matching column, and DataError for a column that has the name of
+            another argument, as soon as the columns are known; ShapeError if ``fn`` returns anything but a number per
+            row
 
     None (or NaN) means that ``fn`` does not apply to the row: the reward is the sum over the functions that returned a
     number, NaN if none did. A row is also NaN if ``fn`` raised (also in all ``retries``), returned an infinite number
@@ -143,7 +145,17 @@ class RewardFunction(ScoringTransform):
 
     def set_container(self, container: EnvBase) -> None:
         super().set_container(container)
-        self._parameters.check_datasets(container, *_KEPT, *(_OF_TRL if self.style == "trl" else ()))
+        self._parameters.check_datasets(container, *_KEPT, given=_OF_TRL if self.style == "trl" else ())
+        for primer in primers_of(container):
+            self._refuse_own(primer.columns)
+
+    def _refuse_own(self, columns: Iterable[str]) -> None:
+        own = {f"reward_{self.name}": "the value of this function"}
+        refuse_reserved(columns, f"RewardFunction {self.name!r}", own)
+
+    def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
+        self._refuse_own(reset_td.keys())  # columns that were not known before
+        return super()._reset(td, reset_td)
 
     @property
     def none_message(self) -> str:
@@ -190,16 +202,8 @@ class RewardFunction(ScoringTransform):
     def _arguments(self, td: TensorDictBase, completions: list[str]) -> dict[str, list[Any]]:
         count = len(completions)
         given = self._trl_arguments(td, completions) if self.style == "trl" else {}
-        # Skips views of the conversation (text, tokens, masks): they are containers, not columns of the dataset.
-        objects = [key for key in td.keys() if isinstance(td.get(key), (NonTensorStack, NonTensorData))]
-        present = [*objects, *(key for key in td.keys() if isinstance(td.get(key), Tensor) and key not in DONE_KEYS)]
         asked = self._parameters
-        asked.check([*present, *_KEPT, *given])
-        names = [n for n in asked.required if n not in given]
-        names += [n for n in asked.optional if n in present and n not in given]
-        if asked.takes_all:
-            names += [n for n in objects if n not in (*names, *given, self.answer_key)]
-        columns = {name: _values(td, name) or [None] * count for name in names if name != "answer"}
+        columns = asked.columns(td, self.container, *_KEPT, given=given)
         if asked.takes_all or "answer" in asked.required + asked.optional:
             answers = column_values(td, self.answer_key) or [None] * count
             # References in a file may be numbers, but functions compare strings.
@@ -335,12 +339,16 @@ def _make(spec: Spec, where: str, tokenizer: Any | None, load: bool) -> RewardFu
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a user's function after the first: columns of the data, passed by name."""
+    """The parameters of a user's function after the first: columns of the data, passed by name.
+
+    first  the name of the first, which is passed by position, if it could also be passed by name
+    """
 
     who: str
     required: list[str]
     optional: list[str]
     takes_all: bool
+    first: str | None = None
 
     @classmethod
     def of(cls, fn: Callable[..., Any], who: str, first: str | None) -> Parameters:
@@ -370,23 +378,62 @@ class Parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 (required if parameter.default is parameter.empty else optional).append(parameter.name)
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        return cls(who, required, optional, takes_all)
+        by_name = first is not None and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return cls(who, required, optional, takes_all, parameters[0].name if by_name else None)
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError, suggesting a close name, if a parameter without a default is not a column."""
-        known = list(columns)
+    def check(self, columns: Iterable[str], *others: str, given: Iterable[str] = ()) -> None:
+        """Checks the parameters against the ``columns`` of the data; ``others`` may be asked for as well, and ``given``
+        are passed besides.
+
+        Raises  ConfigError for a parameter without a default that is not a column, suggesting a close name; DataError
+                for a column that has the name of another argument
+        """
+        columns = list(columns)
+        known = list(dict.fromkeys([*columns, *others, *given]))
         for name in self.required:
             if name not in known:
-                listed = f"{', '.join(known)}.{did_you_mean(name, known)}"
+                hint = did_you_mean(name, known)
+                if name in RESERVED:
+                    hint = f" In a batch that is {RESERVED[name]}, which is not passed."
+                elif name in (*CHAT_COLUMNS, *PROMPT_COLUMNS) and "query" in known:
+                    hint = " The prompt is 'query'."
                 raise ConfigError(
-                    f"{self.who}: its parameter {name!r} must be a column of the dataset: they are {listed}"
+                    f"{self.who}: its parameter {name!r} must be a column of the dataset: they are {', '.join(known)}."
+                    f"{hint}"
                 )
+        taken = [name for name in given if self.takes_all or name in self.required + self.optional]
+        taken += [self.first] if self.takes_all and self.first else []
+        if twice := next((name for name in taken if name in columns), None):
+            both = f", or write def f({twice}, /, **columns), which takes both" if twice == self.first else ""
+            raise DataError(
+                f"{self.who}: a column of the dataset must not have the name of another argument: got {twice!r}; "
+                f"rename the column{both}."
+            )
 
-    def check_datasets(self, env: EnvBase, *others: str) -> None:
+    def check_datasets(self, env: EnvBase, *others: str, given: Iterable[str] = ()) -> None:
         """`check` against the datasets that start conversations of ``env``, where their columns are known."""
-        for primer in env.transform.leaves():
-            if isinstance(primer, DataLoadingPrimer) and primer.columns is not None:
-                self.check([*primer.columns, *others])
+        for primer in primers_of(env):
+            self.check(primer.columns, *others, given=given)
+
+    def columns(
+        self, td: TensorDictBase, env: EnvBase | None, *others: str, given: Iterable[str] = ()
+    ) -> dict[str, list[Any]]:
+        """The values of the columns that the function takes, one per row; None for ``others`` that are missing.
+
+        ``**kwargs`` takes those that are not tensors, and tensors that come from the data of ``env``. Raises as `check`
+        """
+        # Views of the conversation (text, tokens, masks) are containers, not columns of the dataset.
+        entries = {key: td.get(key) for key in td.keys()}
+        objects = [key for key, value in entries.items() if isinstance(value, (NonTensorStack, NonTensorData))]
+        tensors = [key for key, value in entries.items() if isinstance(value, Tensor)]
+        tensors = [key for key in tensors if key not in RESERVED or key in others]
+        self.check(objects, *tensors, *others, given=given)
+        names = [*self.required, *(name for name in self.optional if name in objects + tensors)]
+        if self.takes_all:
+            loaded = {name for primer in primers_of(env) for name in primer.columns}
+            names += [name for name in entries if name in objects or (name in tensors and name in loaded)]
+        empty = [None] * td.batch_size.numel()
+        return {name: _values(td, name) or empty for name in dict.fromkeys(names) if name not in given}
 
 
 def _parameter_names(fn: Reward) -> set[str]:

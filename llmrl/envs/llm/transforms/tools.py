@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from llmrl.data.llm.row_messages import declared_tools
@@ -27,6 +27,7 @@ from llmrl.envs.llm.completions import completion_texts, renderer_of, view_of
 from llmrl.envs.llm.options import ToolOptions, split_keywords
 from llmrl.envs.llm.tool_calls import ParsedCall, call_format
 from llmrl.envs.llm.tool_calls.base import call_from_object
+from llmrl.envs.llm.transforms.dataloading import primers_of
 from llmrl.envs.llm.transforms.tool_messages import append_messages, restate_answers
 from llmrl.envs.llm.transforms.tool_use import COUNTS, added_tool_use, tool_use_spec
 from llmrl.envs.td_ops import shallow_copy
@@ -34,6 +35,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.envs.transforms.trajectory import StepCounter
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.engines import StopReason
+from llmrl.modules.llm.policies.columns import refuse_reserved
 from llmrl.modules.llm.policies.containers import decode_rows
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.tools import Tool, ToolCall, ToolResult, load_tool
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 
 _TAIL_CHARS, _TAIL_IDS = 24, 8  # enough of a prompt to see that it ends inside a thought
 _SCOPES = itertools.count()  # a tool may serve several transforms: these distinguish their conversations
+_RESERVED = {
+    "conversation_id": "the number of the conversation",
+    "tool_use": "the counts of its calls",
+    "tool_calls": "its calls so far",
+}
 _STAND_INS = re.compile("[\U000fe000-\U0010ffff]")  # the renderer represents control tokens by these
 
 
@@ -137,6 +144,8 @@ class ToolTransform(Transform):
         if self.options.format == "auto":
             self.format = call_format("auto", _template_of(self.tokenizer))
         self._renderer = renderer_of(container)
+        for primer in primers_of(container):
+            refuse_reserved(primer.columns, "dataset", _RESERVED)
 
     def _reset_env_preprocess(self, td: TensorDictBase | None) -> TensorDictBase | None:
         if not self.declare:
@@ -156,6 +165,10 @@ class ToolTransform(Transform):
 
     def _reset(self, td: TensorDictBase, reset_td: TensorDictBase) -> TensorDictBase:
         if self._peers()[0] is self:
+            # Of the turns before a reset are the three together, the counts as a nested tensordict.
+            given = [name for name in _RESERVED if name in reset_td.keys()]
+            if len(given) < len(_RESERVED) or is_non_tensor(reset_td.get("tool_use")):
+                refuse_reserved(given, type(self).__name__, _RESERVED)
             count = reset_td.batch_size.numel()
             with self._lock:
                 first, self._num_conversations = self._num_conversations, self._num_conversations + count

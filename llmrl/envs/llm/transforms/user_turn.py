@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from llmrl.concurrency.deadline import Calls, Outcome, runner_of
 from llmrl.data.specs import Composite, Unbounded
 from llmrl.envs.base import EnvBase
-from llmrl.envs.llm.completions import add_reward, required_column
+from llmrl.envs.llm.completions import add_reward
 from llmrl.envs.llm.transforms.reward import Parameters
 from llmrl.envs.llm.transforms.tool_messages import append_messages
 from llmrl.envs.transforms.base import Transform, innermost
@@ -86,8 +86,7 @@ class UserTurn(Transform):
             for row, (chat, over) in enumerate(zip(chats, done.flatten().tolist(), strict=True))
             if not over and chat and chat[-1]["role"] == "assistant"  # else a tool has answered
         ]
-        needed = self._parameters.required
-        columns = {name: required_column(td, name, "UserTurn", f"its parameter {name!r}") for name in needed}
+        columns = self._parameters.columns(td, self.container)
         named = [{name: values[row] for name, values in columns.items()} for row in rows]
         replies = [partial(self.reply, chats[row], **given) for row, given in zip(rows, named, strict=True)]
         # All rows share one deadline, so slow replies delay a batch by at most that time.

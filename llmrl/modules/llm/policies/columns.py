@@ -1,11 +1,12 @@
 """The columns of a rollout's row that training uses: one table, from which selecting, queueing and placeholders follow.
 
-Whatever passes rows on reads this table, so that a new column reaches the loss by one line here.
+Whatever passes rows on reads this table, so that a new column reaches the loss by one line here. A second table,
+`RESERVED`, has the names that columns of the data cannot have, because a batch has an entry of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from llmrl.data.ragged.tensordicts import column, column_values
+from llmrl.errors import DataError
 from llmrl.modules.llm.policies.containers import CONTAINERS
 from llmrl.modules.llm.vision import MEDIA, read_media, write_media
 
@@ -50,6 +52,34 @@ COLUMNS = (
     Column("text", "prompt", None, "record"),
     Column("text", "response", None, "record"),
 )
+
+
+# What an environment, a policy, rewards and advantages write at the root of a batch of conversations, in any setup.
+RESERVED: Mapping[str, str] = {
+    **dict.fromkeys(CONTAINERS, "a view of the conversation"),
+    MEDIA: "the tensors of its images",
+    "group_id": "the number of the prompt's draw",
+    "seed": "the seed of the row's sampling",
+    "stop_reason": "the end of the model's turn",
+    "policy_version": "the version of the weights",
+    "new_record": "the start of a training record",
+    "step_count": "the number of turns",
+    **dict.fromkeys(("done", "terminated", "truncated"), "the end of the conversation"),
+    **dict.fromkeys(("reward", "scored"), "the reward"),
+    "advantage": "the advantage",
+    "next": "the turn's result",
+    "_reset": "the rows to start again",
+}
+
+
+def refuse_reserved(columns: Iterable[str], who: str, reserved: Mapping[str, str] = RESERVED) -> None:
+    """Raises DataError naming the columns of the data that have the name of an entry in ``reserved``."""
+    if taken := [name for name in columns if name in reserved]:
+        meanings = ", ".join(f"{name!r} ({reserved[name]})" for name in taken)
+        raise DataError(
+            f"{who}: a column of the data must not have the name of another entry of the batch: got {meanings}; rename "
+            f"it in the data and in the functions that read it, for example {taken[0]} to {taken[0].strip('_')}_of_row."
+        )
 
 
 def trained_keys(data: TensorDictBase) -> list[Any]:
