@@ -278,12 +278,8 @@ def test_a_column_with_the_name_of_an_entry_is_refused_however_conversations_sta
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(
-    "name", ["solution", "prompt", "completion", "index", "conversation_id", "tool_calls", "action"]
-)
+@pytest.mark.parametrize("name", ["solution", "completion", "index", "conversation_id", "tool_calls", "action"])
 def test_other_columns_reach_rewards_and_users_under_their_names_in_every_turn(start, name):
-    if start.startswith("dataset") and name == "prompt":
-        pytest.skip("two prompts, which to_prompt refuses")
     seen = {}
 
     def note(by, values):
