@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from llmrl.data.ragged.tensordicts import column
-from llmrl.envs.llm import ChatEnv, DatasetChatEnv
+from llmrl.envs.llm import ChatEnv, DatasetChatEnv, LLMEnv
 from llmrl.envs.llm.transforms import (
     DataLoadingPrimer,
     EndOfData,
@@ -346,6 +346,7 @@ test_columns_with_the_name_of_an_argument_or_of_what_a_transform_writes_are_refu
         for name in ("conversation_id", "tool_calls", "tool_use")
     ),
     (DataError, "got 'seed'", lambda: DataLoadingPrimer(rows_with("seed")).pull(1)),
+    (DataError, "'text_response' ", lambda: LLMEnv.from_dataloader(rows_with("text_response"), str_key="query")),
     (DataError, "'task' and 'query' both", lambda: DatasetChatEnv(dataset=TWO_PROMPTS, prompt_column="task")),
     (DataError, "data_key='level'", lambda: DatasetChatEnv(dataset=rows_with("level"), data_key="level")),
 )
