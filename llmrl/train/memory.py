@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _RESERVE_GIB, _RESERVE_SHARE = 1.0, 0.04  # the driver, NCCL and libraries; what the allocator cannot use
-_CPU_SHARE = 0.15  # of activations: what the C library's allocator holds beyond them
+_CPU_SHARE = 0.3  # of activations: what the C library's allocator holds beyond them
 _ENGINE_GIB = 1.5  # vLLM's workspace, besides weights and cache
 
 
@@ -424,7 +424,7 @@ def memory_rows(
         raise ConfigError("memory.offload=parameters needs several processes, which share the parameters: got 1")
     if plan.host:
         kept += f" · {_gib(plan.host)} GiB of host memory for each"
-    rows = [("memory", f"needs {_gib(plan.peak)} GiB · {place} · {kept}"), ("", _causes(plan))]
+    rows = [("memory", f"needs {_gib(plan.peak)} GiB{_assumed(config)} · {place} · {kept}"), ("", _causes(plan))]
     if not gpu and plan.peak > memory:
         rows.append(("", f"DOES NOT FIT in {_gib(memory)} GiB; {_on_cpu(config, shape, memory, lengths, count)}"))
     if gpu and isinstance(config, GRPOConfig) and config.rollout.gpus:
@@ -461,8 +461,16 @@ def _does_not_fit(
     words = f"it fits{_in_words(changes)}" if changes else _with_more_gpus(config, shape, gpu, lengths)
     return (
         f"memory: the run must fit on {gpu.count} x {gpu.name} of {_gib(gpu.bytes)} GiB: needs {_gib(plan.peak)} GiB "
-        f"on each ({_causes(plan)}); {words}."
+        f"on each{_assumed(config)} ({_causes(plan)}); {words}."
     )
+
+
+def _assumed(config: ModelSource) -> str:
+    """What the plan assumes of lengths that are not known before the run, in words."""
+    if not isinstance(config, GRPOConfig):
+        return ""
+    turns = f" and every conversation {config.env.max_turns} turns" if config.env.max_turns > 1 else ""
+    return f" if every answer has {config.sampling.max_tokens} tokens{turns}"
 
 
 def _causes(plan: MemoryPlan) -> str:
