@@ -120,6 +120,20 @@ def test_the_hub_is_asked_once_and_what_is_in_its_cache_is_used_without_it(tmp_p
     assert hub.os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch; from llmrl.data import Bounded; assert len(torch.stack([Bounded(0, 1), Bounded(0, 2)]).shape)",
+        "import llmrl.data; assert llmrl.data.llm.History and llmrl.data.replay_buffers.samplers.RandomSampler",
+        "from llmrl.data import *; from llmrl.envs import *; assert ReplayBuffer and GymEnv and CompositeSpec",
+        "import pickle, llmrl; assert pickle.loads(pickle.dumps(llmrl.GRPOLoss)) is llmrl.objectives.llm.GRPOLoss",
+    ],
+)
+def test_what_is_loaded_on_demand_works_in_a_process_that_imported_nothing_else(code):
+    """Regression: torch.stack of specs needed a module that nothing had imported."""
+    assert run(code)[1] == 0
+
+
 @pytest.mark.parametrize("command", ["sft", "dpo", "reward", "grpo"])
 def test_a_recipe_that_is_run_as_a_module_reports_bad_settings_without_torch(command):
     script = f"import runpy; runpy.run_module('llmrl.recipes.{command}', run_name='__main__')"

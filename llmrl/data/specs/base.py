@@ -27,8 +27,6 @@ _METHODS = {
     getattr(torch, name): name
     for name in ("flatten", "index_select", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze")
 }
-TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""The other torch functions that accept specs, mapped to their implementations."""
 
 
 class Mismatch(NamedTuple):
@@ -233,7 +231,11 @@ class TensorSpec(abc.ABC):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METHODS:
             return getattr(args[0], _METHODS[func])(*args[1:], **(kwargs or {}))
-        return TORCH_FUNCTIONS[func](*args, **(kwargs or {})) if func in TORCH_FUNCTIONS else NotImplemented
+        if func is torch.stack:
+            from llmrl.data import specs  # `stacked` imports this file
+
+            return specs.stacked.stack(*args, **(kwargs or {}))
+        return NotImplemented
 
     # -- copies --------------------------------------------------------------------------------------------------------
 

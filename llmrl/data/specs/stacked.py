@@ -15,7 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection, lazy_stack
 from torch import Size, Tensor
 
-from llmrl.data.specs.base import TORCH_FUNCTIONS, Mismatch, TensorSpec, combinations, listing
+from llmrl.data.specs.base import Mismatch, TensorSpec, combinations, listing
 from llmrl.data.specs.composite import Composite, assert_begins
 from llmrl.data.specs.entries import MISSING, is_key
 from llmrl.data.specs.shape import ShapeOp, full_index, index, lead_dim, repeat, select
@@ -40,9 +40,6 @@ def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     if all(spec is first or spec == first for spec in specs[1:]):
         return first._reshaped(repeat, dim, len(specs))
     return _kind(first)(*specs, dim=dim)
-
-
-TORCH_FUNCTIONS[torch.stack] = stack
 
 
 class _Stack(TensorSpec):
