@@ -231,7 +231,8 @@ def test_a_parser_that_fails_is_named_with_the_text():
 )
 def test_a_template_that_fails_or_loops_is_an_error_with_its_line(monkeypatch: pytest.MonkeyPatch, jinja, words):
     """Regression: these ended in an error of Python, and the last one never."""
-    monkeypatch.setattr("llmrl.data.llm.template_text.FIRST_RENDER_S", 0.2)
+    if "not end" in words:
+        monkeypatch.setattr("llmrl.data.llm.template_text.FIRST_RENDER_S", 0.2)
     with pytest.raises(TemplateError, match=words):
         Renderer(tiny_tokenizer(), chat_template=jinja)
     with pytest.raises(TemplateError, match=words):
