@@ -31,10 +31,12 @@ from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from llmrl.objectives.base import LossModule
 from llmrl.objectives.llm import GroupQuota
 from llmrl.run.console import grpo_columns
+from llmrl.train.adapter_files import start_adapter
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
+from llmrl.train.lora import ReferenceAtStart
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollout_engine import RolloutEngine
@@ -145,10 +147,12 @@ run = partial(run_recipe, train)
 
 def make_reference(
     config: GRPOConfig, session: Session, run: Run, actor: TransformersWrapper, tokenizer: PreTrainedTokenizerBase
-) -> RetrieveLogProb:
+) -> RetrieveLogProb | ReferenceAtStart:
     """The scorer of the reference, the model that the run started from (not the checkpoint): the actor without its
-    adapters, or a frozen copy.
+    adapters, or with those that it started from; or a frozen copy.
     """
+    if (start := start_adapter(run.origin)) is not None:
+        return ReferenceAtStart(RetrieveLogProb(actor), actor.model, start)
     frozen_actor, kind = actor, "adapter_off"
     if config.lora is None:
         frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
@@ -202,7 +206,7 @@ def add_log_probs(
     session: Session,
     updater: Updater,
     loss: LossModule,
-    reference: RetrieveLogProb | None,
+    reference: RetrieveLogProb | ReferenceAtStart | None,
     batches: Sequence[TensorDictBase | None],
 ) -> dict[str, float]:
     """Writes the reference's log-probs into the batches, and those of the proximal policy if the loss needs them."""

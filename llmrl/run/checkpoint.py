@@ -22,7 +22,7 @@ from types import FrameType
 
 from llmrl.concurrency.folder_lock import locked
 from llmrl.errors import CheckpointError, ConfigError, DataError, DeadlineError
-from llmrl.run.files import free_space, read_text, writing
+from llmrl.run.files import free_space, read_text, share_files, writing
 
 __all__ = ["CHECKSUMS", "CheckpointStore", "InterruptGuard", "cause_of", "check_files", "latest_checkpoint"]
 
@@ -282,6 +282,7 @@ def _seal(folder: Path) -> None:
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _checksum(path)} for path in paths
     }
     (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    share_files(folder, like=folder / CHECKSUMS)
     # Contents first, then the folders that name them: the rename must not reach the disk before either.
     for root, _, names in os.walk(folder):
         for name in names:

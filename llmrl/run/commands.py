@@ -106,7 +106,9 @@ def _with_model(
     except ConfigError as error:
         if "did you mean" in str(error) or checkpoint:
             raise
-        return {"config": _model_alone(model, overrides), "runs": Path("runs"), **given}
+        alone = _model_alone(model, overrides).model_copy(update={"lora": None})
+        load_object("llmrl.train.early_checks:check_base", what="check")(alone, runs=Path("runs"))
+        return {"config": alone, "runs": Path("runs"), **given}
     _, info, loaded = load_run(run, overrides)
     if info["command"] == "reward":
         raise ConfigError(f"llmrl chat  {run.path} is a reward model, which outputs scores and cannot answer")

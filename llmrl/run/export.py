@@ -17,15 +17,17 @@ from safetensors.torch import save_file
 
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm.vision import model_class
+from llmrl.report.page import HEADLINES
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.run.console import make_console, print_summary
-from llmrl.run.files import writing
+from llmrl.run.files import share_files, writing
 from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
 from llmrl.run.show import changes
+from llmrl.train.adapter_files import ADAPTER, adapter_in, base_of
 from llmrl.train.distributed import Session
-from llmrl.train.lora import ADAPTER, base_of, is_adapter
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.reward_model import load_reward_model
@@ -68,7 +70,7 @@ def export(
             kept = {"config.json"} if judges else set()  # it says that there is one label
             _copy(checkpoint, files, draft, {"config.json", "generation_config.json"} - kept)
         else:
-            if is_adapter(str(checkpoint)):
+            if adapter_in(str(checkpoint)) is not None:
                 _merge(config, checkpoint, run.path.parent, draft, dtype)
             else:
                 _cast_files(checkpoint, files, draft, dtype)
@@ -76,12 +78,12 @@ def export(
             _set_dtype(draft / "config.json", dtype)
         if (draft / "generation_config.json").exists():
             _set_generation(draft, config, checkpoint)
-        (draft / "README.md").write_text(_card(run, config, folder.name, checkpoint, adapters=adapters))
+        (draft / "README.md").write_text(_card(run, config, push or folder.name, checkpoint, adapters=adapters))
+        share_files(draft, like=draft / "README.md")
     summary = [f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:.1f} MiB in {dtype}"]
     if push is not None:
         summary.append(_push(folder, push, private=not public))
-    package, kind, options = _how_to_load(config, adapters=adapters)
-    load = f"{package}.{kind}.from_pretrained({str(folder)!r}{options})"
+    load = _loading(config, checkpoint, str(folder), adapters=adapters)
     print_summary(make_console(), summary, files=str(folder), facts=[("load", load)])
     return 0
 
@@ -169,7 +171,7 @@ def _set_generation(draft: Path, config: ModelSource, checkpoint: Path) -> None:
 def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adapters: bool) -> str:
     """The model card: base model, training command, measures, settings and how to load it."""
     info = masked_info(run.read_info())
-    base = base_of(str(checkpoint)) if (checkpoint / ADAPTER).is_dir() else config.model
+    base = base_of(checkpoint / ADAPTER) if (checkpoint / ADAPTER).is_dir() else config.model
     named = isinstance(base, str) and not Path(base).exists() and not base.startswith("latest:")  # on the hub
     head = ["---", f"library_name: {'peft' if adapters else 'transformers'}"]
     head += [f"base_model: {base}"] if named else []
@@ -180,27 +182,62 @@ def _card(run: RunDir, config: ModelSource, name: str, checkpoint: Path, *, adap
     steps = read_metrics(run.path) if run.metrics.exists() else []
     if measured := changes(steps) if steps else []:
         text += ["| measure | before | after |", "|---|---|---|"]
-        text += [
-            f"| {measure.removeprefix('eval/')} | {before:.3f} | {after:.3f} |" for measure, before, after in measured
-        ]
+        text += [f"| {_measure_name(measure)} | {before:.3f} | {after:.3f} |" for measure, before, after in measured]
         text += [""]
     text += ["Settings that were given:", ""]
     for setting, place in sorted(info.get("origins", {}).items()):
         text.append(f"- {_code(f'{setting}: {_value(config, setting)}')} ({place})")
-    package, kind, options = _how_to_load(config, adapters=adapters)
-    text += ["", "```python", f"from {package} import {kind}", "from transformers import AutoTokenizer", ""]
-    text += [f"tokenizer = AutoTokenizer.from_pretrained({name!r})"]
-    text += [f"model = {kind}.from_pretrained({name!r}{options})"]
-    return "\n".join([*head, *text, "```", ""])
+    return "\n".join([*head, *text, "", *_example(config, name, checkpoint, adapters=adapters), ""])
 
 
-def _how_to_load(config: ModelSource, *, adapters: bool) -> tuple[str, str, str]:
-    """The package, its class, and the further arguments of ``from_pretrained``."""
-    judges = isinstance(config, RewardConfig)
-    kind = "ForSequenceClassification" if judges else "ForCausalLM"
+def _measure_name(measure: str) -> str:
+    return HEADLINES.get(measure) or HEADLINES.get(f"{measure}/mean") or measure.removeprefix("eval/")
+
+
+def _example(config: ModelSource, name: str, checkpoint: Path, *, adapters: bool) -> list[str]:
+    """What to install, and code that runs as it stands: it generates an answer, or scores one."""
+    kind = _model_class(config, checkpoint)
+    judges, reads_images = isinstance(config, RewardConfig), kind == "AutoModelForImageTextToText"
+    reader, variable = ("AutoProcessor", "processor") if reads_images else ("AutoTokenizer", "tokenizer")
+    text: object = "What is 2 + 2?"
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}] if reads_images else text}]
+    messages += [{"role": "assistant", "content": "4"}] if judges else []
+    asked = "" if judges else "add_generation_prompt=True, "
+    asked += 'tokenize=True, return_dict=True, return_tensors="pt"'
+    code = [
+        *(["import torch"] if judges else []),
+        *(["from peft import PeftModel"] if adapters else []),
+        f"from transformers import {', '.join(sorted([kind, reader]))}",
+        "",
+        f"{variable} = {reader}.from_pretrained({json.dumps(name)})",
+        f"model = {_loading(config, checkpoint, name, adapters=adapters)}",
+        f"messages = {json.dumps(messages)}",
+        f"inputs = {variable}.apply_chat_template(messages, {asked})",
+    ]
+    if judges:
+        code += ["with torch.no_grad():", "    print(float(model(**inputs).logits[0, 0]))  # larger is better"]
+    else:
+        code += ["output = model.generate(**inputs, max_new_tokens=256)"]
+        code += [f'print({variable}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))']
+    packages = ["torch", "transformers", *(["peft"] if adapters else []), *(["pillow"] if reads_images else [])]
+    return ["```sh", f"pip install {' '.join(packages)}", "```", "", "```python", *code, "```"]
+
+
+def _model_class(config: ModelSource, checkpoint: Path) -> str:
+    """The class of transformers that loads the model, or the one below adapters."""
+    if isinstance(config, RewardConfig):
+        return "AutoModelForSequenceClassification"
+    return model_class(str(checkpoint)).__name__
+
+
+def _loading(config: ModelSource, checkpoint: Path, name: str, *, adapters: bool) -> str:
+    """The expression that loads what was exported as ``name``."""
+    kind = _model_class(config, checkpoint)
     if not adapters:
-        return "transformers", f"AutoModel{kind}", ""
-    return "peft", f"AutoPeftModel{kind}", ", num_labels=1" if judges else ""
+        return f"{kind}.from_pretrained({json.dumps(name)})"
+    labels = ", num_labels=1" if isinstance(config, RewardConfig) else ""
+    base = f"{kind}.from_pretrained({json.dumps(base_of(checkpoint / ADAPTER))}{labels})"
+    return f"PeftModel.from_pretrained({base}, {json.dumps(name)})"
 
 
 def _value(config: ModelSource, name: str) -> Any:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -96,6 +96,16 @@ def writing(path: Path) -> Iterator[None]:
         else:
             remedy = "check that disk"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror or error}; {remedy}.") from error
+
+
+def share_files(folder: Path, like: Path) -> None:
+    """Gives the files below ``folder`` the permissions of ``like``, a file as the umask makes one: those of safetensors
+    can be read by their owner alone, and a server of another user could not load them.
+    """
+    mode = stat.S_IMODE(like.stat().st_mode)
+    for path in (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        with suppress(PermissionError):  # a file system that keeps its own permissions, or a rank of another user
+            path.chmod(mode)
 
 
 def free_space(path: Path) -> str:

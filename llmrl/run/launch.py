@@ -27,7 +27,6 @@ from llmrl.concurrency.process_monitor import process_state
 from llmrl.concurrency.server_process import ServerProcess
 from llmrl.errors import ConfigError, WorkerError
 from llmrl.run.console import make_console, print_plan
-from llmrl.run.recipes import resolve_model
 
 HOST = "127.0.0.1"  # local only: a server that accepts weights obeys any client
 INTERRUPTED = 130
@@ -149,11 +148,11 @@ def _served(
     config: Any, runs: Path, options: Mapping[str, Any], port: int, dry_run: bool
 ) -> tuple[str, Mapping[str, Any]]:
     """The model that servers load. A randomly initialised model is written without weights; the run sends them."""
-    from llmrl.train.models import load_tokenizer, meta_model
+    from llmrl.train.models import load_tokenizer, meta_model, model_files
 
     # The run sends weights before the first request, so such a model needs no weight file.
     if isinstance(config.model, str):
-        return str(resolve_model(config.model, runs=runs)), options
+        return str(model_files(config, runs=runs)), options
     folder = runs.absolute() / ".launch" / f"model-{port}"
     if not dry_run:
         tokenizer = load_tokenizer(config, runs=runs)

@@ -21,6 +21,7 @@ from llmrl.errors import DataError, TemplateError
 from llmrl.modules.llm.model_files import check_letters
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.run.console import Finding, Sample, make_console, print_conversations, print_findings
+from llmrl.train.adapter_files import start_adapter, tokenizer_of
 from llmrl.train.sft_data import marked_pieces
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, str]:
     disable_progress_bar()
     try:
         path = str(Path(name).expanduser()) if Path(name).exists() else name
+        path = path if (adapter := start_adapter(path)) is None else tokenizer_of(adapter)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"llmrl template: {name} must have a tokenizer: {' '.join(str(error).split())}") from error

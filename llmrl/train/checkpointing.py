@@ -29,7 +29,7 @@ from llmrl.errors import CheckpointError, DataError
 from llmrl.modules.llm.packing import unwrapped
 from llmrl.modules.llm.vision import save_processor
 from llmrl.run.checkpoint import CheckpointStore, cause_of
-from llmrl.train.lora import ADAPTER
+from llmrl.train.adapter_files import ADAPTER
 from llmrl.weight_update.lora import write_adapter
 from llmrl.weight_update.publish import as_weights
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from llmrl.data.llm.dataset_files import first_row, local_files
 from llmrl.data.llm.rows import read_conversation, read_pair, read_prompt
+from llmrl.errors import DataError
 from llmrl.hub import check_repository
 from llmrl.optional import check_installed
 from llmrl.run.recipes import resolve_model
+from llmrl.train.adapter_files import adapter_in, base_of
 from llmrl.train.preference_settings import PairsConfig
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig
 
@@ -46,12 +48,27 @@ def check_model(model: Any, *, runs: Path, setting: str = "model") -> str:
     return check_repository(found, setting=setting) if isinstance(found, str) else ""
 
 
+def check_base(config: ModelSource, *, runs: Path) -> str:
+    """`check_model` for the model below adapters, if ``config.model`` has any."""
+    if (adapter := adapter_in(resolve_model(config.model, runs=runs))) is None:
+        return ""
+    try:
+        return check_model(base_of(adapter, config.model_options.base_model), runs=runs, setting="base model")
+    except DataError as error:
+        if "model_options" in str(error):
+            raise
+        raise DataError(
+            f"{error} The adapter {adapter} names it; model_options.base_model=... names another place."
+        ) from None
+
+
 def check_run(config: ModelSource, *, runs: Path) -> Iterator[str]:
     """Checks the model, the models of rewards, and the data of a new run; yields remarks for the user.
 
     Raises  DataError for what is not there, and for a first row that cannot be read
     """
     yield check_model(config.model, runs=runs)
+    yield check_base(config, runs=runs)
     env = getattr(config, "env", None)
     for reward in (env and env.rewards) or ():
         if reward.reward_model and isinstance(name := reward.reward_model.get("model"), str):

@@ -57,6 +57,9 @@ class ModelOptions(Settings):
     float32_head: bool = Field(
         False, description="output layer in float32 even if the model is in bfloat16: more exact log-probs"
     )
+    base_model: str | None = Field(
+        None, description="below adapters that ``model`` names: a folder or hub name; null: the one that they name"
+    )
     freeze_vision: bool = Field(True, description="do not train the vision tower of a model that reads images")
     router_aux_loss: float | None = Field(
         None,
@@ -74,6 +77,9 @@ class LoraSettings(Settings):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of adapter inputs; not for grpo")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="layers that get one, such as [q_proj, v_proj]; all-linear: all but the output layer"
+    )
+    modules_to_save: list[str] = Field(
+        [], description="trained in full beside the adapters, such as [embed_tokens, lm_head], for new tokens"
     )
     quantize: Literal["nf4"] | None = Field(
         None, description="nf4: the model's own linear layers in 4 bits, by bitsandbytes (QLoRA)"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from llmrl.errors import ConfigError
 from llmrl.modules.llm.log_probs import chunk_rows
 from llmrl.modules.llm.sequence_split import can_share_heads
+from llmrl.train.adapter_files import start_adapter
 from llmrl.train.gpus import GPU, find_gpu
-from llmrl.train.lora import num_trained
+from llmrl.train.lora import num_trained, saved_modules
 from llmrl.train.machine_settings import LoraSettings
 from llmrl.train.model_shape import Arithmetic, ModelShape, model_shape
 from llmrl.train.preference_settings import RewardConfig
@@ -88,7 +89,8 @@ def plan_memory(
     sharded = config.parallel.mode == "fsdp2" and num_gpus > 1
     arithmetic: Arithmetic = "float32" if not low_precision else "bfloat16" if sharded else "autocast"
     if config.lora and low_precision:  # bfloat16 weights, and autocast's copies of adapter inputs
-        arithmetic = "bfloat16" if checkpointing else "autocast"
+        # Trained embeddings are float32, so values between the layers are too.
+        arithmetic = "bfloat16" if checkpointing and not config.lora.modules_to_save else "autocast"
     ranks = num_gpus // config.parallel.replicas if sharded else 1
     # Master weights, gradients and moments are float32 in every precision of arithmetic: 4 bytes each.
     whole = 4.0 * shape.parameters
@@ -99,6 +101,8 @@ def plan_memory(
     stays = {"weights": held, "optimizer": state * trained / parts}
     if grpo and grpo.grpo.kl and not config.lora:  # with lora the reference is the model without its adapters
         stays["reference"] = whole / ranks
+    elif grpo and grpo.grpo.kl and start_adapter(config.model):  # those it began with, and a copy of its own
+        stays["reference"] = 2 * trained
     gradients, host = trained / parts, 0.0
     if sharded and config.memory.offload == "parameters" and capacity is not None:
         host, gradients, stays = sum(stays.values()) + gradients, 0.0, dict.fromkeys(stays, 0.0)
@@ -209,7 +213,8 @@ def _weights_in_use(config: ModelSource, shape: ModelShape, arithmetic: Arithmet
 def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, on_gpu: bool) -> float:
     """Three float32 copies of a chunk of logits; if the head is trained, also its weight with the gradient sum."""
     rows = chunk_rows(shape.vocabulary, "cuda" if on_gpu else "cpu")
-    weight = 0 if config.lora else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
+    trains_head = not config.lora or list(shape.ends)[-1] in saved_modules(config, shape)
+    weight = 0 if not trains_head else shape.vocabulary * shape.hidden * (4 if arithmetic == "float32" else 6)
     return 3 * 4.0 * rows * shape.vocabulary + weight
 
 

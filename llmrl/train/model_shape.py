@@ -40,6 +40,8 @@ class ModelShape:
                        a layer, per pair of tokens of a row
     ``linears``        for linear layers of decoder layers, by the last part of their names: their total parameters,
                        and the total parameters of rank-1 adapters on them
+    ``ends``           parameters of the embedding and of the output layer, by the last part of their names; of two
+                       that are tied, the output layer has none of its own
     ``heads``          numbers of attention heads: for queries, and for keys and values
     ``keeps_scores``   True if that is also the case for a single row, which needs no mask
     ``splits``         True if sequences can be split over ranks that share the heads
@@ -55,6 +57,7 @@ class ModelShape:
     vocabulary: int
     query_width: int
     linears: dict[str, tuple[int, int]]
+    ends: dict[str, int]
     heads: tuple[int, int]
     cached: dict[int | None, int]
     kept: dict[Arithmetic, float]
@@ -121,6 +124,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         vocabulary=config.vocab_size,
         query_width=query,
         linears=_linears(blocks),
+        ends=_ends(model),
         heads=(config.num_attention_heads, kv_heads),
         cached=_cached(config, 2 * key),
         kept={kind: sum(block[kind] for block in kept) for kind in _BYTES},
@@ -154,6 +158,16 @@ def _linears(blocks: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
                 outputs = getattr(module, "out_features", None) or module.nf
                 size, width = found.get(leaf := name.rpartition(".")[2], (0, 0))
                 found[leaf] = size + inputs * outputs, width + inputs + outputs
+    return found
+
+
+def _ends(model: PreTrainedModel) -> dict[str, int]:
+    found, counted = {}, set()
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        name = next((name for name, module in model.named_modules() if part is not None and module is part), "")
+        if name:
+            found[name.rpartition(".")[2]] = sum(own.numel() for own in part.parameters() if own not in counted)
+            counted |= set(part.parameters())
     return found
 
 

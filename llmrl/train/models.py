@@ -22,8 +22,10 @@ from llmrl.modules.llm.routers import router_modules
 from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
 from llmrl.run.checkpoint import CHECKSUMS, check_files
+from llmrl.run.files import share_files
 from llmrl.run.recipes import resolve_model
-from llmrl.train.lora import add_adapters, base_of, is_adapter, merge_saved, quantization
+from llmrl.train.adapter_files import adapter_in, base_of, start_adapter, tokenizer_of
+from llmrl.train.lora import add_adapters, merge_saved, quantization
 from llmrl.train.preference_settings import RewardConfig
 from llmrl.train.settings import ModelSource, TinyModelSettings
 
@@ -31,6 +33,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from llmrl.train.distributed import Session
+
+
+def model_files(config: ModelSource, *, runs: Path) -> str | TinyModelSettings:
+    """`resolve_model`, with the base model in place of adapters: where configuration and weights are."""
+    source, given = resolve_model(config.model, runs=runs), config.model_options.base_model
+    while (adapter := adapter_in(source)) is not None:
+        source, given = base_of(adapter, given), None
+    return source
 
 
 def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -45,7 +55,12 @@ def load_tokenizer(config: ModelSource, *, runs: Path) -> PreTrainedTokenizerBas
 
         processor = tiny_processor() if config.model.architecture == "qwen2_vl" else tiny_tokenizer()
     else:
-        processor = loaded(load_processor, resolve_model(config.model, runs=runs))
+        source: Any = resolve_model(config.model, runs=runs)
+        base = None
+        if (adapter := start_adapter(source)) is not None:
+            base, given = model_files(config, runs=runs), config.model_options.base_model
+            source = tokenizer_of(adapter, given)
+        processor = loaded(load_processor, source, model=base)
     tokenizer = text_tokenizer(processor)
     check_letters(tokenizer, config.model)
     if tokenizer.pad_token_id is None:
@@ -102,9 +117,10 @@ def load_model(
     if session.split:
         session.split.prepare(model)
     model = session.shard(model) if is_tiny and session.sharded else model
-    model.get_output_embeddings().in_float32 = config.model_options.float32_head
     freeze_vision(model, config)
-    return add_adapters(config, model, adapter) if config.lora else model
+    model = add_adapters(config, model, adapter) if config.lora else model
+    model.get_output_embeddings().in_float32 = config.model_options.float32_head
+    return model
 
 
 def load_files(
@@ -116,14 +132,19 @@ def load_files(
     source = resolve_model(config.model, runs=runs)
     if not checked and (Path(source) / CHECKSUMS).exists():
         check_files(Path(source))
-    return _read_files(config, source, session, head)
+    return _read_files(config, source, session, head, config.model_options.base_model)
 
 
-def _read_files(config: ModelSource, source: str, session: Session, head: Mapping[str, Any]) -> PreTrainedModel:
-    if is_adapter(source):  # the checkpoint of an unfinished run
-        model = _read_files(config, base_of(source), session, head)
-        merge_saved(model, source)
-        model.name_or_path = ""  # no file has the merged weights
+def _read_files(
+    config: ModelSource, source: str, session: Session, head: Mapping[str, Any], base: str | None = None
+) -> PreTrainedModel:
+    if (adapter := adapter_in(source)) is not None:
+        model = _read_files(config, base_of(adapter, base), session, head)
+        if config.lora is None or start_adapter(source) is None:  # else training goes on with them: `add_adapters`
+            if config.lora and config.lora.quantize:
+                raise ConfigError(f"lora.quantize: 4-bit weights cannot take the adapters of {source}: leave it out.")
+            merge_saved(model, adapter)
+            model.name_or_path = ""  # no file has the merged weights
         return model
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -180,6 +201,7 @@ def save_made_model(config: ModelSource, folder: Path, session: Session) -> str:
         tokenizer = load_tokenizer(config, runs=folder.parent)
         made_model(config, tokenizer).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        share_files(folder, like=folder / "config.json")
         return str(folder)
 
     return session.on_first(save)
@@ -344,7 +366,7 @@ def meta_model(config: ModelSource, tokenizer: PreTrainedTokenizerBase, *, runs:
         if isinstance(config.model, TinyModelSettings):
             model = made_model(config, tokenizer)
         else:
-            model = loaded(build, resolve_model(config.model, runs=runs))
+            model = loaded(build, model_files(config, runs=runs))
     check_model(config, model)
     return freeze_vision(model, config)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from llmrl.errors import DataError, LLMRLError
+from llmrl.errors import ConfigError, DataError, LLMRLError
 from llmrl.report.refresher import ReportRefresher
 from llmrl.report.run_files import read_run
 from llmrl.report.warnings import findings
@@ -34,9 +34,9 @@ from llmrl.run.metrics import METRICS, MetricsLog
 from llmrl.run.recipes import resolve_model
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
+from llmrl.train.adapter_files import ADAPTER, adapter_in
 from llmrl.train.checkpointing import Stateful, load_part, load_state, save_state, try_writing
 from llmrl.train.distributed import Session
-from llmrl.train.lora import ADAPTER
 from llmrl.train.models import save_made_model
 from llmrl.train.optimizers import import_optimizer
 from llmrl.train.settings import TinyModelSettings
@@ -130,6 +130,8 @@ class Run(AbstractContextManager):
             self.origin = self._state.get("origin") or config.model
         else:
             self.origin = resolve_model(config.model, runs=self.runs)
+            if config.model_options.base_model and adapter_in(self.origin) is None:
+                raise ConfigError(f"model_options.base_model: needs adapters in model: got {self.origin} without any.")
             if config.lora and isinstance(self.origin, TinyModelSettings):
                 self.origin = save_made_model(config, path / "base", session)
         self.adapter = folder / ADAPTER if resume and config.lora else None

@@ -14,6 +14,7 @@ from llmrl.errors import ConfigError
 from llmrl.loading import load_function
 from llmrl.objectives.llm.settings import PRESETS, GRPOSettings
 from llmrl.settings import Settings
+from llmrl.train.adapter_files import disagreements, lora_settings, start_adapter
 from llmrl.train.machine_settings import (
     CheckpointSettings,
     LoraSettings,
@@ -236,8 +237,8 @@ class ModelSource(Settings):
     FIXED: ClassVar[tuple[str, ...]] = ("model", "seed", "lora")  # cannot change when a run is resumed
 
     model: str | TinyModelSettings = Field(
-        description="a folder or hub name; a run's folder, for its last checkpoint; 'latest:RECIPE', for the newest "
-        "checkpoint of that recipe; or a tiny model's sizes"
+        description="a folder or hub name; a run's folder, for its last checkpoint; an adapter's folder, to go on with "
+        "it; 'latest:RECIPE', for the newest checkpoint of that recipe; or a tiny model's sizes"
     )
     chat_template: TemplateText | None = Field(
         None,
@@ -259,7 +260,9 @@ class ModelSource(Settings):
         "auto", description="sequences packed end to end, not padded; auto: if it saves a fifth and the model can"
     )
     model_options: ModelOptions = ModelOptions()
-    lora: LoraSettings | None = Field(None, description="adapters to train instead of the model; null: all weights")
+    lora: LoraSettings | None = Field(
+        None, description="adapters to train instead of the model; null: those of an adapter's folder, else all weights"
+    )
     memory: MemorySettings = MemorySettings()
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -284,6 +287,27 @@ class ModelSource(Settings):
         if isinstance(data, dict) and data.get("model") == "tiny":
             return data | {"model": {}}
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_settings_of_an_adapter(cls, data: object) -> object:
+        """Fills ``lora`` from the adapter that ``model`` names, without which its weights do not fit."""
+        if not isinstance(data, dict) or (adapter := start_adapter(data.get("model"))) is None:
+            return data
+        given, own = data.get("lora") or {}, lora_settings(adapter)
+        if isinstance(given, LoraSettings):
+            given = given.model_dump(exclude_unset=True)
+        if own is None or not isinstance(given, dict):
+            return data
+        faults = [
+            InitErrorDetails(
+                type=PydanticCustomError("value_error", "{text}", {"text": text}), loc=("lora", name), input=None
+            )
+            for name, text in disagreements(given, own).items()
+        ]
+        if faults:
+            raise ValidationError.from_exception_data(cls.__name__, faults)
+        return data | {"lora": own | given}
 
 
 class GRPOConfig(ModelSource):
@@ -361,6 +385,11 @@ class GRPOConfig(ModelSource):
             raise ValueError(
                 f"rollout.options: enable_lora cannot be used {why}: such an engine takes adapters only; leave it out, "
                 "and all weights are sent"
+            )
+        if self.rollout.options.get("enable_lora") and self.lora and self.lora.modules_to_save:
+            raise ValueError(
+                "rollout.options: enable_lora cannot be used with lora.modules_to_save, which vLLM does not read from "
+                "adapters: leave it out, and all weights are sent"
             )
         self.grpo_settings()
         if self.algorithm is not None:

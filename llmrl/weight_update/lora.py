@@ -25,14 +25,16 @@ from llmrl.weight_update.groups import LazyWeight, WeightGroups, whole
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroups:
-    """The weights of a ``peft.PeftModel`` with its active adapters merged, under the names of the base model.
+def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28, only_changed: bool = False) -> WeightGroups:
+    """The weights of a ``peft.PeftModel`` with its active adapters merged, under the names of the base model; with
+    ``only_changed``, those alone that differ from the base model's.
 
     A layer is copied and merged when its group is requested, by peft's own code (so that DoRA and other variants are
     right too), and the copy is freed with the group. The model itself does not change. Disabled adapters
     (``disable_adapter``) are not merged. 4-bit weights (bitsandbytes) are dequantized to the model's compute dtype.
 
-    Raises  UnsupportedError for a tied weight that an adapter changes in one place only: it would no longer be tied
+    Raises  UnsupportedError for a tied weight that an adapter changes differently in its places: it would no longer be
+            tied
     """
     layer_type = _peft("peft.tuners.tuners_utils").BaseTunerLayer
     saved_type = _peft("peft.utils.other").ModulesToSaveWrapper
@@ -40,7 +42,7 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
     layers = {name: module for name, module in inside.named_modules() if isinstance(module, layer_type)}
     replaced = {name: module for name, module in inside.named_modules() if isinstance(module, saved_type)}
     weights: dict[str, LazyWeight] = {}
-    homes: dict[int, list[tuple[str, bool]]] = {}  # id of a parameter -> its names, each with "an adapter changes it"
+    homes: dict[int, list[tuple[str, Any]]] = {}  # id of a parameter -> its names, each with what takes its place
     values = inside.state_dict(keep_vars=True)
     packed = {name for name, value in values.items() if hasattr(value, "quant_state")}
     for home, value in values.items():
@@ -48,32 +50,36 @@ def merged_weights(model: nn.Module, *, max_bytes: int = 1 << 28) -> WeightGroup
         # (modules_to_save), an adapter's own weight, or untouched by peft. peft renames the first two kinds.
         if home.partition(".weight.")[0] + ".weight" in packed:
             continue  # quantization constants of a 4-bit weight
-        name = home
+        name, instead = home, None
         layer_name, in_layer, leaf = name.partition(".base_layer.")
         saved_name, in_saved, saved_leaf = name.partition(".original_module.")
         if in_layer and layer_name in layers:
             name, layer = f"{layer_name}.{leaf}", layers[layer_name]
-            changed = _is_active(layer) and (leaf == "weight" or any(getattr(layer, "lora_bias", {}).values()))
-            make = partial(_merged, layer, leaf) if changed else partial(whole, value)
+            if _is_active(layer) and (leaf == "weight" or any(getattr(layer, "lora_bias", {}).values())):
+                instead = layer
+            make = partial(whole, value) if instead is None else partial(_merged, layer, leaf)
         elif in_saved and saved_name in replaced:
             name, wrapper = f"{saved_name}.{saved_leaf}", replaced[saved_name]
-            changed = bool(wrapper.active_adapters) and not wrapper.disable_adapters
-            if changed:
-                value = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
-            make = partial(whole, value)
+            own = value
+            if wrapper.active_adapters and not wrapper.disable_adapters:
+                instead = own = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(saved_leaf)
+            make = partial(_cast, own, value.dtype)
         elif any(name.startswith(f"{prefix}.") for prefix in (*layers, *replaced)):
             continue  # an adapter's own weight: part of the layer that it is merged into
         else:
-            changed, make = False, partial(whole, value)
+            make = partial(whole, value)
         # A tied weight has several entries and is sent once, under its first name.
         others = homes.setdefault(id(value), [])
-        others.append((name, changed))
+        others.append((name, instead))
         if len(others) > 1:
-            if any(changed for _, changed in others):
+            if others[0][1] is not instead:
                 raise UnsupportedError(
                     f"merged_weights: {others[0][0]} and {name} are one tied weight, and an adapter changes it in one "
-                    "of the two places: it cannot be merged; leave that layer out of the adapter, or untie it."
+                    "of the two places: it cannot be merged; leave that layer out of the adapter, untie it, or train "
+                    "both as one (peft's ensure_weight_tying)."
                 )
+            continue
+        if only_changed and instead is None:
             continue
         if home in packed:
             dtype = inside.get_submodule(home.removesuffix(".weight")).compute_dtype
@@ -102,11 +108,24 @@ def write_adapter(model: nn.Module, folder: Path) -> None:
     """Writes the active adapter of a ``peft.PeftModel`` in peft's format, into an existing folder."""
     adapter: Any = model.active_adapter
     tensors = _peft("peft").get_peft_model_state_dict(model, adapter_name=adapter)
-    weights = {name: whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = whole(tensor).cpu().contiguous()
+        # Files hold a tied weight under each of its names.
+        shared = any(value.data_ptr() == other.data_ptr() for other in weights.values())
+        weights[name] = value.clone() if shared else value
     _peft("safetensors.torch").save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
     settings = copy.copy(model.peft_config[adapter])
     settings.inference_mode = True  # as in the files that peft writes
+    if tied := getattr(settings, "modules_to_tie", None):  # peft keeps them apart; older versions read these names only
+        last = {name.rpartition(".")[2] for name in (*settings.modules_to_save, *tied)}
+        settings.modules_to_save = sorted(last)
     settings.save_pretrained(folder)
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole tensor in the precision of the base model: modules that are trained in full are float32."""
+    return whole(value).to(dtype)
 
 
 def _is_active(layer: Any) -> bool:

@@ -140,17 +140,25 @@ class Workplace:
         return self.finish(self.process(*arguments, ranks=ranks, module=module), **expected)
 
     def train_as_one_and_as_ranks(
-        self, command: str, *overrides: str, step: int, ranks: int = 2, words: Sequence[str] = (), **changes: Any
+        self,
+        command: str,
+        *overrides: str,
+        step: int,
+        ranks: int = 2,
+        words: Sequence[str] = (),
+        sizes: Mapping[str, Any] = {},
+        **changes: Any,
     ) -> Result:
-        """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers. The model is read
-        from files and has tied embeddings; unless ``changes`` have a model, "one-untied" and "two-untied" have not.
+        """A run "one" of "mine.yaml" and "two" of ``ranks`` with ``overrides``: the same numbers. The model, of these
+        ``sizes``, is read from files and has tied embeddings; unless ``changes`` have a model, "one-untied" and
+        "two-untied" have not.
         """
         recipe, kinds = self.recipe("mine", command, **changes), {"": "", "-untied": ""}
         if "model" in changes:
             del kinds["-untied"]
         else:
             for suffix in kinds:
-                save_tiny(self.path / f"model{suffix}", tied=not suffix)
+                save_tiny(self.path / f"model{suffix}", tied=not suffix, **sizes)
                 kinds[suffix] = f"model=model{suffix}"
         for suffix, model in kinds.items():
             self.run(command, recipe, *filter(None, [model]), "--name", f"one{suffix}")

@@ -12,6 +12,7 @@ from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir
 from llmrl.train.rollout_engine import RolloutEngine
 from llmrl.weight_update import publish
+from tests.support.saved_models import save_tiny
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
 HELD_OUT = {"dataset": "sums", "rows": 4, "every": 1}
@@ -31,25 +32,32 @@ def resume_at_step_2(place, steps, **compared):
     ("command", "changes"),
     [
         ("sft", {}),
-        ("sft", {"batch_size": 12, "model": {"architecture": "gpt2"}}),  # 40 rows: passes that end within four steps
+        ("sft", {"model": "untied"}),
+        ("sft", {"batch_size": 12, "model": "gpt2"}),  # 40 rows: passes that end within four steps
         ("sft", {"env": {"name": "sums"}, "eval": {"rows": 4, "max_tokens": 4, "every": 2}}),
         ("dpo", {"dpo": {"kind": "ipo"}}),  # the reference stays the model of the first step
         ("dpo", {"dpo": {"kind": "ipo", "reference": "none"}}),
-        ("dpo", {"dpo": {"kind": "ipo"}, "lora": {"r": 2}}),
+        ("dpo", {"dpo": {"kind": "ipo"}, "model": "untied", "lora": {"r": 2}}),
         ("sft", {"eval": HELD_OUT, "lora": {"r": 2, "dropout": 0.5}}),  # an evaluation draws no random numbers
+        ("sft", {"lora": {"r": 2, "modules_to_save": ["lm_head"]}}),
         ("dpo", {"eval": HELD_OUT}),
         ("reward", {"eval": HELD_OUT}),
+        ("reward", {"model": "untied"}),
         ("grpo", {}),
+        ("grpo", {"model": "untied"}),
         ("grpo", {"updates_per_step": 2, "group_size": 5}),
         ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
         ("grpo", {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"}),
     ],
 )
 def test_training_is_resumed_exactly(place, command, changes):
-    place.train(command, "straight", steps=4, optim=OPTIM, checkpoint={"every": 2, "keep": 5}, **changes)
-    resume_at_step_2(place, 4)
+    changes = {"model": "tied"} | changes
+    kinds = {"tied": {}, "untied": {"tied": False}, "gpt2": {"architecture": "gpt2"}}
+    save_tiny(changes["model"], **kinds[changes["model"]])
+    place.train(command, "straight", steps=5, optim=OPTIM, checkpoint={"every": 2, "keep": 5}, **changes)
+    resume_at_step_2(place, 5)
     if command == "grpo":
-        place.same_rollouts("straight", "cut", 4)
+        place.same_rollouts("straight", "cut", 5)
 
 
 class EngineWithCopy(RolloutEngine):
@@ -74,7 +82,8 @@ class EngineWithCopy(RolloutEngine):
 )
 def test_overlapped_grpo_is_resumed_exactly(place, monkeypatch, changes):
     monkeypatch.setattr("llmrl.recipes.grpo.RolloutEngine", EngineWithCopy)
-    changes |= {"optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
+    save_tiny("model")
+    changes |= {"model": "model", "optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
     place.train("grpo", "straight", steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
     assert [step["async/staleness_max"] for step in place.steps("straight")] == [0, 1, 1, 1, 1]
     resume_at_step_2(place, 5, without=WAITED)

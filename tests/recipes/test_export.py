@@ -1,7 +1,10 @@
 """`llmrl export`: a checkpoint as a folder that Transformers and peft load, whole or absent."""
 
 import json
+import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,6 +22,15 @@ def taught(place):
     return place
 
 
+def run_card(place, folder):
+    """Runs the code of a model card beside the folder, as a reader would; returns what it prints."""
+    code = (place.path / folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    words = [sys.executable, "-c", code.replace("max_new_tokens=256", "max_new_tokens=4")]
+    ended = subprocess.run(words, cwd=place.path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def logits(model):
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
@@ -26,8 +38,14 @@ def logits(model):
 
 
 def test_the_folder_is_the_checkpoint_in_bfloat16_with_its_template_and_a_card(taught):
-    taught.run("export", "taught", "out")
+    before = os.umask(0o027)  # of a group that serves the model
+    try:
+        taught.run("export", "taught", "out")
+    finally:
+        os.umask(before)
     checkpoint = taught.checkpoint("taught", 2)
+    for files, mode in ((taught.path / "out", 0o640), (checkpoint, 0o666 & ~before)):
+        assert {path.stat().st_mode & 0o777 for path in files.iterdir()} == {mode}
     folder = taught.path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
@@ -41,6 +59,9 @@ def test_the_folder_is_the_checkpoint_in_bfloat16_with_its_template_and_a_card(t
     assert "| sums | " in card
     assert "`optim.lr: 0.01` (taught.yaml" in card
     assert "library_name: transformers" in card
+    assert "pip install torch transformers\n" in card
+    assert "| loss | " in card
+    assert run_card(taught, "out").strip()
 
 
 def test_the_card_holds_no_secrets_of_the_settings(taught):
@@ -111,6 +132,7 @@ def test_adapters_are_exported_alone_or_merged(place):
     torch.testing.assert_close(merged, whole)
     torch.testing.assert_close(adapted, whole, rtol=1e-4, atol=1e-5)
     assert (place.path / "alone" / "chat_template.jinja").exists()
+    assert run_card(place, "alone").strip()
     earlier = logits(AutoModelForCausalLM.from_pretrained(place.path / "earlier"))
     assert not torch.allclose(earlier, whole, atol=1e-6)
 
@@ -122,3 +144,4 @@ def test_a_reward_model_keeps_its_head(place):
     for name, value in place.weights("judge", 1).items():
         assert torch.equal(model.state_dict()[name], value), name
     assert "AutoModelForSequenceClassification" in (place.path / "out/README.md").read_text()
+    assert math.isfinite(float(run_card(place, "out")))

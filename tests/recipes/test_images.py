@@ -236,8 +236,8 @@ def test_adapters_are_those_of_the_text_layers_and_the_engine_samples_by_them(pl
 def test_two_processes_train_on_rows_with_and_without_images_as_one_does(place, recipe, layout):
     path = pairs_of(place, [[(16, 24)], [], [(40, 20), (9, 9)], [], [], [(8, 60)]])
     data = {"path": path, "rows": None} | ({"completion_column": "chosen"} if recipe == "sft" else {})
-    changes = {"data": data, "batch_size": 5, "tokens_per_microbatch": 60, "optim": {"lr": 1e-3}}
-    options = {"model": VISION, "model_options": {"freeze_vision": False}}
+    changes = {"data": data, "batch_size": 5, "tokens_per_microbatch": 60, "optim": {"lr": 1e-2}}
+    options = {"sizes": VISION, "model_options": {"freeze_vision": False}}
     place.train_as_one_and_as_ranks(recipe, f"parallel.mode={layout}", step=3, steps=3, **changes, **options)
 
 
@@ -245,8 +245,9 @@ def test_two_processes_train_on_rows_with_and_without_images_as_one_does(place, 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_two_processes_sample_and_train_with_images_as_one_does(place, layout):
     changes = {**COLOURS_GRPO, "prompts_per_step": 2, "zero_variance": "keep", "eval": {"rows": 2, "max_tokens": 2}}
-    changes |= {"model_options": {"freeze_vision": False}, "optim": {"lr": 1e-3}}
-    place.train_as_one_and_as_ranks("grpo", f"parallel.mode={layout}", step=2, **changes)
+    changes |= {"model_options": {"freeze_vision": False}, "optim": {"lr": 1e-2}, "steps": 3}
+    del changes["model"]
+    place.train_as_one_and_as_ranks("grpo", f"parallel.mode={layout}", step=3, sizes=VISION, **changes)
 
 
 # --- rows and shapes --------------------------------------------------------------------------------------------------

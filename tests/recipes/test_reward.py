@@ -12,6 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from llmrl.envs.llm.rewards.model import RewardModelScorer
 from llmrl.envs.llm.tasks.sums import sums_preferences
+from llmrl.errors import DataError
+from tests.support.saved_models import save_tiny
 from tests.support.training_rows import worst
 
 FILE, HEAD = "adapter_model.safetensors", "base_model.model.score.weight"
@@ -55,13 +57,15 @@ def test_the_plan_reads_the_files_of_a_reward_model_but_no_weights(place):
     place.plan("grpo", env=judged_by("gone"), code=3, words=("reward_model.model gone: must be the folder",))
 
 
-def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place):
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_reward(place, tied):
     peft = pytest.importorskip("peft")
-    changes = {"lora": {"r": 2}, "checkpoint": {"every": 2}, "data": {"rows": 16}}
-    words = ["1 056 of 39 968 parameters trained"]  # of which 32 are the output's
+    save_tiny("base", tied=tied)
+    changes = {"model": "base", "lora": {"r": 2}, "checkpoint": {"every": 2}, "data": {"rows": 16}}
+    words = [f"1 056 of {'24 960' if tied else '40 544'} parameters trained"]  # of which 32 are the output's
     place.train("reward", "judge", steps=4, words=words, **changes)
     first, last = (place.checkpoint("judge", step) for step in (2, 4))
-    base, (early, late) = place.path / "runs/judge/base", (load_file(f / "adapter" / FILE) for f in (first, last))
+    base, (early, late) = place.path / "base", (load_file(f / "adapter" / FILE) for f in (first, last))
     assert (early[HEAD] - late[HEAD]).abs().max() > 1e-3, "the output layer learns"
     assert not list(first.glob("model*"))
 
@@ -77,8 +81,6 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     given = [row["chosen"] for row in ROWS], [row["prompt"] for row in ROWS]
     place.cut_back("judge", "again", to=2)
     place.run("export", "judge", "alone", "--dtype", "float32")
-    card = (place.path / "alone/README.md").read_text()
-    assert "AutoPeftModelForSequenceClassification.from_pretrained('alone', num_labels=1)" in card
     for step, copy in ((2, "again"), (4, "judge")):
         options = ("--merge", "--dtype", "float32", "--checkpoint", f"step{step}")
         place.run("export", copy, f"merged{step}", *options)
@@ -103,15 +105,36 @@ def test_adapters_and_the_output_layer_are_trained_saved_resumed_and_read_as_a_r
     assert worst(place.weights("more", 1), merged) < 1e-6
 
 
+def test_a_reward_model_begins_from_adapters_of_a_language_model_and_is_read_from_a_folder_of_peft_alone(place):
+    pytest.importorskip("peft")
+    save_tiny("base")
+    place.train("sft", "taught", model="base", lora={"r": 2}, checkpoint={"every": 2})
+    place.cut_back("taught", "cut", to=2)
+    place.run("export", "taught", "alone", "--dtype", "float32")
+    place.train("reward", "merged", model="runs/cut", steps=1, optim={"lr": 1e-9}, eval={"rows": 6})
+    place.train("reward", "judge", model="alone", eval={"rows": 6}, words=["goes on from the adapter"])
+    shutil.copytree(place.checkpoint("judge", 3) / "adapter", "bare")  # no config.json, no tokenizer
+    given = [row["chosen"] for row in ROWS], [row["prompt"] for row in ROWS]
+    whole, bare = (RewardModelScorer.load(str(name))(*given) for name in (place.checkpoint("judge", 3), "bare"))
+    assert bare == pytest.approx(whole, abs=1e-6)
+    shutil.move("base", "moved")
+    with pytest.raises(DataError, match="give it as base"):
+        RewardModelScorer.check("bare")
+    RewardModelScorer.check("bare", base="moved")
+    assert RewardModelScorer.load("bare", base="moved")(*given) == pytest.approx(whole, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_two_processes_that_share_the_model_have_the_adapters_of_one(place):
     pytest.importorskip("peft")
     savings = ("parallel.mode=fsdp2", "memory.checkpointing=on")
-    changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200, "optim": {"lr": 1e-4}}
+    changes = {"lora": {"r": 2}, "tokens_per_microbatch": 200}
     place.train_as_one_and_as_ranks("reward", *savings, step=3, **changes)
     one, two = (load_file(place.checkpoint(run, 3) / "adapter" / FILE) for run in ("one", "two"))
-    assert worst(one, two) < 1e-6
-    assert worst(place.weights("one", 3), place.weights("two", 3)) < 1e-6
+    # Rounding of sums, which AdamW enlarges where gradients are small: 1.5e-6 on two ranks, 1.3e-6 in one process with
+    # other micro-batches; in float64 1.3e-15 and 2.0e-15.
+    assert worst(one, two) < 5e-6
+    assert worst(place.weights("one", 3), place.weights("two", 3)) < 5e-6
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])

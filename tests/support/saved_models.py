@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from llmrl.modules.llm.vision import model_class
-from llmrl.testing import tiny_model, tiny_tokenizer
+from llmrl.modules.llm.vision import model_class, save_processor
+from llmrl.testing import tiny_model, tiny_processor, tiny_tokenizer
 
 
 def save_tiny(folder: Path | str, *, tied: bool = True, **sizes: object) -> PreTrainedModel:
-    """Writes a random model and its tokenizer to ``folder``, and returns the model. 487 rows of embeddings, a prime
-    number: ranks get unequal parts of them.
+    """Writes a random model, and its tokenizer or processor, to ``folder``, and returns the model. 487 rows of
+    embeddings, a prime number: ranks get unequal parts of them.
     """
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_processor() if sizes.get("architecture") == "qwen2_vl" else tiny_tokenizer()
     config = tiny_model(tokenizer, **{"hidden_size": 32, "layers": 1, "heads": 2, "vocab_size": 487} | sizes).config
     config.tie_word_embeddings = tied
     with torch.random.fork_rng(devices=[]):
@@ -24,7 +24,7 @@ def save_tiny(folder: Path | str, *, tied: bool = True, **sizes: object) -> PreT
         model = model_class(config).from_config(config, dtype=torch.float32).eval()
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_processor(tokenizer, folder)
     return model
 
 

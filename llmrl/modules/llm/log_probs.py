@@ -287,12 +287,12 @@ _Scores = tuple[Tensor, Tensor | None, Tensor]  # [N] each: log-probs, entropies
 
 
 def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options) -> _Scores:
-    head = path.head
+    head = _active(path.head)
     plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
     if plain and type(head.weight) in (Tensor, nn.Parameter):
         device_type = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else head.weight.dtype
-        dtype = torch.float32 if getattr(head, "in_float32", False) else dtype  # see model_options.float32_head
+        dtype = torch.float32 if getattr(path.head, "in_float32", False) else dtype  # see model_options.float32_head
         options = options._replace(chunk=options.chunk or chunk_rows(head.weight.shape[0], device_type))
         spec = _HeadSpec(dtype, path, options)
         return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
@@ -308,6 +308,15 @@ def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options:
         for hidden_CH, targets_C in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
     ]
     return _concatenate(pieces)
+
+
+def _active(head: nn.Module) -> nn.Module:
+    """The layer that computes: of a head that peft trains in full the active copy; any other head itself."""
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    active = [] if head.disable_adapters else head.active_adapters
+    return copies[active[0]] if active else head.original_module
 
 
 def _score_with_whole_model(

@@ -148,8 +148,11 @@ def model_class(source: str | PretrainedConfig, **options: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
-def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTokenizerBase:
+def load_processor(
+    source: str, *, model: str | None = None, **options: Any
+) -> ProcessorMixin | PreTrainedTokenizerBase:
     """Loads the processor of a model that reads images, or the tokenizer of one that does not, by folder or hub name.
+    ``model``: where the model's configuration is, if not in ``source``.
 
     A processor that also reads videos is loaded without its video part if torchvision or that part's files are missing.
     """
@@ -158,7 +161,7 @@ def load_processor(source: str, **options: Any) -> ProcessorMixin | PreTrainedTo
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(model or source, **options)
     except (OSError, ValueError):  # the folder may hold only a tokenizer
         config = None
     if getattr(config, "vision_config", None) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,11 @@ class RewardModelScorer:
         self.template_kwargs = dict(template_kwargs or {})
 
     @classmethod
-    def load(cls, model: str, *, device: str | None = None, dtype: str = "auto", **options: Any) -> RewardModelScorer:
-        """Loads a hub name or a folder; the folder may hold only PEFT adapters and the ``config.json`` of their model.
-        ``options`` are the other arguments of `RewardModelScorer`.
+    def load(
+        cls, model: str, *, device: str | None = None, dtype: str = "auto", base: str | None = None, **options: Any
+    ) -> RewardModelScorer:
+        """Loads a hub name or a folder; the folder may hold only PEFT adapters, on the model ``base`` (None: the one
+        that they name). ``options`` are the other arguments of `RewardModelScorer`.
 
         Raises  DataError if it cannot be loaded, or its files lack a weight, such as one of the output layer
         """
@@ -88,13 +91,16 @@ class RewardModelScorer:
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         setting = f"{cls.name}.model"
-        weights = loaded(_read, model, setting=setting, dtype=dtype)
-        return cls(weights.to(device), loaded(AutoTokenizer.from_pretrained, model, setting=setting), **options)
+        weights = loaded(_read, model, setting=setting, dtype=dtype, base=base)
+        source = model
+        if (adapter := _adapter(model)) is not None and not (Path(model) / "tokenizer_config.json").exists():
+            source = _base(adapter, base)
+        return cls(weights.to(device), loaded(AutoTokenizer.from_pretrained, source, setting=setting), **options)
 
     @classmethod
-    def check(cls, model: str, **options: Any) -> None:
+    def check(cls, model: str, *, base: str | None = None, **options: Any) -> None:
         """Raises DataError if `load` would fail: the files are missing, or a folder's lack the output weights."""
-        loaded(_check_output, model, setting=f"{cls.name}.model")
+        loaded(_check_output, model, setting=f"{cls.name}.model", base=base)
 
     def __call__(self, completions: Sequence[str], query: Sequence[Any]) -> list[float | None]:
         if not completions:
@@ -142,10 +148,41 @@ class RewardModelScorer:
         return logits_BL[:, self.label].float().cpu()
 
 
-def _check_output(source: str, **options: Any) -> None:
+def _adapter(source: str) -> Path | None:
+    """The folder of PEFT adapters in ``source``, a folder without a whole model; None if there are none."""
+    found = [path.parent for path in Path(source).glob("**/adapter_config.json")]
+    return found[0] if found and not any(Path(source).glob("model*.safetensors")) else None
+
+
+def _base(adapter: Path, given: str | None) -> str:
+    """The model below PEFT adapters. Raises ValueError if they name none that exists."""
+    name = given or json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not name or (Path(name).is_absolute() and not Path(name).is_dir()):
+        raise ValueError(f"the base model of these adapters must exist: {name or 'it'} does not; give it as base")
+    return name
+
+
+def _adapted_config(source: str, adapter: Path, base: str | None, **options: Any) -> Any:
+    """The configuration of a classifier with PEFT adapters, whose folder may lack it."""
+    from transformers import AutoConfig
+
+    if (Path(source) / "config.json").exists():
+        return AutoConfig.from_pretrained(source, **options)
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
+        heads = [name for name in file.keys() if name.endswith((".score.weight", ".classifier.weight"))]
+        check_whole([] if heads else ["score.weight"])
+        labels = file.get_slice(heads[0]).get_shape()[0]
+    return AutoConfig.from_pretrained(_base(adapter, base), num_labels=labels, **options)
+
+
+def _check_output(source: str, *, base: str | None, **options: Any) -> None:
     """Checks the configuration and, for a folder, the weight names in the headers of its safetensors files."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    if (adapter := _adapter(source)) is not None:
+        _base(adapter, base)
+        _adapted_config(source, adapter, base, **options)
+        return
     config = AutoConfig.from_pretrained(source, **options)
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
@@ -153,21 +190,19 @@ def _check_output(source: str, **options: Any) -> None:
     for path in Path(source).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
-    if names and not any(Path(source).glob("adapter_model*")):  # adapters name the output weights differently
+    if names:
         own = [name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")]
         check_whole(set(own) - names)
 
 
-def _read(source: str, **options: Any) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+def _read(source: str, *, base: str | None, **options: Any) -> PreTrainedModel:
+    from transformers import AutoModelForSequenceClassification
 
     load = AutoModelForSequenceClassification.from_pretrained
-    adapters = [path.parent for path in Path(source).glob("**/adapter_config.json")]
-    if adapters and not any(Path(source).glob("model*.safetensors")):
+    if (adapter := _adapter(source)) is not None:
         peft = require("peft", extra="lora", used_by="RewardModelScorer")
-        base = peft.PeftConfig.from_pretrained(adapters[0]).base_model_name_or_path
-        model = load(base, config=AutoConfig.from_pretrained(source), **options)
-        return peft.PeftModel.from_pretrained(model, adapters[0]).merge_and_unload()
+        model = load(_base(adapter, base), config=_adapted_config(source, adapter, base), **options)
+        return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
     model, found = load(source, output_loading_info=True, **options)
     check_whole(found["missing_keys"])
     return model
