@@ -19,7 +19,7 @@ def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 
     >>> from llmrl import data
     >>> data.ListStorage.__module__
-    'llmrl.data.replay_buffers.storages.lists'
+    'llmrl.data.replay_buffers.storages.row_list'
     """
     module, homes = sys.modules[package], _homes(package)
 

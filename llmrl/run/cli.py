@@ -261,11 +261,11 @@ def _check_early(config: Any, runs: Path, *, packages: bool = True, data: bool =
     from llmrl.train import early_checks  # imported here: the commands that only read need no settings
 
     if isinstance(config, early_checks.ModelSource):
-        if packages:
-            early_checks.check_packages(config)
         for remark in early_checks.check_run(config, runs=runs) if data else ():
             if remark and _rank() == 0:
                 print(f"note          {remark}", file=sys.stderr)
+        if packages:
+            early_checks.check_packages(config)
 
 
 def _check_launched(config: Any) -> None:

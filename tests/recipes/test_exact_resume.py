@@ -82,6 +82,7 @@ class EngineWithCopy(RolloutEngine):
 )
 def test_overlapped_grpo_is_resumed_exactly(place, monkeypatch, changes):
     monkeypatch.setattr("llmrl.recipes.grpo.RolloutEngine", EngineWithCopy)
+    monkeypatch.setattr("llmrl.train.early_checks.check_packages", lambda config: None)  # it needs no vLLM
     save_tiny("model")
     changes |= {"model": "model", "optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
     place.train("grpo", "straight", steps=5, checkpoint={"every": 2, "keep": 5}, **changes)

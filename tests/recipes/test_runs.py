@@ -217,14 +217,15 @@ def test_the_metrics_of_a_step_are_those_of_all_its_updates(place):
 
 def test_a_run_that_failed_before_its_first_step_is_corrected_under_its_name_or_begun_by_resume(place):
     recipe = place.recipe("mine", "sft", data={"path": "chats.jsonl", "rows": None})
-    place.rows("chats.jsonl", [{"question": "a", "answer": ""}])
+    good, bad = [{"question": "a", "answer": "b"}], [{"question": "a", "answer": "b"}, {"question": "a", "answer": ""}]
+    place.rows("chats.jsonl", bad)  # in the second row, which is read once the run has begun
     place.run("sft", recipe, "--name", "one", code=3)
     place.run("resume", "one", code=3, words=["chats.jsonl"])
-    place.rows("chats.jsonl", [{"question": "a", "answer": "b"}])
+    place.rows("chats.jsonl", good)
     place.run("resume", "one")
     assert len(place.steps("one")) == 3
-    place.rows("chats.jsonl", [{"question": "a", "answer": ""}])
+    place.rows("chats.jsonl", bad)
     place.run("sft", recipe, "--name", "two", code=3)
-    place.rows("chats.jsonl", [{"question": "a", "answer": "b"}])
+    place.rows("chats.jsonl", good)
     place.run("sft", recipe, "--name", "two")
     place.run("sft", recipe, "--name", "two", code=2, words=["exists"])
