@@ -34,6 +34,6 @@ def test_a_name_that_another_module_has_is_refused(tmp_path, run_llmrl, name):
 
 
 def test_files_that_exist_stay_as_they_are(tmp_path, run_llmrl):
-    (tmp_path / "test_mine.py").write_text("mine")
-    run_llmrl("new", "tool", "mine", "--folder", tmp_path, code=2, words=["test_mine.py exists"])
-    assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
+    (tmp_path / "test_kept_tool.py").write_text("mine")
+    run_llmrl("new", "tool", "kept_tool", "--folder", tmp_path, code=2, words=["test_kept_tool.py exists"])
+    assert [path.name for path in tmp_path.iterdir()] == ["test_kept_tool.py"]

@@ -82,51 +82,61 @@ class GRPOSettings(Settings):
     """
 
     clip: Annotated[tuple[float, float] | None, BeforeValidator(_both_sides)] = Field(
-        None, description="how far below and above 1 the ratio may go; one number for both"
+        default=None, description="how far below and above 1 the ratio may go; one number for both"
     )
-    scale: Scale | None = Field(None, description="what divides the centred reward; for the advantage, not the loss")
-    ratio_level: RatioLevel | None = Field(None, description="a ratio per token, or one per answer (GSPO)")
-    surrogate: Surrogate | None = Field(None, description="the objective that the ratio enters")
+    scale: Scale | None = Field(
+        default=None, description="what divides the centred reward; for the advantage, not the loss"
+    )
+    ratio_level: RatioLevel | None = Field(default=None, description="a ratio per token, or one per answer (GSPO)")
+    surrogate: Surrogate | None = Field(default=None, description="the objective that the ratio enters")
     aggregation: Annotated[Literal[*get_args(Aggregation), "none"] | None, BeforeValidator(_own_name)] = Field(
-        None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
+        default=None, description="how token losses are averaged", json_schema_extra={"also": ["loss"]}
     )
     max_length: int | None = Field(
-        None, gt=0, description="the divisor of aggregation dr_grpo; null in a recipe: sampling.max_tokens"
+        default=None, gt=0, description="the divisor of aggregation dr_grpo; null in a recipe: sampling.max_tokens"
     )
     kl: float | None = Field(
-        None,
+        default=None,
         ge=0,
         description="weight of the KL divergence from the starting model, the reference",
         json_schema_extra={"also": ["beta", "kl_coef", "kl_coeff"]},  # names in other libraries
     )
     kl_inference: float | None = Field(
-        None, ge=0, description="weight of the KL divergence from the engine that sampled"
+        default=None, ge=0, description="weight of the KL divergence from the engine that sampled"
     )
-    kl_estimator: KLEstimator | None = Field(None, description="estimator of a KL divergence from sampled tokens")
-    entropy: float | None = Field(None, description="weight of the entropy bonus")
-    entropy_bonus: bool | None = Field(None, description="false: entropy is not even measured")
+    kl_estimator: KLEstimator | None = Field(
+        default=None, description="estimator of a KL divergence from sampled tokens"
+    )
+    entropy: float | None = Field(default=None, description="weight of the entropy bonus")
+    entropy_bonus: bool | None = Field(default=None, description="false: entropy is not even measured")
     proximal: Proximal | None = Field(
-        None,
+        default=None,
         description="denominator of the ratio: the engine's log-probs, the current ones, or those that the trainer "
         "computes before its first update; null: behaviour with max_staleness above 1, else detach with one update per "
         "step, else whichever loses no accuracy",
     )
-    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of a token with a negative advantage")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="bound on the loss of a token with a negative advantage"
+    )
     sapo_tau: tuple[float, float] | None = Field(
-        None, description="temperatures of surrogate sapo where A > 0, and elsewhere; null: 1 and 1.05"
+        default=None, description="temperatures of surrogate sapo where A > 0, and elsewhere; null: 1 and 1.05"
     )
     correction: Correction | None = Field(
-        None, description="importance weight for the difference between engine and trainer"
+        default=None, description="importance weight for the difference between engine and trainer"
     )
-    correction_cap: float | None = Field(None, gt=0, description="upper bound of that weight; null: 2")
-    correction_band: tuple[float, float] | None = Field(None, description="the weights that mask and geo-mask keep")
+    correction_cap: float | None = Field(default=None, gt=0, description="upper bound of that weight; null: 2")
+    correction_band: tuple[float, float] | None = Field(
+        default=None, description="the weights that mask and geo-mask keep"
+    )
     correction_veto: tuple[float, float] | None = Field(
-        None, description="sequences with a token weight outside this range are left out, such as [1e-4, 100]"
+        default=None, description="sequences with a token weight outside this range are left out, such as [1e-4, 100]"
     )
     kl_mask_threshold: float | None = Field(
-        None, gt=0, description="tokens whose policy moved further from the engine, (lp - lg)^2 / 2, are left out"
+        default=None,
+        gt=0,
+        description="tokens whose policy moved further from the engine, (lp - lg)^2 / 2, are left out",
     )
-    masking_strategy: MaskingStrategy | None = Field(None, description="which tokens are trained, see GRPOLoss")
+    masking_strategy: MaskingStrategy | None = Field(default=None, description="which tokens are trained, see GRPOLoss")
 
     @model_validator(mode="before")
     @classmethod
