@@ -55,7 +55,7 @@ class LossModule(nn.Module, abc.ABC):
         """
 
     def derived(self, merged: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Metrics that are no sum over micro-batches and ranks, from the sums of a step."""
+        """Metrics that cannot be summed over micro-batches and ranks, such as ratios, from the sums of a step."""
         return {}
 
     def placeholder(self, device: torch.device) -> dict[str, Any]:

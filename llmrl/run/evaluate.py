@@ -100,7 +100,7 @@ def _measure_rows(
         if None in read:
             raise ConfigError(f"llmrl eval: the {command} run {run_dir.name} has no held-out pairs; give --data FILE")
         references = [None] * len(sets)
-        if isinstance(config, DPOConfig) and config.dpo.reference == "start":
+        if isinstance(config, DPOConfig) and config.dpo.has_reference:
             start = source.model_copy(update={"model": load_state(checkpoint).get("origin") or config.model})
             updater, loss = _loss(start, tokenizer, session, run_dir.parent)
             references = [reference_log_probs(updater, loss, rows.as_rows()) for rows in read]

@@ -1,4 +1,4 @@
-"""What a run needs and can be known before torch is imported: packages, the model, the data's files and first rows."""
+"""Checks, before torch is imported, that a run has its packages, its model, and data whose first row can be read."""
 
 from __future__ import annotations
 
