@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # before torch is imported: the command reports bad settings without it, and prepares for it
-    from llmrl.run.cli import main
+    from llmrl.commands.cli import main
 
     sys.exit(main(["reward", *sys.argv[1:]]))
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-from llmrl.run.cli import main
+from llmrl.commands.cli import main
 from tests.support.commands import Result
 from tests.support.ray_cluster import cluster  # noqa: F401  a fixture of several folders
 

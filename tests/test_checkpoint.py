@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 
+from llmrl.commands.recipes import reading_checkpoint
 from llmrl.errors import CheckpointError, ConfigError, DataError
 from llmrl.run.checkpoint import CheckpointStore, InterruptGuard, check_files, latest_checkpoint
-from llmrl.run.recipes import reading_checkpoint
 from llmrl.run.run_dir import RunDir
 
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 import yaml
 
+from llmrl.commands import cli
+from llmrl.commands.recipes import RECIPES, Recipe
 from llmrl.errors import ConfigError
-from llmrl.run import cli
 from llmrl.run.checkpoint import CheckpointStore
 from llmrl.run.config import load_config, settings
-from llmrl.run.recipes import RECIPES, Recipe
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 from tests.support.runs import small_run
@@ -355,7 +355,7 @@ def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, run_llmrl, m
     (tmp_path / "toy_evaluate.py").write_text("calls = []\ndef evaluate(**k):\n    calls.append(k)\n    return 0\n")
     import toy_evaluate
 
-    monkeypatch.setitem(sys.modules, "llmrl.run.evaluate", toy_evaluate)
+    monkeypatch.setitem(sys.modules, "llmrl.commands.evaluate", toy_evaluate)
     run_llmrl("eval", "try1", "steps=9", "--json")
     (given,) = toy_evaluate.calls
     assert given["run"].path.resolve() == run.path
@@ -402,7 +402,7 @@ def test_help_and_version_answer(run_llmrl):
 
 
 def test_a_reader_that_stops_early_is_not_an_error():
-    script = "import sys; from llmrl.run.cli import main; sys.exit(main(['--help']))"
+    script = "import sys; from llmrl.commands.cli import main; sys.exit(main(['--help']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()
         assert child.wait(timeout=120) in (0, 120)

@@ -15,10 +15,10 @@ from typing import get_args
 import pytest
 import yaml
 
+from llmrl.commands import cli
 from llmrl.envs.llm.transforms import make_rewards
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION
 from llmrl.objectives.llm.settings import PRESETS, Aggregation, Correction, KLEstimator, Scale, Surrogate
-from llmrl.run import cli
 from llmrl.run.config import recipe_names
 from llmrl.train.settings import GRPOConfig
 from tests.support.documents import EXAMPLES, PAGES, ROOT

@@ -54,7 +54,7 @@ def test_without_json_there_is_a_line_for_each_finding(run_llmrl):
 @pytest.mark.slow
 def test_it_imports_nothing_large_beside_torch():
     script = (
-        "import sys, llmrl.run.doctor; llmrl.run.doctor.report(as_json=True);"
+        "import sys, llmrl.commands.doctor; llmrl.commands.doctor.report(as_json=True);"
         "large = {'vllm', 'ray', 'transformers', 'playwright', 'torchvision', 'datasets'} & set(sys.modules);"
         "print(sorted(large), file=sys.stderr)"
     )

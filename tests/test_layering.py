@@ -50,13 +50,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "llmrl.run": BASE,
     "llmrl.report": (*BASE, "llmrl.run"),
     "llmrl.train": BELOW_TRAIN,
-    "llmrl.run.doctor": (*BASE, *TOOLS, "llmrl.run"),
-    "llmrl.run.template_report": (*BELOW_TRAIN, "llmrl.train"),
-    "llmrl.run.evaluate": (*BELOW_TRAIN, "llmrl.train", "llmrl.report"),
-    "llmrl.run.export": (*BELOW_TRAIN, "llmrl.train"),
-    "llmrl.run.chat": (*BELOW_TRAIN, "llmrl.train"),
-    "llmrl.run.launch": (*BELOW_TRAIN, "llmrl.train"),
-    "llmrl.run.cli": ("llmrl",),  # anything
+    "llmrl.commands": ("llmrl",),  # anything
     "llmrl.recipes": ("llmrl",),  # anything
 }
 NO_TORCH = {*BASE, *TOOLS, "llmrl.run", "llmrl.report"}
@@ -188,7 +182,8 @@ def test_the_walker_sees_imports_everywhere_but_under_type_checking(tmp_path, mo
     path = tmp_path / "module.py"
     path.write_text(
         "from __future__ import annotations\nfrom typing import TYPE_CHECKING\nfrom .b import c\n"
-        "if TYPE_CHECKING:\n    import llmrl.run.cli\nelse:\n    import yaml\ndef f():\n    from llmrl import recipes\n"
+        "if TYPE_CHECKING:\n    import llmrl.commands.cli\nelse:\n    import yaml\n"
+        "def f():\n    from llmrl import recipes\n"
     )
     monkeypatch.setitem(MODULES, "llmrl.data.module", path)
     found = [found for found, _ in imports("llmrl.data.module")]

@@ -12,7 +12,7 @@ from llmrl import hub
 from llmrl.errors import DataError
 
 HEAVY = ["torch", "tensordict", "transformers", "datasets", "accelerate", "pyarrow", "numpy", "vllm", "ray"]
-MAIN = "import sys; from llmrl.run.cli import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "import sys; from llmrl.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 EXTRAS = ["vllm", "ray", "gymnasium", "h5py", "mcp", "playwright", "peft", "wandb", "tensorboard", "math_verify"]
 
 
@@ -27,7 +27,8 @@ def run(code: str, *arguments: str, words: tuple[str, ...] = (), **place) -> tup
 
 
 @pytest.mark.parametrize(
-    "module", ["llmrl", "llmrl.run.cli", "llmrl.run.config", "llmrl.run.metrics", "llmrl.run.show", "llmrl.tools"]
+    "module",
+    ["llmrl", "llmrl.commands.cli", "llmrl.run.config", "llmrl.run.metrics", "llmrl.commands.show", "llmrl.tools"],
 )
 def test_the_light_modules_load_nothing_large(module):
     assert run(f"import {module}") == (set(), 0)
@@ -169,4 +170,4 @@ print(json.dumps([before, state(), names]))
     assert done.returncode == 0, done.stderr
     before, after, names = json.loads(done.stdout.splitlines()[-1])
     assert before == after
-    assert {"llmrl.run.cli", "llmrl.errors"} <= set(names)
+    assert {"llmrl.commands.cli", "llmrl.errors"} <= set(names)

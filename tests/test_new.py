@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from llmrl.run.new import KINDS
+from llmrl.commands.new import KINDS
 
 
 @pytest.mark.slow  # it starts pytest

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llmrl.commands.template_report import Diagnosis, diagnose
 from llmrl.data.llm.templates import template_names
 from llmrl.errors import DataError
-from llmrl.run.template_report import Diagnosis, diagnose
 from llmrl.testing import tiny_tokenizer
 from tests.support.saved_models import save_tiny
 

@@ -1,1 +1,1 @@
-"""The command line: settings from YAML, run folders, metrics, rollout logs, checkpoints and the terminal."""
+"""What a run writes and reads: settings from YAML, its folder, metrics, rollouts, checkpoints and the terminal."""

@@ -12,7 +12,7 @@ from llmrl.data.llm.rows import read_conversation, read_pair, read_prompt
 from llmrl.errors import DataError
 from llmrl.hub import check_repository
 from llmrl.optional import check_installed
-from llmrl.run.recipes import resolve_model
+from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of
 from llmrl.train.preference_settings import PairsConfig
 from llmrl.train.settings import GRPOConfig, ModelSource, SFTConfig

@@ -23,7 +23,7 @@ from llmrl.modules.llm.sequence_split import why_not_split
 from llmrl.modules.llm.vision import load_processor, model_class, vision_tower
 from llmrl.run.checkpoint import CHECKSUMS, check_files
 from llmrl.run.files import share_files
-from llmrl.run.recipes import resolve_model
+from llmrl.run.model_names import resolve_model
 from llmrl.train.adapter_files import adapter_in, base_of, start_adapter, tokenizer_of
 from llmrl.train.lora import add_adapters, merge_saved, quantization
 from llmrl.train.preference_settings import RewardConfig

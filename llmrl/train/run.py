@@ -31,7 +31,7 @@ from llmrl.run.console import (
 )
 from llmrl.run.console.numbers import counted
 from llmrl.run.metrics import METRICS, MetricsLog
-from llmrl.run.recipes import resolve_model
+from llmrl.run.model_names import resolve_model
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
 from llmrl.train.adapter_files import ADAPTER, adapter_in

@@ -25,7 +25,7 @@ from llmrl.envs.transforms.base import Transform
 from llmrl.errors import ConfigError, DataError
 from llmrl.loading import load_function
 from llmrl.modules.llm.rendering import Renderer, text_tokenizer
-from llmrl.run.recipes import resolve_model
+from llmrl.run.model_names import resolve_model
 from llmrl.tools import load_tool
 from llmrl.train.environments import env_maker, env_rows, is_file, is_task
 from llmrl.train.settings import EnvSettings, EvalSettings

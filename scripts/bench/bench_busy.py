@@ -16,7 +16,7 @@ import sys
 from runs import run_steps
 from table import Row, benchmark
 
-from llmrl.run.cli import WAITING
+from llmrl.commands.cli import WAITING
 
 SPIN = {"OMP_WAIT_POLICY": "ACTIVE"}  # threads that occupy their core while they wait
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from table import Row, benchmark
 from timing import best
 
-COMMAND = [sys.executable, "-c", "import sys; from llmrl.run.cli import main; sys.exit(main())"]  # as installed
+COMMAND = [sys.executable, "-c", "import sys; from llmrl.commands.cli import main; sys.exit(main())"]  # as installed
 MISTAKE = ["grpo", "sums_grpo", "group_sise=4"]
 LOADED = """
 import contextlib, io, sys
-from llmrl.run.cli import main
+from llmrl.commands.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     main(sys.argv[1:])
 print(sum(name in sys.modules for name in ("torch", "transformers", "tensordict", "vllm", "ray", "accelerate")))

@@ -51,7 +51,7 @@ def main() -> int:
 def _train(runs: Path, command: str, *settings: str) -> float:
     """Runs one recipe in a folder named after its command; returns the seconds it took."""
     started = time.perf_counter()
-    arguments = [sys.executable, "-m", "llmrl.run.cli", command, *settings, "--runs", str(runs), "--name", command]
+    arguments = [sys.executable, "-m", "llmrl.commands.cli", command, *settings, "--runs", str(runs), "--name", command]
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 

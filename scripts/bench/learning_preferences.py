@@ -51,7 +51,7 @@ def _measure(runs: Path, seed: str) -> list[dict]:
 
 def _llmrl(runs: Path, command: str, *arguments: str) -> str:
     place = [] if command == "eval" else ["--runs", str(runs)]
-    command_line = [sys.executable, "-m", "llmrl.run.cli", command, *arguments, *place]
+    command_line = [sys.executable, "-m", "llmrl.commands.cli", command, *arguments, *place]
     return run(command_line, check=True, stdout=PIPE, text=True).stdout
 
 

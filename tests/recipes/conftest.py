@@ -20,8 +20,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmrl.commands.cli import main
 from llmrl.modules.llm.vision import model_class
-from llmrl.run.cli import main
 from llmrl.run.metrics import read_metrics
 from llmrl.run.rollout_log import Rollout, read_rollouts
 from llmrl.train.distributed import Session
@@ -88,7 +88,7 @@ class Workplace:
         self,
         *arguments: str,
         ranks: int = 1,
-        module: str = "llmrl.run.cli",
+        module: str = "llmrl.commands.cli",
         start_new_session: bool = False,
         restarts: int = 0,
     ) -> subprocess.Popen[str]:
@@ -135,7 +135,7 @@ class Workplace:
             raise AssertionError(f"still running after {timeout_s} s; it wrote:\n{out}\n{err}") from None
         return Result(process.returncode, out, err).check(**expected)
 
-    def ranks(self, *arguments: object, ranks: int = 2, module: str = "llmrl.run.cli", **expected: Any) -> Result:
+    def ranks(self, *arguments: object, ranks: int = 2, module: str = "llmrl.commands.cli", **expected: Any) -> Result:
         """A command, or a module, in several processes of one run, to its end."""
         return self.finish(self.process(*arguments, ranks=ranks, module=module), **expected)
 

@@ -35,7 +35,7 @@ ASK, TELL = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "conten
 def test_a_mistake_in_the_settings_is_explained_before_torch_is_imported(place, command, changes, override, messages):
     name = place.recipe("bad", command, **changes)
     code = (
-        "import sys; from llmrl.run.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from llmrl.commands.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
     )
     arguments = [sys.executable, "-c", code, command, name, override]

@@ -7,10 +7,10 @@ import types
 import pytest
 from rich.console import Console
 
+from llmrl.commands.chat import Conversation, _talk
 from llmrl.envs.llm.transforms import ToolTransform
 from llmrl.errors import DataError, LLMRLError
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
-from llmrl.run.chat import Conversation, _talk
 from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from llmrl.run.evaluate import sample_metrics
+from llmrl.commands.evaluate import sample_metrics
 
 
 def test_pass_at_k_is_without_bias_and_failed_answers_are_left_out():

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from llmrl.run import cli
+from llmrl.commands import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir

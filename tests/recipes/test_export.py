@@ -12,8 +12,8 @@ import yaml
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from llmrl.commands.export import _whole_or_absent
 from llmrl.errors import RunFolderError
-from llmrl.run.export import _whole_or_absent
 
 
 @pytest.fixture

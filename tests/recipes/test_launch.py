@@ -12,9 +12,9 @@ import sys
 import pytest
 import torch
 
+from llmrl.commands.launch import Command, Launch, run_launch
 from llmrl.errors import WorkerError
 from llmrl.modules.llm.engines.vllm.compat import EXTENSION, server_command
-from llmrl.run.launch import Command, Launch, run_launch
 from tests.support.processes import descendants, is_running, wait_until
 
 MODEL = {"hidden_size": 64, "layers": 1, "heads": 2}  # heads of 32, the smallest that vLLM computes on a CPU
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_end_of_its_log(tmp_path
 LAUNCH = """
 import sys
 from pathlib import Path
-from llmrl.run.launch import Command, Launch, run_launch
+from llmrl.commands.launch import Command, Launch, run_launch
 ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py"]
 launch = Launch([], {}, Command([sys.executable, *ranks]))
 sys.exit(run_launch(launch, runs=Path(), wait_s=60, say=print))
@@ -144,7 +144,7 @@ sys.exit(run_launch(launch, runs=Path(), wait_s=60, say=print))
 
 def test_the_exit_code_and_the_last_line_are_those_of_the_rank_that_failed(tmp_path):
     (tmp_path / "rank.py").write_text(
-        "import os, sys, time\nfrom llmrl.run.cli import _tell_launcher\n"
+        "import os, sys, time\nfrom llmrl.commands.cli import _tell_launcher\n"
         "if os.environ['RANK'] == '1': _tell_launcher('the engine is down'); sys.exit(7)\ntime.sleep(600)"
     )
     # A deadline below the 600 s of the other rank, which is not waited for.

@@ -19,7 +19,7 @@ def teach_and_improve(folder, recipe, env, *settings):
     """Accuracy before and after examples, and before and after reward."""
     for command, name, own in (("sft", "taught", ()), ("grpo", "improved", (f"model={folder / 'taught'}", *settings))):
         arguments = [command, f"{recipe}_{command}", *own, "--runs", str(folder), "--name", name]
-        command_line = [sys.executable, "-m", "llmrl.run.cli", *arguments]
+        command_line = [sys.executable, "-m", "llmrl.commands.cli", *arguments]
         subprocess.run(command_line, check=True, capture_output=True, timeout=3000)
     taught, improved = measures(folder / "taught", env), measures(folder / "improved", env)
     assert improved[0] == taught[-1], "the same model, the same problems"

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from llmrl.commands.recipes import RECIPES
 from llmrl.run.config import dump_config, dump_defaults, find_recipe, load_config, recipe_names
-from llmrl.run.recipes import RECIPES
 
 SETTINGS = {name: recipe.settings() for name, recipe in RECIPES.items()}
 

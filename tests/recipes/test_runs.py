@@ -14,7 +14,7 @@ from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.metrics import check_metric_name, read_metrics
-from llmrl.run.recipes import resolve_model
+from llmrl.run.model_names import resolve_model
 from llmrl.train.settings import GRPOConfig, SFTConfig
 
 EVAL = {"rows": 6, "max_tokens": 6}

@@ -286,7 +286,7 @@ def dying(self, loss, batch, number):
         os._exit(9)
     return step(self, loss, batch, number)
 Updater.step = dying
-from llmrl.run.cli import main
+from llmrl.commands.cli import main
 main()
 """
 

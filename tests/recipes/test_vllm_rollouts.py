@@ -145,7 +145,7 @@ def test_conversations_that_proceed_on_their_own_are_trained_like_others(place):
 DROPS = """
 import sys
 from llmrl.modules.llm.engines import VLLMEngine
-from llmrl.run.cli import main
+from llmrl.commands.cli import main
 
 update, pushes = VLLMEngine.update_weights, []
 

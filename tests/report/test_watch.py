@@ -126,7 +126,7 @@ def test_a_port_in_use_is_one_line_with_what_to_do(server, run_llmrl, monkeypatc
 
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
     run = make_run(tmp_path / "a", 2)
-    command = [sys.executable, "-m", "llmrl.run.cli", "watch", str(run.path)]
+    command = [sys.executable, "-m", "llmrl.commands.cli", "watch", str(run.path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = process.stdout.readline().split()[-1]

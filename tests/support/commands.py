@@ -27,7 +27,7 @@ class Result:
 
 def run_each(lines: Sequence[str]) -> None:
     """Runs command lines one after another in this process, a rank of them all; each is a start of its own."""
-    from llmrl.run.cli import main
+    from llmrl.commands.cli import main
 
     for number, line in enumerate(lines):
         os.environ |= {"TORCHELASTIC_RUN_ID": f"{os.getppid()}-{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}

@@ -1,7 +1,7 @@
 """The command ``llmrl``: reads the command line, checks the settings, then calls a recipe.
 
 Everything up to a valid configuration runs without torch, so that help and config errors are printed at once. The
-commands themselves are the recipes (sft, grpo, resume), `llmrl.run.evaluate`, and those of `llmrl.run.commands`.
+training commands are the recipes; the others are in `llmrl.commands.parser`.
 
 Exit codes: 0 done, 2 bad configuration, 3 the environment or the data lacks something, 4 training aborted,
 130 interrupted (after a checkpoint).
@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import llmrl
+from llmrl.commands.parser import COMMANDS, RUN, Parser, option
+from llmrl.commands.recipes import RECIPES, load_run
 from llmrl.concurrency.parent_watchdog import follow_launcher
 from llmrl.errors import (
     ConfigError,
@@ -40,12 +42,11 @@ from llmrl.errors import (
 )
 from llmrl.loading import load_object, user_place, user_traceback
 from llmrl.run.checkpoint import latest_checkpoint
-from llmrl.run.commands import COMMANDS, RUN, Parser, option
 from llmrl.run.config import Loaded, dump_config, dump_defaults, find_recipe, load_config, recipe_names, settings
 from llmrl.run.files import open_file
 from llmrl.run.masking import masked_arguments, masked_text
+from llmrl.run.model_names import resolve_model
 from llmrl.run.printable import printable
-from llmrl.run.recipes import RECIPES, load_run, resolve_model
 from llmrl.run.run_dir import RunDir
 
 OF_ENVIRONMENT = (DataError, MissingDependencyError, RunFolderError, TemplateError)
@@ -244,7 +245,7 @@ def _launch_all(arguments: list[str]) -> int:
             own.error(f"needs a run of grpo: {run.path} is a run of {run.read_info()['command']}")
         runs = run.path.parent
     _check_early(loaded.config, runs, packages=not options.dry_run, data=options.command == "grpo")
-    return importlib.import_module("llmrl.run.launch").launch(
+    return importlib.import_module("llmrl.commands.launch").launch(
         RECIPES["grpo"].module,
         loaded.config,
         [options.command, *rest],

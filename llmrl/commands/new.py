@@ -25,7 +25,7 @@ def new(kind: str, name: str, *, folder: Path) -> int:
         raise ConfigError(f"llmrl new  NAME must be a name in lower case, as that of a Python module: got {name!r}")
     if name in sys.modules or find_spec(name):  # a file of that name here would shadow it
         raise ConfigError(f"llmrl new  {name} is the name of a module that is installed; choose another name")
-    starters = sorted(resources.files("llmrl.run").joinpath("starters").iterdir(), key=lambda file: file.name)
+    starters = sorted(resources.files("llmrl.commands").joinpath("starters").iterdir(), key=lambda file: file.name)
     starters.sort(key=lambda file: file.name.startswith("test_"))
     words = {"name": name, "Name": name.title().replace("_", "")}
     texts = {

@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmrl.commands.recipes import load_run, reading_checkpoint
 from llmrl.errors import ConfigError, DataError, closest, did_you_mean
 from llmrl.loading import load_object
 from llmrl.run.config import load_config
-from llmrl.run.recipes import load_run, reading_checkpoint
 from llmrl.run.run_dir import RunDir
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -160,7 +160,7 @@ def _report(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _Command(
         "eval RUN [section.key=value ...] [options]",
-        "llmrl.run.evaluate:evaluate",
+        "llmrl.commands.evaluate:evaluate",
         RUN,
         OVERRIDES,
         CHECKPOINT,
@@ -178,7 +178,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "chat": _Command(
         "chat RUN|MODEL [section.key=value ...] [options]",
-        "llmrl.run.chat:chat",
+        "llmrl.commands.chat:chat",
         option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
         OVERRIDES,
         CHECKPOINT,
@@ -191,7 +191,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "export": _Command(
         "export RUN DIR [options]",
-        "llmrl.run.export:export",
+        "llmrl.commands.export:export",
         RUN,
         option("folder", type=Path, metavar="DIR", help="a folder that does not exist"),
         CHECKPOINT,
@@ -208,7 +208,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "show": _Command(
         "show RUN [options]",
-        "llmrl.run.show:show",
+        "llmrl.commands.show:show",
         RUN,
         option("--rows", type=int, default=20, metavar="N", help="steps in the table (default: 20; 0: all)"),
         option("--step", type=int, metavar="K", help="show samples of this step (default: the last)"),
@@ -218,7 +218,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "runs": _Command(
         "runs [options]",
-        "llmrl.run.runs:list_runs",
+        "llmrl.commands.runs:list_runs",
         option(
             "--runs",
             dest="root",
@@ -247,7 +247,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "template": _Command(
         "template NAME_OR_PATH [chat_template=...] [template_variables={...}] [options]",
-        "llmrl.run.template_report:run",
+        "llmrl.commands.template_report:run",
         option("name", help="a folder with a tokenizer, a registered template, or a name on the hub"),
         option("overrides", nargs="*", metavar="chat_template=...", help="instead of the tokenizer's own"),
         option("--tools", action="store_true", help="conversations with tools must work, too"),
@@ -257,12 +257,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     ),
     "new": _Command(
         "new KIND NAME [options]",
-        "llmrl.run.new:new",
+        "llmrl.commands.new:new",
         option("kind", choices=["reward", "tool", "env", "recipe"], help="reward, tool, env or recipe"),
         option("name", help="of the module that is written, in lower case"),
         option(
             "--folder", type=Path, default=Path(), metavar="DIR", help="where the files are written (default: here)"
         ),
     ),
-    "doctor": _Command("doctor [--json]", "llmrl.run.doctor:report", JSON),
+    "doctor": _Command("doctor [--json]", "llmrl.commands.doctor:report", JSON),
 }

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from llmrl.commands.show import changes
 from llmrl.errors import ConfigError, DataError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.modules.llm.vision import model_class
@@ -25,7 +26,6 @@ from llmrl.run.files import share_files, writing
 from llmrl.run.masking import masked, masked_info
 from llmrl.run.metrics import read_metrics
 from llmrl.run.run_dir import RunDir
-from llmrl.run.show import changes
 from llmrl.train.adapter_files import ADAPTER, adapter_in, base_of
 from llmrl.train.distributed import Session
 from llmrl.train.models import load_model, load_tokenizer

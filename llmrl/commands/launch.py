@@ -140,7 +140,7 @@ def _plan(
         placed = visible(names[first : first + rollout.tensor_parallel])
         servers[f"http://{HOST}:{port + number}"] = Command(words, placed | variables)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trainers)]
-    words += ["-m", "llmrl.run.cli", *arguments, f"rollout.servers=[{', '.join(servers)}]"]
+    words += ["-m", "llmrl.commands.cli", *arguments, f"rollout.servers=[{', '.join(servers)}]"]
     return Launch(rows, servers, Command(words, visible(names[:trainers])))
 
 
