@@ -135,11 +135,15 @@ def test_no_more_than_a_batch_waits_for_a_caller_that_is_busy():
 
 
 def test_a_turn_that_does_not_end_is_a_deadline_of_the_shutdown():
-    release = threading.Event()
-    env = dialogs(lambda chats: release.wait(PATIENCE_S))
-    collector = LLMCollector(env, policy=talks_for([9] * 6), replay_buffer=buffer())
+    waiting, release = threading.Event(), threading.Event()
+
+    def wait_for_release(chats):
+        waiting.set()
+        release.wait(PATIENCE_S)
+
+    collector = LLMCollector(dialogs(wait_for_release), policy=talks_for([9] * 6), replay_buffer=buffer())
     collector.start()
-    wait_until(lambda: collector.counters["produced"], PATIENCE_S)
+    assert waiting.wait(PATIENCE_S)
     with pytest.raises(DeadlineError, match=r"must end within 0\.1 s"):
         collector.async_shutdown(timeout=0.1)
     release.set()
