@@ -18,7 +18,7 @@ from llmrl.data.llm.templates import find_template
 from llmrl.data.ragged.tensordicts import present_keys
 from llmrl.envs.llm.chat import answered
 from llmrl.errors import ConfigError, MissingKeyError, did_you_mean
-from llmrl.modules.llm.engines.base import Generation, SamplingParams, StopReason
+from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason
 from llmrl.modules.llm.rendering import text_tokenizer
 from llmrl.modules.llm.vision import image_processor_class, model_class
 
@@ -235,7 +235,7 @@ def _sizes(architecture: str, hidden_size: int, layers: int, heads: int) -> dict
     return sizes
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """An ``Engine`` that answers from a script, for tests of wrappers, environments and losses.
 
     answers  strings or int64[R] id rows, used in order across rows and calls, cyclically; or a function from prompt ids

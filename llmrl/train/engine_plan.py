@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmrl.errors import ConfigError, LLMRLError
+from llmrl.loading import load_object
 from llmrl.modules.llm.engines.vllm.compat import check_options
 from llmrl.modules.llm.engines.vllm.factory import config_of, visible
 from llmrl.modules.llm.engines.vllm.server import served_model
@@ -116,6 +118,8 @@ def plan_engine(
     Raises  ConfigError for settings that do not work on this machine or model, and for servers that do not match
     """
     replays_routes(config, model)  # raises if replay is on but impossible
+    if config.rollout.own_engine is not None:
+        load_engine(*config.rollout.own_engine)  # what is wrong with it is known before weights load
     if config.rollout.engine != "vllm":
         return None
     if config.rollout.options:
@@ -133,6 +137,18 @@ def plan_engine(
     given = {"world_size": ranks, "longest_evaluated": longest, "lengths": lengths}
     plan = make_engine_plan(config, gpus, model, dtype=dtype, **given)
     return replace(plan, ray=_plan_ray(config, session)) if config.rollout.ray else plan
+
+
+def load_engine(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The user's function that makes an engine from a model, ``tokenizer`` and ``options``."""
+    make = load_object(name, what="rollout.engine")
+    try:
+        inspect.signature(make).bind(None, tokenizer=None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.engine: {name} is called with a model, tokenizer and its options: {error}."
+        ) from error
+    return make
 
 
 def replays_routes(config: GRPOConfig, model: PreTrainedModel) -> bool:

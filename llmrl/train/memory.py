@@ -110,7 +110,7 @@ def plan_memory(
         stays["DDP's buckets"] = trained
     rollout = grpo.rollout if grpo else RolloutSettings()
     # Transformers samples with the trainer's weights, and frees its cache after each batch.
-    sleeps = rollout.engine == "transformers" or (rollout.sleep is not False and not rollout.max_staleness)
+    sleeps = rollout.engine != "vllm" or (rollout.sleep is not False and not rollout.max_staleness)
     training = stays | {
         "gradients": gradients,
         "weights in use": _weights_in_use(config, shape, arithmetic, sharded),
@@ -221,7 +221,7 @@ def _logits(config: ModelSource, shape: ModelShape, arithmetic: Arithmetic, *, o
 def _engine(
     config: GRPOConfig, shape: ModelShape, num_gpus: int, low_precision: bool, longest: int
 ) -> dict[str, float]:
-    if config.rollout.engine == "transformers":
+    if config.rollout.engine != "vllm":
         return {"KV cache": 4.0 * shape.cache_numbers(longest) * _rows(config, num_gpus)}
     return {} if config.rollout.elsewhere else engine_memory(config, shape, low_precision=low_precision)
 

@@ -207,7 +207,7 @@ def prepare_grpo(
     lengths = replace(lengths, lengths=tuple(min(length, *limits) if limits else length for length in lengths.lengths))
     engine = plan_engine(source, session, task.longest_prompt(held_out), empty, gpu, lengths)
     # Transformers samples with the trained module itself, so in float32 its log-probs equal the trainer's.
-    algorithm = make_algorithm(config, exact=engine is None and not session.low_precision)
+    algorithm = make_algorithm(config, exact=config.rollout.engine == "transformers" and not session.low_precision)
     prepared = PreparedGRPO(prompts, dropped, lengths, held_out, engine, replays_routes(source, empty), algorithm)
     return prepared, _grpo_plan(config, session, task, prepared, model_shape(empty), gpu)
 
@@ -367,6 +367,8 @@ def _sampling(config: GRPOConfig) -> str:
 
 def _engine(config: GRPOConfig, engine: EnginePlan | None) -> Rows:
     words = [] if engine is None else [engine.place, _staleness(config), *engine.describe()]
+    if config.rollout.own_engine is not None:
+        words = [f"{_named(config.rollout.engine)}: its memory is not in the plan", _staleness(config)]
     if config.rollout.concurrency:
         words.append(f"{config.rollout.concurrency} conversations at a time, each independent")
     return [("engine", " · ".join(words))] if words else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from llmrl.errors import DataError, WeightSyncError
-from llmrl.modules.llm.engines import AsyncVLLMEngine, VLLMEngine
+from llmrl.errors import ConfigError, DataError, WeightSyncError
+from llmrl.modules.llm.engines import AsyncVLLMEngine, Engine, VLLMEngine
 from llmrl.modules.llm.engines.vllm.gauges import gauge_metrics, merged
 from llmrl.modules.llm.log_probs import TokenScorer
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.vision import POSITIONS, read_media
 from llmrl.train.distributed import Session
-from llmrl.train.engine_plan import EnginePlan
+from llmrl.train.engine_plan import EnginePlan, load_engine
 from llmrl.train.ray_servers import RayServers, connect
 from llmrl.train.settings import GRPOConfig
 from llmrl.weight_update import SyncProbe, adapter_folder, publish
@@ -57,7 +57,8 @@ class RolloutEngine:
         reports_routes: bool = False,
     ):
         self.session, self.model = session, model
-        self.is_vllm, plan = plan is not None, plan or EnginePlan()
+        self._has_copy = config.rollout.engine != "transformers"  # of the weights; otherwise it shares the trainer's
+        plan = plan or EnginePlan()
         self._takes_adapter, self._sleeps = bool(plan.options.get("enable_lora")), plan.sleeps
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of Ray servers; deleted when collected
         self._probe = SyncProbe(factor=config.rollout.probe_factor, any_problem=self._first_problem)
@@ -79,7 +80,11 @@ class RolloutEngine:
         wrapping = {"tokenizer": tokenizer, "generate_kwargs": config.sampling.generate_kwargs, "prefer_tokens": prefer}
         wrapping["max_conversation_tokens"] = config.env.max_conversation_tokens
         self.policy: LLMWrapperBase
-        if self.is_vllm:
+        own = config.rollout.own_engine
+        if own is not None:
+            made = self._parts.enter_context(closing(make_own_engine(*own, self.model, tokenizer)))
+            self.policy = LLMWrapperBase(made, **wrapping)
+        elif config.rollout.engine == "vllm":
             vllm = self._parts.enter_context(closing(self._make_vllm(config, plan, servers, tokenizer)))
             self.policy = vLLMWrapper(vllm, **wrapping)
         else:
@@ -87,13 +92,12 @@ class RolloutEngine:
             self.policy.engine.reports_routes = reports_routes
         engine = self.policy.engine
         # Servers score at temperature 1 only. Changing the temperature would have to wait for answers in flight.
-        interrupts = getattr(engine, "in_flight", None) == "continue"
-        self._temperature = 1.0 if servers or interrupts else config.sampling.temperature
+        self._temperature = 1.0 if servers or engine.in_flight == "continue" else config.sampling.temperature
         # Of the ranks that share an engine (the same server addresses) only the first sends weights.
-        place = getattr(engine, "address", None) or f"rank {session.rank}"
+        place = engine.address or f"rank {session.rank}"
         self._sends = session.gather([place]).index(place) == session.rank
-        if servers or (config.lora and self.is_vllm):
-            self._send(engine.version)  # servers have unknown weights, a local engine only the base model's
+        if servers or own is not None or (config.lora and self._has_copy):
+            self._send(engine.version)  # their weights are unknown; a local vLLM has only the base model's
 
     def _make_vllm(
         self, config: GRPOConfig, plan: EnginePlan, servers: Sequence[str], tokenizer: PreTrainedTokenizerBase
@@ -138,7 +142,7 @@ class RolloutEngine:
 
     def set_probe_rows(self, data: TensorDictBase, scorer: TokenScorer) -> None:
         """Keeps the rollouts ``data`` for the probe; the first call, before any push, also selects rows from them."""
-        if self.is_vllm:
+        if self._has_copy:
             self._probed = data
             if self._probed_since is None:
                 self._use_probed_rows(scorer)
@@ -163,7 +167,7 @@ class RolloutEngine:
 
     def _speed(self) -> dict[str, float]:
         """Speed of the last push; empty if the engine shares the trainer's weights, or receives adapters."""
-        speed = getattr(self.policy.engine, "load_speed", 0.0)
+        speed = self.policy.engine.load_speed
         return {"perf/sync_gb_s": speed / 1e9} if speed else {}
 
     def _send(self, version: int) -> None:
@@ -177,7 +181,7 @@ class RolloutEngine:
                 with adapter_folder(self.model) as folder:
                     engine.update_adapter(folder, version=version)
             else:
-                model = self.model if self.is_vllm else None  # Transformers samples with the module itself
+                model = self.model if self._has_copy else None
                 publish(model, engine, version, again=engine.version == version, sends=sends)
             labels = engine.core.labels if self._on_servers and sends else None
         except WeightSyncError as caught:
@@ -227,7 +231,7 @@ class RolloutEngine:
 
     def take_gauges(self) -> dict[str, float]:
         """Metrics of all ranks' vLLM engines since the last call, each engine counted once; a collective."""
-        if not self.is_vllm:
+        if not self._has_copy:
             return {}
         own = [self.policy.engine.take_gauges()] if self._sends else []
         return gauge_metrics(merged(self.session.gather(own)))
@@ -240,6 +244,19 @@ class RolloutEngine:
     def close(self) -> None:
         """Stops the local engine, and servers that were started for it. A second call does nothing."""
         self._parts.close()
+
+
+def make_own_engine(
+    name: str, options: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Engine:
+    """The engine that the user's function makes. Raises ConfigError if it is not an `Engine`."""
+    engine = load_engine(name, options)(model, tokenizer=tokenizer, **options)
+    if not isinstance(engine, Engine):
+        raise ConfigError(
+            f"rollout.engine: {name} must return an Engine, a subclass of llmrl.modules.llm.engines.Engine: got "
+            f"{type(engine).__name__}."
+        )
+    return engine
 
 
 def _probe_rows(data: TensorDictBase) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:

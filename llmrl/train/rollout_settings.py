@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from llmrl.settings import Settings
+from llmrl.train.setting_types import ENGINES, EngineName, named
 
 _SETTINGS = {  # arguments of vLLM that have a setting of their own
     "gpu_memory_utilization": "rollout.gpu_memory",
@@ -22,8 +23,10 @@ _SETTINGS = {  # arguments of vLLM that have a setting of their own
 class RolloutSettings(Settings):
     """The engine that samples, and the number of versions it may be behind the trainer."""
 
-    engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers: with the trained weights; vllm: faster, with a copy of them"
+    engine: EngineName = Field(
+        "transformers",
+        description="transformers: with the trained weights; vllm: faster, with a copy of them; or a function of your "
+        "own, module:name or {module:name: {its options}}, that makes an Engine from model and tokenizer",
     )
     own_process: bool | None = Field(
         None,
@@ -93,6 +96,11 @@ class RolloutSettings(Settings):
         return bool(self.servers or self.gpus or self.ray)
 
     @property
+    def own_engine(self) -> tuple[str, dict[str, Any]] | None:
+        """The name and options of the user's function that makes the engine; None for one of llmrl's."""
+        return None if self.engine in ENGINES else named(self.engine, "engine")
+
+    @property
     def of_engine(self) -> list[str]:
         """The settings with non-default values that apply only to an engine that this run starts itself."""
         names = ("own_process", "gpu_memory", "max_model_len", "tensor_parallel", "sleep", "options")
@@ -112,7 +120,7 @@ class RolloutSettings(Settings):
     @model_validator(mode="after")
     def _check_engine(self) -> RolloutSettings:
         given = "max_staleness" if self.max_staleness else "oversample" if self.oversample else None
-        if given and self.engine != "vllm":
+        if given and self.engine == "transformers":
             raise ValueError(f"{given} needs engine vllm: Transformers samples with the weights being trained")
         if given and self.own_process is False:
             raise ValueError(f"{given} needs own_process: in this process nothing overlaps")

@@ -14,6 +14,7 @@ from llmrl.loading import split_name
 from llmrl.text_files import why_not_text
 
 ENVIRONMENTS = ("sums", "big_sums", "colours", "gsm8k", "math", "countdown", "ifeval", "chat")
+ENGINES = ("transformers", "vllm")
 TOOL_FORMATS = ("auto", "hermes", "qwen", "llama", "mistral", "deepseek", "harmony", "gpt_oss")
 TOOL_FORMATS += ("function", "tagged", "xml", "python")
 
@@ -38,17 +39,31 @@ def _check_known(name: str, known: Iterable[str], what: str) -> str:
 def _check_tool(tool: Tool) -> Tool:
     from llmrl.tools.load import BUILT_IN  # imported here: most runs have no tools
 
-    if isinstance(tool, dict) and len(tool) != 1:
-        raise ValueError(f"must be one tool's name with its options: got {', '.join(tool) or 'nothing'}")
-    _check_known(tool if isinstance(tool, str) else next(iter(tool)), sorted(BUILT_IN), "a tool")
+    _check_known(named(tool, "tool")[0], sorted(BUILT_IN), "a tool")
     return tool
 
 
-def _check_algorithm(named: Tool) -> Tool:
-    if isinstance(named, dict) and len(named) != 1:
-        raise ValueError(f"must be one algorithm's name with its settings: got {', '.join(named) or 'nothing'}")
-    _check_own(named if isinstance(named, str) else next(iter(named)))
-    return named
+def _check_algorithm(algorithm: Tool) -> Tool:
+    _check_own(named(algorithm, "algorithm")[0])
+    return algorithm
+
+
+def _check_engine(engine: Tool) -> Tool:
+    name, options = named(engine, "engine")
+    _check_known(name, ENGINES, "an engine")
+    if options and name in ENGINES:
+        raise ValueError(f"{name} has no options here: vllm's are rollout.options")
+    return engine
+
+
+def named(value: Tool, what: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a setting that is a name, or a mapping from one name to its options."""
+    if isinstance(value, str):
+        return value, {}
+    if len(value) != 1:
+        raise ValueError(f"must be one {what}'s name with its options: got {', '.join(value) or 'nothing'}")
+    name, options = next(iter(value.items()))
+    return name, options or {}
 
 
 def _read_template(text: str) -> str:
@@ -69,6 +84,7 @@ def _read_template(text: str) -> str:
 
 Tool = str | dict[str, dict[str, Any] | None]
 ToolName = Annotated[Tool, AfterValidator(_check_tool)]
+EngineName = Annotated[Tool, AfterValidator(_check_engine)]
 AlgorithmName = Annotated[Tool, AfterValidator(_check_algorithm)]
 FunctionName = Annotated[str, AfterValidator(_check_own)]
 TemplateText = Annotated[str, AfterValidator(_read_template)]

@@ -26,7 +26,7 @@ POISON = 666
 DEADLINE_S = 120.0  # of every wait in this file: reached only when something hangs
 
 
-class EchoEngine:
+class EchoEngine(Engine):
     """Answers a prompt with itself and remembers its calls; a prompt that holds ``POISON`` fails the call it is in."""
 
     def __init__(self, hold: threading.Event | None = None):

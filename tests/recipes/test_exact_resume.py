@@ -1,6 +1,5 @@
 """A resumed run is the run that would have been: the same numbers, to the last bit, in every later step."""
 
-import copy
 import shutil
 
 import pytest
@@ -10,8 +9,6 @@ from llmrl.commands import cli
 from llmrl.run.checkpoint import CHECKSUMS, _seal
 from llmrl.run.config import dump_config, load_config
 from llmrl.run.run_dir import RunDir
-from llmrl.train.rollout_engine import RolloutEngine
-from llmrl.weight_update import publish
 from tests.support.saved_models import save_tiny
 
 WAITED = ("async/trainer_idle", "async/engine_idle")  # measures of time
@@ -60,16 +57,17 @@ def test_training_is_resumed_exactly(place, command, changes):
         place.same_rollouts("straight", "cut", 5)
 
 
-class EngineWithCopy(RolloutEngine):
-    """Samples with a copy of the trainer's weights, as an engine in its own process does, by Transformers."""
+OWN_ENGINE = """
+import copy
+from llmrl.modules.llm.engines import TransformersEngine
 
-    def __init__(self, config, session, model, tokenizer, plan, **keywords):
-        super().__init__(config, session, copy.deepcopy(model), tokenizer, **keywords)
-        self.model = model
+def make(model, tokenizer, seed=None):
+    ids = {"eos_token_ids": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return TransformersEngine(copy.deepcopy(model), tokenizer=tokenizer, seed=seed, **ids)
 
-    def push(self, scorer):
-        publish(self.model, self.policy.engine)
-        return {}
+def wrong(model, tokenizer):
+    return model
+"""
 
 
 @pytest.mark.parametrize(
@@ -80,15 +78,34 @@ class EngineWithCopy(RolloutEngine):
         {"eval": {"dataset": "prompts.jsonl", "rows": 2, "max_tokens": 4, "every": 2}},  # saved after the weights came
     ],
 )
-def test_overlapped_grpo_is_resumed_exactly(place, monkeypatch, changes):
-    monkeypatch.setattr("llmrl.recipes.grpo.RolloutEngine", EngineWithCopy)
-    monkeypatch.setattr("llmrl.train.early_checks.check_packages", lambda config: None)  # it needs no vLLM
+def test_overlapped_grpo_is_resumed_exactly(place, changes):
+    place.module("own_engine", OWN_ENGINE)
     save_tiny("model")
-    changes |= {"model": "model", "optim": OPTIM, "rollout": {"engine": "vllm", "max_staleness": 1}}
+    changes |= {"model": "model", "optim": OPTIM, "rollout": {"engine": "own_engine:make", "max_staleness": 1}}
     place.train("grpo", "straight", steps=5, checkpoint={"every": 2, "keep": 5}, **changes)
-    assert [step["async/staleness_max"] for step in place.steps("straight")] == [0, 1, 1, 1, 1]
+    steps = place.steps("straight")
+    assert [step["async/staleness_max"] for step in steps] == [0, 1, 1, 1, 1]
+    probes = [step["mismatch/probe"] for step in steps if "mismatch/probe" in step]
+    assert len(probes) >= 3
+    assert max(probes) < 1e-6, "its copy has the weights that were trained"
     resume_at_step_2(place, 5, without=WAITED)
     place.same_rollouts("straight", "cut", 5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("own_engine:wrong", ["own_engine:wrong must return an Engine", "got Qwen2ForCausalLM"]),
+        ("own_engine:mak", ["own_engine", "mak", "make"]),
+        ({"own_engine:make": {"sed": 1}}, ["own_engine:make", "sed"]),
+        ("transformer", ["'transformer' is not an engine", "Did you mean 'transformers'?"]),
+        ({"vllm": {"seed": 1}}, ["rollout.options"]),
+        ({}, ["must be one engine's name"]),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused(place, engine, words):
+    place.module("own_engine", OWN_ENGINE)
+    place.train("grpo", "run", code=2, words=words, rollout={"engine": engine})
 
 
 def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place):

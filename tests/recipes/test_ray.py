@@ -54,7 +54,10 @@ def test_servers_that_were_placed_are_closed_if_no_engine_can_be_made_of_them():
             return ["http://127.0.0.1:9"]  # nothing listens there
 
     tokenizer = tiny_tokenizer()
-    config, plan = GRPOConfig(model=MODEL, env={"name": "sums"}), EnginePlan(ray=RayPlan("local", 1))
+    config, plan = (
+        GRPOConfig(model=MODEL, env={"name": "sums"}, rollout={"engine": "vllm"}),
+        EnginePlan(ray=RayPlan("local", 1)),
+    )
     with Session(config) as session, pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):
         Placed(config, session, tiny_model(tokenizer), tokenizer, plan)
     assert closed == [plan.ray]

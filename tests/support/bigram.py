@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llmrl.errors import ConfigError, ShapeError, WeightSyncError
-from llmrl.modules.llm import Backend, Generation, LLMWrapperBase, SamplingParams, StopReason, TokenScores
+from llmrl.modules.llm import Backend, Engine, Generation, LLMWrapperBase, SamplingParams, StopReason, TokenScores
 
 
 class Bigram(nn.Module):
@@ -30,7 +30,7 @@ class Bigram(nn.Module):
         return torch.cat([torch.zeros_like(ids[..., :1], dtype=torch.float32), following], -1)
 
 
-class BigramEngine:
+class BigramEngine(Engine):
     """Samples and scores a ``Bigram``. Refuses what it cannot do instead of leaving it out."""
 
     def __init__(self, model: Bigram, eos_token_ids: tuple[int, ...] = ()) -> None:

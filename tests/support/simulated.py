@@ -12,7 +12,7 @@ import torch
 from llmrl.collectors.llm import LLMCollector
 from llmrl.envs.llm import DatasetChatEnv
 from llmrl.modules.llm import LLMWrapperBase
-from llmrl.modules.llm.engines import Generation, StopReason
+from llmrl.modules.llm.engines import Engine, Generation, StopReason
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.rollout_queue import RolloutQueue
 from llmrl.train.step_rollouts import oldest_versions
@@ -45,7 +45,7 @@ class Call:
     answered: threading.Event = field(default_factory=threading.Event)
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """An `Engine` of one GPU. n rows that are drawn together take ``1 + n / half`` units of time for a token each.
 
     ``length(seed)`` is that of a row's answer. New weights take ``update_time``; rows that are being drawn go on with

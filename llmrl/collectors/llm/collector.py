@@ -365,7 +365,7 @@ class LLMCollector(HasBackground):
         Raises  WeightSyncError if they do not arrive; the version is then unchanged
         """
         # No pause if the engine interrupts answers in flight: it would wait for them to end.
-        interrupts = getattr(self._engine, "in_flight", "finish") != "finish"
+        interrupts = self._engine is not None and self._engine.in_flight != "finish"
         with nullcontext() if interrupts else self.pause():
             self.weight_updater.push_weights(weights)
 

@@ -5,11 +5,12 @@ An engine handles only ids: messages, templates, tensordicts and masks belong to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ MediaRows = Sequence[Mapping[str, Tensor]] | None
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs a model for the wrapper.
+    """Runs a model for the wrapper. A subclass sets the attributes below where it differs.
 
     ``generate``       prompts: int64[P_i] each; ``seeds``: one int per row, or None for fresh ones. A row's sample
                        depends only on its prompt, its seed and the weights, never on other rows.
@@ -149,31 +150,48 @@ class Engine(Protocol):
     ``score``          float32[T_i] per sequence: [t] = log p(token t | tokens before t), [0] = 0; 0 where ``masks[i]``
                        is False
     ``update_weights`` all or nothing; None if the engine shares the trainer's module, so that only the version changes
+
+    ``eos_token_ids``    end an answer, besides those of `SamplingParams`
+    ``context_length``   the most tokens that a prompt and its answer may have together; None: unknown
+    ``takes_groups``     True: `update_weights` accepts `WeightGroups`; otherwise it gets a mapping
+    ``unsaved_buffers``  names that a set of weights may leave out
+    ``in_flight``        what an update does to answers in progress: it waits for them, or ends or continues them
+    ``address``          of a server that other ranks may share, one of them then sends weights; None: this rank's own
+    ``load_speed``       of the last update, bytes per second; 0 if unknown
     """
 
-    version: int
+    version: int = 0
+    eos_token_ids: Collection[int] = ()
+    context_length: int | None = None
+    takes_groups: bool = False
+    unsaved_buffers: frozenset[str] = frozenset()
+    in_flight: Literal["finish", "abort", "continue"] = "finish"
+    address: str | None = None
+    load_speed: float = 0.0
 
+    @abstractmethod
     def generate(
         self, prompts: Rows, params: SamplingParams, *, seeds: Sequence[int] | None = None, media: MediaRows = None
     ) -> Generation: ...
 
+    @abstractmethod
     def score(
         self, sequences: Rows, *, temperature: float = 1.0, masks: Rows | None = None, media: MediaRows = None
     ) -> list[Tensor]: ...
 
+    @abstractmethod
     def update_weights(self, weights: Mapping[str, Tensor] | None, *, version: int) -> None: ...
 
-    def close(self) -> None: ...
+    def take_gauges(self) -> dict[str, float]:
+        """Numbers of the engine since the last call, named as in `llmrl.modules.llm.engines.vllm.gauges`."""
+        return {}
+
+    def close(self) -> None:
+        """Releases what the engine holds."""
 
 
-class SeededEngine:
-    """Base class of engines that draws the seeds of rows.
-
-    ``context_length``  the most tokens that a prompt and its answer may have together; None: unknown
-    """
-
-    version = 0
-    context_length: int | None = None
+class SeededEngine(Engine):
+    """Base class of engines that draws the seeds of rows."""
 
     def __init__(self, seed: int | None) -> None:
         self._generator = torch.Generator()

@@ -174,8 +174,8 @@ class LLMWrapperBase(nn.Module):
         """Makes the engine and the scorer of ``model``."""
         if not isinstance(model, Engine):
             raise ConfigError(
-                f"{type(self).__name__}: model must be an Engine: got {type(model).__name__}; pass a Hugging Face "
-                "model to TransformersWrapper."
+                f"{type(self).__name__}: model must be a subclass of llmrl.modules.llm.engines.Engine: got "
+                f"{type(model).__name__}; pass a Hugging Face model to TransformersWrapper."
             )
         self._leave_to_engine("the engine that it was given")
         pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -352,7 +352,7 @@ class LLMWrapperBase(nn.Module):
             prompts = prompts.select([row for row in range(len(prompts.ids)) for _ in range(self.num_samples)])
             batch_size = torch.Size([*batch_size, self.num_samples])
         # 2. The engine samples an answer to each that leaves room for one.
-        params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, getattr(self.engine, "eos_token_ids", ()))
+        params, stop_ids = with_stop_ids(options.params, self.stop_token_ids, self.engine.eos_token_ids)
         generation = self._sample(prompts, params, seeds)
         # 3. The views of the finished turns, ragged or padded.
         turn = Turn(prompts, generation.ids, generation.stop_reasons, stop_ids, options.skip_special_tokens)
@@ -376,7 +376,7 @@ class LLMWrapperBase(nn.Module):
     @property
     def context_length(self) -> int | None:
         """The most tokens of a conversation: ``max_conversation_tokens``, and what the engine can hold."""
-        limits = self.max_conversation_tokens, getattr(self.engine, "context_length", None)
+        limits = self.max_conversation_tokens, self.engine.context_length
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _sample(self, prompts: Prompts, params: SamplingParams, seeds: list[int] | None) -> Generation:

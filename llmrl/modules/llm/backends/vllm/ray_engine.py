@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from llmrl.errors import DeadlineError, RolloutError, WeightSyncError
-from llmrl.modules.llm.engines.base import Generation, SamplingParams
+from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams
 from llmrl.modules.llm.engines.vllm.engine import VLLMEngine
 from llmrl.optional import require
 
@@ -23,7 +23,7 @@ class _Actor(VLLMEngine):
         self.version = version
 
 
-class RayEngine:
+class RayEngine(Engine):
     """An ``Engine`` that forwards calls to a `VLLMEngine` in its own Ray actor.
 
     model         a folder or hub name that the actor's machine can read
@@ -45,7 +45,7 @@ class RayEngine:
             settings = {"tensor_parallel_size": num_gpus} | settings
         self._actor = self._ray.remote(_Actor).options(num_gpus=num_gpus or 0).remote(model, **settings)
         try:
-            self.max_length: int = self._ask("get", "max_length")
+            self.context_length = self.max_length = self._ask("get", "max_length")
             self.eos_token_ids: tuple[int, ...] = self._ask("get", "eos_token_ids")
         except BaseException:
             self.close()
