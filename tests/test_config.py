@@ -169,6 +169,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("clip=" + "[" * 5000, "nested deeper than 32 levels"),
         ("clip=" + "9" * 5000, "Exceeds the limit"),
         ("clip=!!bool abc", "a value does not fit its tag"),
+        ("clip=!!null x", "is not valid YAML: !!null has no value: got 'x'"),
+        ("clip=!!null [1, 2]", "a sequence cannot have the tag !!null; leave it out"),
+        ("clip=[!mine {low: 1}]", "a mapping cannot have the tag !mine; leave it out"),
         ("clip=&a {b: *a}", "nested deeper than 32 levels"),
         (
             f"clip=[&a0 [1, 1], {', '.join(f'&a{n + 1} [*a{n}, *a{n}]' for n in range(28))}]",

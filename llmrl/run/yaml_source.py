@@ -45,6 +45,15 @@ _SCALARS = {
         list("-+.0123456789"),
     ),
 }
+
+
+def _null(loader: YamlLoader, node: yaml.Node) -> None:
+    text = loader.construct_scalar(node)  # PyYAML's own constructor drops it
+    if not re.fullmatch(_SCALARS["null"][0], text):
+        raise yaml.constructor.ConstructorError(problem=f"!!null has no value: got {text!r}")
+
+
+YamlLoader.add_constructor("tag:yaml.org,2002:null", _null)
 for _reader_or_writer in (YamlLoader, YamlDumper):
     for _tag, (_pattern, _first) in _SCALARS.items():
         _reader_or_writer.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
@@ -62,6 +71,7 @@ YamlDumper.add_representer(
 )
 
 _MAX_ENTRIES = 100_000
+_COLLECTIONS = {"sequence": "seq", "mapping": "map"}
 # PyYAML's constructors raise the others, for an integer with too many digits and for values that do not fit their tag.
 _NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError, OverflowError)
 
@@ -109,6 +119,10 @@ class Source:
             problem = f"more than {_MAX_ENTRIES:,} entries, those of aliases included"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         # Works on nodes, not on loaded values: nodes have line numbers, and mapping nodes keep repeated keys.
+        if isinstance(node, yaml.CollectionNode) and node.tag != f"tag:yaml.org,2002:{_COLLECTIONS[node.id]}":
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            problem = f"a {node.id} cannot have the tag {tag}; leave it out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.SequenceNode):
             return [self._item(loader, item, (*at, index), item, problems) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
