@@ -44,6 +44,11 @@ def test_secrets_of_settings_are_replaced_and_the_rest_is_shown(shown):
     assert "***" in str(shown)
     kept = {"env": {"name": "sums", "rewards": [{"answer_key": "gold"}]}, "judge": {"api_key_env": "MY_KEY"}, "n": 3}
     assert masked(kept) == kept
+    secret = "key api_key apikey APIKEY apiKey mykey commonkey x-api-key HF_TOKEN hftoken PGPASSWORD clientSecret"
+    for name in secret.split():
+        assert masked({name: "a"}) == {name: "***"}, name
+    for name in "monkey Donkey my_turkey answer_key data_key keyword".split():
+        assert masked({name: "a"}) == {name: "a"}
     assert masked_text("the key: 'a', token=3, max_tokens=5") == "the key: 'a', token=3, max_tokens=5"
 
 

@@ -12,7 +12,9 @@ import yaml
 from llmrl.run.yaml_source import YamlLoader
 
 _MASK = "***"
-_NAME = r"(?:(?<!answer_)(?<!data_)key|token|secret|password|passwd|credentials?)"
+# Words that merely end in "key"; any other is masked: a name that is hidden in vain does less harm than a secret shown.
+_WORDS = "".join(rf"(?:(?<!{word})|(?<=[a-z]{word}))" for word in ("mon", "don", "tur", "hoc", "joc", "whis"))
+_NAME = rf"(?:(?<!answer_)(?<!data_){_WORDS}key|token|secret|password|passwd|credentials?)"
 _SECRET = re.compile(rf"{_NAME}$|authorization|^cookie$", re.IGNORECASE)
 _MAPPING = re.compile(r"headers|credentials?|secrets", re.IGNORECASE)  # all values of such a mapping are secret
 _VARIABLE = re.compile(r"_env$", re.IGNORECASE)  # api_key_env holds the name of a variable
@@ -34,7 +36,7 @@ def masked(value: Any, name: str = "", *, depth: int = 0) -> Any:
     """A copy of settings without secrets: values under a name like ``api_key``, of ``headers`` and of a process's
     ``env``, after an option like ``--token``, and what `masked_text` finds in any other text.
 
-    ``name``  under which the value stands; ``depth`` is 0 for whole settings, whose section ``env`` is no secret
+    ``name``  under which the value stands; ``depth`` is 0 for whole settings, whose section ``env`` is not secret
 
     >>> masked({"url": "http://me:pw@host", "headers": {"X": "y"}, "args": ["--token", "t"], "api_key": "k"})
     {'url': 'http://***@host', 'headers': {'X': '***'}, 'args': ['--token', '***'], 'api_key': '***'}
