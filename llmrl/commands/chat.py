@@ -188,7 +188,8 @@ class Conversation:
             said = state.get("history").prompt.to_chats()[0][-1]["content"]
             raise DataError(
                 f"llmrl chat: a conversation must be shorter than the {self.policy.context_length} tokens that the "
-                f"model takes: with a message of {len(said)} characters it is not; shorten it, or begin anew (/reset)."
+                f"model takes: with a message of {len(said)} characters it is not; shorten it, or start a new "
+                "conversation (/reset)."
             )
         self._show(end=True)
         self.console.print()

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = unknown[0].partition("=")
             takes_value = [text for text, action in self._option_string_actions.items() if action.nargs != 0]
             options = takes_value if equals else list(self._option_string_actions)
-            match = closest(name.lstrip("-"), [text.lstrip("-") for text in options])  # two dashes are no likeness
+            match = closest(name.lstrip("-"), [text.lstrip("-") for text in options])  # all have the two dashes
             hint = f"\ndid you mean  --{match}?" if match else ""
             if not match and any("section.key=value" in str(action.metavar) for action in self._actions):
                 value = value or next(iter(arguments[list(arguments).index(unknown[0]) + 1 :]), "VALUE")

@@ -58,7 +58,7 @@ def says(content: Any) -> bool:
 
 
 def check_calls(message: Message) -> None:
-    """Raises ValueError for a call whose arguments are text that is no JSON object."""
+    """Raises ValueError for a call whose arguments are text but not a JSON object."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         text = function.get("arguments") if isinstance(function, Mapping) else None

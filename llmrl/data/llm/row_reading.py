@@ -205,7 +205,7 @@ class Reading:
 
     def trained_turns(self, messages: list[Message]) -> bool:
         """True if a turn of the assistant is trained. Raises DataError for a trained one without content, or with a
-        call whose arguments are no JSON object.
+        call whose arguments are not a JSON object.
         """
         trained = False
         for number, message in enumerate(messages, 1):

@@ -51,8 +51,8 @@ def tool_metrics(data: TensorDictBase) -> dict[str, float]:
     Returns  "tools/conversations", the number that ended; "tools/call_rate", the share of these with any call;
              "tools/calls_mean" per conversation; the shares of calls "tools/ok_frac", "tools/error_frac",
              "tools/timeout_frac", "tools/malformed_frac", "tools/unknown_frac" and "tools/not_run_frac", which add up
-             to 1, and "tools/cut_frac" with shortened results; "tools/seconds_mean" of the calls that ran. 0 if there
-             are no conversations or calls
+             to 1, and "tools/cut_frac" with shortened results; "tools/seconds_mean" of the calls that ran. All are 0
+             for a batch in which no conversation ended or called a tool
     Raises   MissingKeyError if the batch has no entries of a ToolTransform
 
     >>> from llmrl.envs.llm import ChatEnv

@@ -153,7 +153,7 @@ def nearest_transfer(trainer: Mapping[str, Any], workers: Sequence[Mapping[str, 
 class WeightTransfer:
     """Transfers weights through one buffer: written once here, read once by every worker, checksummed on both sides.
 
-    There is no second copy of the model: a tensor is in the buffer only while it is loaded. Weights that fit into half
+    The model is never copied whole: a tensor is in the buffer only while it is loaded. Weights that fit into half
     of the buffer are all verified before the first one is loaded. The buffer is kept until the settings change or an
     update fails.
     """
