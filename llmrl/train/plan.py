@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,7 +121,7 @@ def data_plan(
         ("optim", _optim(config.optim)),
         ("template", check_template(data.renderer, share=data.trained_share())),
         ("data", _count_rows(config, data.source, data)),
-        *([("", f"not used: {', '.join(data.unused)}")] if data.unused else []),
+        *_not_used(data.unused, data.renderer.unused_keys),
         ("length", length),
         ("keep", _checkpoints(config)),
         *_held_out(config, data),
@@ -134,6 +134,11 @@ def _count_rows(config: SFTConfig, source: str, data: TokenizedRows) -> str:
         what = {"drop": "dropped"}.get(config.too_long, config.too_long)
         too_long = f" · {data.num_too_long} longer than {config.max_length} tokens, {what}"
     return f"{source} · {len(data)} {data.unit}{too_long}{data.left_out()} · {sum(map(len, data.ids))} tokens"
+
+
+def _not_used(columns: Iterable[str], keys: Sequence[str]) -> Rows:
+    unused = [*columns, *([f"of messages {', '.join(keys)}"] if keys else [])]
+    return [("", f"not used: {', '.join(unused)}")] if unused else []
 
 
 def _held_out(config: SFTConfig, data: TokenizedRows) -> Rows:
@@ -274,7 +279,7 @@ def _grpo_plan(
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
-        *([("", f"not used: {', '.join(unused)}")] if (unused := task.unused_columns(prepared.prompts)) else []),
+        *_not_used(task.unused_columns(prepared.prompts), task.unused_keys),
         ("keep", _checkpoints(config)),
     ]
 

@@ -62,6 +62,7 @@ class Task:
     def __init__(self, settings: EnvSettings, tokenizer: PreTrainedTokenizerBase):
         self.settings = settings
         self.processor, self.tokenizer = tokenizer, text_tokenizer(tokenizer)
+        self.unused_keys: list[str] = []  # of the messages of prompts, see `Renderer.unused_keys`
 
     def fit_prompts(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[int]]:
         """The rows whose prompts, with system prompt and tools, fit ``max_prompt_tokens``; the number of the others;
@@ -213,4 +214,5 @@ class Task:
                 for row, value in enumerate(column_values(td, column) or (), len(lengths) + 1):
                     judge.shown(column, value, row=row)
             lengths += [len(ids) for ids in renderer.prompt_ids(chats)]
+        self.unused_keys = [*dict.fromkeys([*self.unused_keys, *renderer.unused_keys])]
         return lengths

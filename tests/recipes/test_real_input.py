@@ -65,8 +65,9 @@ def test_flags_leave_messages_and_rows_out_of_the_loss_and_the_plan_counts_what_
     pieces, chats = trained(place, flagged)
     assert pieces == ["yes<|im_end|>"]
     assert "four<|im_end|>" in tiny_tokenizer().decode(chats.ids[0])
-    rows = [flagged, {"messages": [ASK, TELL], "train": False, "source": "web"}, SHAPES["messages"]]
-    words = ("2 conversations · 1 row left out by their flags", "not used: source")
+    named = {"messages": [ASK | {"name": "Ada"}, TELL | {"id": "7"}]}
+    rows = [flagged, {"messages": [ASK, TELL], "train": False, "source": "web"}, named]
+    words = ("2 conversations · 1 row left out by their flags", "not used: source, of messages name, id")
     place.train("sft", "flagged", data={"path": place.rows("chats.jsonl", rows), "rows": None}, steps=1, words=words)
     last = {"messages": [*CONVERSATION[:3], CONVERSATION[3] | {"trainable": False}]}
     settings = SFTConfig(model={}, data={"path": place.rows("last.jsonl", [last, flagged]), "train_on": "last"})

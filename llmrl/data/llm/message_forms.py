@@ -2,14 +2,14 @@
 
 Jinja ignores what a template does not read, and prints lists and objects as Python does. So contents and the arguments
 of calls are converted to the form that the template writes in full, which short probes show. A key that the template
-does not read, and a content that its text lacks, are errors.
+does not read, and a content that its text lacks, are errors; a name or an id that it does not read is noted.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FLAGS = ("weight", "train", "trainable", "training")  # on a message: whether it is trained; no template reads them
-_ALWAYS = {"role", "content", "name", "id", "is_complete", "tools", *FLAGS}
+_ALWAYS = {"role", "content", "is_complete", "tools", *FLAGS}  # read by llmrl, or checked elsewhere
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one thing; a template reads one of them
 _USUAL_ROLES = ("system", "user", "assistant", "tool")
 _STAND_IN = 0x100000  # private-use plane B, as in `llmrl.data.llm.spans`
@@ -61,6 +61,7 @@ class MessageForms:
         self._template = template
         self._write = write
         self._known: dict[Any, Any] = {}  # results of probes, which are the same for all conversations
+        self.unused: dict[str, None] = {}  # names and ids of messages that the template does not write, in their order
 
     def _render(self, chat: Chat, tools: Tools | None = None, **options: Any) -> str:
         return self._write([chat], tools, **options)[0][0]
@@ -120,32 +121,56 @@ class MessageForms:
         return next((index for index in checked if chr(_STAND_IN + index) not in text), None)
 
     def _fit_chat(self, chat: Chat, row: int) -> Chat:
-        fitted = []
-        for index, message in enumerate(chat):
-            try:
-                fitted.append(message if _is_plain(message) else self._fit_message(message, chat))
-            except ValueError as error:
-                raise TemplateError(
-                    f"ChatCodec: template {self._template.name!r} must write all of a message: not of message {index} "
-                    f"of conversation {row}, role {message.get('role')!r}: {error}."
-                ) from error
+        fitted = list(chat)
+        for step in (self._fit_message, self._check_read):  # what is read is seen in conversations that fit
+            for index, message in enumerate(fitted):
+                if _is_plain(message):
+                    continue
+                try:
+                    fitted[index] = step(fitted, index)
+                except ValueError as error:
+                    raise TemplateError(
+                        f"ChatCodec: template {self._template.name!r} must write all of a message: not of message "
+                        f"{index} of conversation {row}, role {message.get('role')!r}: {error}."
+                    ) from error
         return fitted
 
-    def _fit_message(self, message: Message, chat: Chat) -> Message:
-        is_trained(message)
+    def _check_read(self, chat: Chat, index: int) -> Message:
+        """The message. Raises ValueError for a key that the template does not read; notes names and ids."""
+        for key in self._unread(chat, index):
+            if not _is_name(key):
+                raise ValueError(
+                    f"it does not use {key}, which would be lost; write it as content, or leave it out of the message"
+                )
+            self.unused[key] = None
+        return chat[index]
+
+    def _unread(self, chat: Chat, index: int) -> tuple[str, ...]:
+        """The keys of a message that a rendering of the conversation does not look at."""
+        given = _given(message := chat[index])
+        if not given:
+            return ()
+        shape = ("unread", message.get("role"), bool(message.get("content")), *given)
+        if shape not in self._known:
+            read: list[set[Any]] = [set() for _ in chat]
+            try:
+                self._render([_Watched(*pair) for pair in zip(chat, read, strict=True)])
+            except REFUSALS:
+                return ()  # the rendering of the conversation itself says why
+            # Thoughts of earlier turns are dropped by many templates, and are to be.
+            read[index] |= {*_THOUGHTS} & named_keys(self._template.jinja)
+            self._remember(shape, tuple(key for key in given if key not in read[index]))
+        return self._known[shape]
+
+    def _fit_message(self, chat: Chat, index: int) -> Message:
+        is_trained(message := chat[index])
         fitted = {key: value for key, value in message.items() if key not in (*FLAGS, *_THOUGHTS)}
         for key in _THOUGHTS:
             if (thought := message.get(key)) is not None and fitted.setdefault(self._name(key), thought) != thought:
                 raise ValueError(f"it must have one thought: {key} is another than that under a name before it")
-        for key, value in fitted.items():
-            if self._reads(key, value) or self._prints(message, key, chat):
-                continue
-            raise ValueError(
-                f"it does not use {key}, which would be lost; write it as content, or leave it out of the message"
-            )
         content = message.get("content")
         if content is None:
-            if not any(value for key, value in fitted.items() if key not in _ALWAYS and not key.endswith("_id")):
+            if all(map(_is_name, _given(fitted))):
                 raise ValueError("it must have content, or calls: it has none")
             fitted["content"] = ""  # a template may print None
         elif not isinstance(content, str):
@@ -158,21 +183,6 @@ class MessageForms:
         """The name under which the template reads a thought; of anything else its own."""
         names = named_keys(self._template.jinja)
         return next((name for name in (key, *_THOUGHTS) if name in names), key) if key in _THOUGHTS else key
-
-    def _reads(self, key: str, value: Any) -> bool:
-        has_value = value is not None and value is not False and (not hasattr(value, "__len__") or len(value) > 0)
-        return not has_value or key in _ALWAYS or key in named_keys(self._template.jinja) or key.endswith("_id")
-
-    def _prints(self, message: Message, key: str, chat: Chat) -> bool:
-        """True if the template writes whole messages, so that it need not name their keys."""
-        less = [
-            {name: value for name, value in other.items() if name != key} if other is message else other
-            for other in chat
-        ]
-        try:
-            return self._render(chat) != self._render(less)
-        except REFUSALS:
-            return True  # the rendering of the conversation itself says why
 
     def _content(self, content: Any, role: Any) -> Any:
         if isinstance(content, (list, tuple)) and content and all(map(_is_part, content)):
@@ -273,6 +283,64 @@ def named_keys(jinja: str) -> frozenset[str]:
 
 def _is_plain(message: Message) -> bool:
     return len(message) == 2 and isinstance(message, Mapping) and type(message.get("content")) is str
+
+
+def _given(message: Message) -> list[str]:
+    """The keys with a value that a template may or may not read."""
+    return [
+        key
+        for key, value in message.items()
+        if key not in _ALWAYS
+        and value is not None
+        and value is not False
+        and (not hasattr(value, "__len__") or len(value) > 0)
+    ]
+
+
+def _is_name(key: str) -> bool:
+    return key in ("name", "id") or key.endswith("_id")
+
+
+class _Watched(dict):
+    """A message that notes which of its keys are read."""
+
+    def __init__(self, message: Message, read: set[Any]) -> None:
+        super().__init__(message)
+        self._read = read
+
+    def __getitem__(self, key: Any) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        self._read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def _all(self) -> dict[Any, Any]:
+        self._read.update(dict.keys(self))
+        return dict(zip(dict.keys(self), dict.values(self), strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def keys(self) -> Any:
+        return self._all().keys()
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def items(self) -> Any:
+        return self._all().items()
+
+    def copy(self) -> dict[Any, Any]:
+        return self._all()
 
 
 def _is_part(part: Any) -> bool:

@@ -95,6 +95,11 @@ class Renderer:
         self._anchors: dict[Any, _Anchor | tuple[()]] = {}  # by shape; (): the shape has no anchor
         self.compared: set[Any] = set()  # `shape`s of conversations whose renderings a caller has compared
 
+    @property
+    def unused_keys(self) -> list[str]:
+        """Names and ids of the messages so far, such as "tool_call_id", that the template does not read."""
+        return list(self.codec.forms.unused)
+
     def render(
         self, chats: Sequence[Chat], *, add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> list[Rendered]:

@@ -38,19 +38,25 @@ def refuses(renderer: Renderer, chat: list[dict[str, Any]], words: str) -> None:
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@pytest.mark.parametrize("key", ["function_call", "reasoning_content", "thinking", "reasoning", "tool_plan"])
+@pytest.mark.parametrize(
+    "key", ["function_call", "reasoning_content", "thinking", "reasoning", "tool_plan", "function", "arguments", "user"]
+)
 def test_a_key_of_a_message_is_read_by_the_template_or_refused(name: str, key: str):
-    """Regression: an answer with a function_call alone trained the model to stop; thoughts were never trained."""
+    """Regression: an answer with a function_call alone trained the model to stop; thoughts were never trained; a key
+    that the template names for something else, such as the function of a call, was left out without a word.
+    """
     renderer = renderer_of(name)
     value = {"name": "add", "arguments": "{}"} if key == "function_call" else "12 and 30"
     chat = [USER, ANSWER | {key: value}]
-    names = named_keys(renderer.template.jinja)
+    names = named_keys(renderer.template.jinja) - {"function", "arguments", "user"}
     if key in names or (key in THOUGHTS and names & THOUGHTS):
         [row] = renderer.render([chat])
         assert "12 and 30" in renderer.tokenizer.decode(row.ids[row.assistant_mask])
     else:
         refuses(renderer, chat, rf"not of message 1 of conversation [01], role 'assistant': it does not use {key},")
     renderer.render([[USER, ANSWER | {key: None, "name": "me", "tool_call_id": "1"}]])
+    [ids] = renderer.prompt_ids([[USER, ANSWER | {"name": "Zoe"}]])
+    assert ("name" in renderer.unused_keys) != ("Zoe" in renderer.tokenizer.decode(ids)), "a name is written or noted"
     for empty in ({"role": "assistant"}, {"role": "assistant", "content": None, "name": "me"}):
         refuses(renderer, [USER, empty, MORE, LAST], "message 1 .*role 'assistant': it must have content, or calls")
 
