@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.functional import StepCounts
     from llmrl.objectives.llm.groups import GroupQuota
     from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
+    from llmrl.objectives.llm.ppo import ValueLoss, ValueLossOutput, gae
     from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
     from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, GRPOSettings, Preset
     from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
@@ -35,5 +36,8 @@ __all__ = [
     "SFTLoss",
     "SFTLossOutput",
     "StepCounts",
+    "ValueLoss",
+    "ValueLossOutput",
     "count_step",
+    "gae",
 ]
