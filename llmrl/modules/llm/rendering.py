@@ -291,6 +291,7 @@ class Renderer:
         >>> Renderer(tiny_tokenizer()).check().prefix_preserving
         True
         """
+        noted = dict(self.codec.forms.unused)
         question, answer = {"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}
         [row] = self.render([[question, answer]])
         stop_token_trained = not set(self.stop_token_ids).isdisjoint(row.ids[slice(*row.spans[-1])].tolist())
@@ -316,6 +317,7 @@ class Renderer:
                 self._after(covered, added)
             except TemplateError:
                 rewritten.append(case)
+        self.codec.forms.unused = noted  # no conversation of the caller's has the keys of these
         if rewritten:
             reasons.append(f"earlier messages are written differently {', '.join(rewritten)}")
             if self.template.rewrites:

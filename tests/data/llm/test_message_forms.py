@@ -55,6 +55,9 @@ def test_a_key_of_a_message_is_read_by_the_template_or_refused(name: str, key: s
     else:
         refuses(renderer, chat, rf"not of message 1 of conversation [01], role 'assistant': it does not use {key},")
     renderer.render([[USER, ANSWER | {key: None, "name": "me", "tool_call_id": "1"}]])
+    renderer = renderer_of(name)
+    renderer.check()
+    assert renderer.unused_keys == []
     [ids] = renderer.prompt_ids([[USER, ANSWER | {"name": "Zoe"}]])
     assert ("name" in renderer.unused_keys) != ("Zoe" in renderer.tokenizer.decode(ids)), "a name is written or noted"
     for empty in ({"role": "assistant"}, {"role": "assistant", "content": None, "name": "me"}):
