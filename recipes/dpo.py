@@ -49,7 +49,7 @@ def train(config: DPOConfig, session: Session, run: Run) -> None:
 
     held_out = held_out_evaluator(config, updater, loss, pairs)
     with evaluators(config, session, tokenizer, policy, held_out) as (evaluator, stop_evaluator):
-        run.begin(model, tokenizer, data=pairs, optimizer=updater, sampler=buffer.sampler, reference=reference)
+        run.begin(model, tokenizer, data=pairs.record, optimizer=updater, sampler=buffer.sampler, reference=reference)
         if not loss.reference_free:  # simpo and orpo are
             # Once: the model is the reference until its first update.
             reference.compute(updater, loss, rows, held_out and held_out.rows)

@@ -34,6 +34,7 @@ from llmrl.run.console import grpo_columns
 from llmrl.train.adapter_files import start_adapter
 from llmrl.train.async_rollouts import RolloutSource
 from llmrl.train.checkpointing import PerRank
+from llmrl.train.data_record import DataRecord
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
 from llmrl.train.lora import ReferenceAtStart
@@ -89,7 +90,9 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
 
     samplers = PerRank(session, buffer.sampler)
     run.declare_metrics(loss.metrics.values())
-    run.begin(model, tokenizer, optimizer=updater, rollouts=rollouts, samplers=samplers, advantage=advantage)
+    data = DataRecord.of(config.env.dataset or config.env.label, "prompts", len(prepared.prompts), prepared.prompts)
+    parts = {"optimizer": updater, "rollouts": rollouts, "samplers": samplers, "advantage": advantage}
+    run.begin(model, tokenizer, data=data, **parts)
     run.evaluate_before(evaluator)
     for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools), own=loss.metrics.values())):
         # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With

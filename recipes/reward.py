@@ -46,7 +46,7 @@ def train(config: RewardConfig, session: Session, run: Run) -> None:
     rows = pairs.as_rows()
     buffer = deal_epochs(len(rows), config)
 
-    run.begin(model, tokenizer, data=pairs, optimizer=updater, sampler=buffer.sampler)
+    run.begin(model, tokenizer, data=pairs.record, optimizer=updater, sampler=buffer.sampler)
     run.evaluate_before(evaluator)
     for step in run.steps(steps, REWARD_COLUMNS):
         # 1. All ranks draw the same pairs, and each trains a part of them: more ranks give the same numbers.

@@ -52,7 +52,7 @@ def train(config: SFTConfig, session: Session, run: Run) -> None:
 
     held_out = held_out_evaluator(config, updater, loss, chats)
     with evaluators(config, session, tokenizer, policy, held_out) as (evaluator, stop_evaluator):
-        run.begin(model, tokenizer, data=chats, optimizer=updater, sampler=buffer.sampler)
+        run.begin(model, tokenizer, data=chats.record, optimizer=updater, sampler=buffer.sampler)
         run.evaluate_before(evaluator)
         for step in run.steps(steps, SFT_COLUMNS):
             # 1. All ranks draw the same rows, and each trains a part of them: more ranks give the same numbers.

@@ -40,7 +40,6 @@ class TokenizedPairs(TokenizedRows):
     """Each row is a pair: the chosen conversation, of ``num_chosen`` tokens, then the rejected one."""
 
     num_chosen: list[int] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)  # if the data have them
     unit: ClassVar[str] = "pairs"
 
     def columns(self) -> dict[str, Any]:

@@ -178,6 +178,9 @@ class Run(AbstractContextManager):
         self._model, self._tokenizer, self._parts = model, tokenizer, parts
         if self.resume:
             for name, part in parts.items():
+                if name == "data" and name not in self._state:  # GRPO until 2026-11
+                    warn(self.session.console, f"{self._folder.name} has no record of its data: they are not compared.")
+                    continue
                 self._restore(name, part)
         options = {"enabled": self.session.is_first, "resume_step": self.start if self.resume else None}
         settings = self.config.model_dump(mode="json")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from llmrl.modules.llm.policies.containers import Masks, Tokens
 from llmrl.modules.llm.rendering import Rendered, Renderer
 from llmrl.modules.llm.vision import MEDIA, Media, has_images, write_media
 from llmrl.run.console import Sample
+from llmrl.train.data_record import DataRecord
 from llmrl.train.row_lengths import RowLengths
 from llmrl.train.settings import SFTConfig, SFTData
 
@@ -48,6 +49,7 @@ class TokenizedRows:
     num_left_out: int = 0  # rows that a flag leaves out, such as "weight": 0
     unused: dict[str, None] = field(default_factory=dict)  # columns that no conversation has, in their order
     held_out: TokenizedRows | None = None  # rows that are measured during training, not trained on
+    margins: list[float] = field(default_factory=list)  # of pairs, if the data have them
     described: str = ""  # held-out rows: where they are from, in words
     unit: ClassVar[str]  # name of a row in messages
 
@@ -69,24 +71,12 @@ class TokenizedRows:
     def lengths(self) -> RowLengths:
         return RowLengths(tuple(map(len, self.ids)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The number of rows, and a digest of their ids and masks in their order."""
-        digest = hashlib.sha256()
-        for ids, mask in zip(self.ids, self.masks, strict=True):
-            digest.update(f"{len(ids)} ".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
-        return {"rows": len(self), "digest": digest.hexdigest()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises  DataError if these are not the rows of the state"""
-        own = self.state_dict()
-        if [type(state.get(name)) for name in own] != [int, str]:
-            raise TypeError(f"it must have rows and their digest: got {state!r:.80}")
-        if own != state:
-            change = "other contents, or another order" if own["rows"] == state["rows"] else f"{own['rows']}"
-            raise DataError(
-                f"{self.source}: a run goes on with the data that it began with: it had {state['rows']} {self.unit}, "
-                f"now there are {change}; put the file back, or start a new run from this one (model=RUN)."
-            )
+    @cached_property
+    def record(self) -> DataRecord:
+        """The record of ids and masks in their order, and of what the rows have beside them."""
+        rows = ((f"{len(ids)} ".encode(), ids, mask) for ids, mask in zip(self.ids, self.masks, strict=True))
+        values = (value for row in rows for value in row)
+        return DataRecord.of(self.source, self.unit, len(self), itertools.chain(values, self.media, self.margins))
 
     def trained_share(self) -> float:
         return sum(int(mask.sum()) for mask in self.masks) / sum(map(len, self.ids))

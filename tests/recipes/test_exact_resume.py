@@ -175,13 +175,18 @@ def test_two_runs_of_one_seed_are_the_same_and_of_another_are_not(place):
     assert place.rollouts("a", 1) != place.rollouts("c", 1)
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
 @pytest.mark.parametrize("change", ["reversed", "removed", "edited"])
 def test_a_run_does_not_go_on_with_other_data(place, command, change):
-    """Regression: reference log-probs of other pairs were used, and rows that were added never drawn."""
+    """Regression: reference log-probs of other pairs were used, and rows that were added never drawn; with rewards, an
+    edited answer was not noticed.
+    """
     rows = [{"prompt": f"Say {n}", **answers(command, n)} for n in range(6)]
     file = place.rows("rows.jsonl", rows)
-    place.train(command, "run", data={"path": str(file), "rows": None}, steps=2, batch_size=2, checkpoint={"every": 1})
+    given = {"data": {"path": str(file), "rows": None}, "batch_size": 2}
+    if command == "grpo":
+        given = {"env": {"dataset": str(file)}, "prompts_per_step": 2}
+    place.train(command, "run", **given, steps=2, checkpoint={"every": 1})
     changed = {"reversed": rows[::-1], "removed": rows[:4], "edited": [rows[0] | answers(command, 9), *rows[1:]]}
     place.rows("rows.jsonl", changed[change])
     said = "4;" if change == "removed" else "other contents, or another order"
@@ -189,7 +194,7 @@ def test_a_run_does_not_go_on_with_other_data(place, command, change):
 
 
 def answers(command, number):
-    if command == "sft":
+    if command in ("sft", "grpo"):
         return {"completion": f"it is {number}"}
     return {"chosen": f"it is {number}", "rejected": f"no {number}"}
 
@@ -203,7 +208,10 @@ def answers(command, number):
         ({"step": -5}, ["trainer.pt must hold the state of a run", "step -5"]),
         ({"course": {"unknown": 1}}, ["trainer.pt: its part 'course' does not fit"]),
         ({"course": {"trained": [1]}}, ["trainer.pt: its part 'course' does not fit: trained must be a number"]),
-        ({"data": {"rows": 40}}, ["trainer.pt: must hold the state of 'data'", "rows and their digest"]),
+        *(
+            ({"data": state}, ["trainer.pt: must hold the state of 'data'", "rows and their digest, 64 hexadecimal"])
+            for state in ({"rows": 40}, {"rows": 40, "digest": "changed"}, {"rows": "40", "digest": "0" * 64})
+        ),
         (torch.zeros(3), ["trainer.pt must hold the state of a run"]),
         ([], ["trainer.pt must hold the state of a run"]),
     ],
