@@ -1,8 +1,14 @@
 """Group-relative policy optimisation: ``llmrl grpo sums_grpo``, or ``torchrun -m llmrl.recipes.grpo sums_grpo.yaml``.
 
 Read `train` from top to bottom: that is the whole algorithm. Its variant (Dr. GRPO, DAPO, GSPO, CISPO, RLOO ...) is
-chosen by four settings of `MCAdvantage` and `GRPOLoss`, printed at the start; ``algorithm`` names one of your own.
-``grpo_minimal.py`` is a 40-line version.
+chosen by four settings of `MCAdvantage` and `GRPOLoss`, printed at the start; ``algorithm`` names one of your own
+(`llmrl.objectives.llm.algorithm`). ``grpo_minimal.py`` is a 40-line version.
+
+A command with another algorithm and settings is a file beside this one: a subclass of `GRPOConfig` says which, and
+
+    SETTINGS = "llmrl.train.settings:MyConfig"
+    ABOUT = "improve a model in my way"
+    from llmrl.recipes.grpo import plan, plan_with_engine, run
 """
 
 from __future__ import annotations
@@ -15,29 +21,25 @@ if __name__ == "__main__":  # before torch is imported: the command reports bad 
     sys.exit(main(["grpo", *sys.argv[1:]]))
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from llmrl.collectors.llm import LLMCollector
 from llmrl.collectors.llm.batches import cat_rows
-from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping, RetrieveLogProb
-from llmrl.envs.transforms import Compose
+from llmrl.envs.llm.transforms import MaskTruncated, OverlongShaping
 from llmrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
-from llmrl.objectives.base import LossModule
-from llmrl.objectives.llm import GroupQuota
+from llmrl.objectives.llm import Algorithm, GroupQuota
 from llmrl.run.console import grpo_columns
-from llmrl.train.adapter_files import start_adapter
+from llmrl.train.algorithms import columns_read
 from llmrl.train.async_rollouts import RolloutSource
-from llmrl.train.checkpointing import PerRank
+from llmrl.train.context import AlgorithmState, RunContext
 from llmrl.train.data_record import DataRecord
 from llmrl.train.distributed import Session
 from llmrl.train.evaluation import Evaluator
-from llmrl.train.lora import ReferenceAtStart
 from llmrl.train.models import load_model, load_tokenizer
 from llmrl.train.plan import plan_grpo, plan_with_engine, prepare_grpo
 from llmrl.train.rollout_engine import RolloutEngine
@@ -46,9 +48,6 @@ from llmrl.train.settings import GRPOConfig
 from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 from llmrl.train.tasks import Task
 from llmrl.train.updater import Updater, make_updater
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["plan", "plan_with_engine", "run"]
 SETTINGS = "llmrl.train.settings:GRPOConfig"
@@ -60,7 +59,7 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     tokenizer = load_tokenizer(run.source, runs=run.runs)
     task = run.close_at_end(Task(config.env, tokenizer))
     prepared, rows = prepare_grpo(config, run.source, session, task, runs=run.runs)
-    run.print_plan(f"grpo · {config.env.label}", rows)
+    run.print_plan(f"{config.COMMAND} · {config.env.label}", rows)
 
     # The model that is trained, and the engine that samples: with the same weights, or (vLLM) with a copy of them.
     model = load_model(run.source, tokenizer, session, runs=run.runs, checked=run.resume, adapter=run.adapter)
@@ -69,65 +68,56 @@ def train(config: GRPOConfig, session: Session, run: Run) -> None:
     options = {"generate_kwargs": config.sampling.generate_kwargs}  # log-probs at the temperature of sampling
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     updater = make_updater(config, session, actor, steps=config.steps, lengths=prepared.lengths)
-    algorithm = prepared.algorithm
-    loss = algorithm.make_loss(actor)
-    reference = make_reference(config, session, run, actor, tokenizer) if loss.reads_reference else None
+    algorithm = prepared.algorithm  # its loss, and other models that it needs: a reference, a teacher, a critic
+    algorithm.build(RunContext(config, session, run, tokenizer, actor, updater))
 
-    # Rollouts are sampled in turn with the updates, or ahead of them. The buffer holds one step, with advantages.
+    # Rollouts are sampled in turn with the updates, or ahead of them.
     collector = make_collector(config, session, task, prepared.prompts, engine.policy)
     rollouts = run.close_at_end(RolloutSource(collector, engine, updater.scorer, session, config))
-    advantage = algorithm.make_advantage()
     quota = GroupQuota(config.prompts_per_step // session.world_size)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(collector.env.batch_size[0] * config.env.max_records),
-        sampler=SamplerWithoutReplacement(),
-        transform=Compose(quota, advantage),  # a write applies the last one first
-        generator=torch.Generator().manual_seed(config.seed),
-    )
     held_out = prepared.held_out
     evaluator = Evaluator(session, engine.policy, task, held_out, config.eval) if held_out else None
     sampled = None
 
-    samplers = PerRank(session, buffer.sampler)
-    run.declare_metrics(loss.metrics.values())
+    declared = [*algorithm.policy_loss.metrics.values(), *algorithm.metrics.values()]
+    run.declare_metrics(declared)
     data = DataRecord.of(config.env.dataset or config.env.label, "prompts", len(prepared.prompts), prepared.prompts)
-    parts = {"optimizer": updater, "rollouts": rollouts, "samplers": samplers, "advantage": advantage}
-    run.begin(model, tokenizer, data=data, **parts)
+    state = AlgorithmState(session, algorithm)
+    run.begin(model, tokenizer, data=data, optimizer=updater, rollouts=rollouts, algorithm=state)
     run.evaluate_before(evaluator)
-    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools), own=loss.metrics.values())):
+    for step in run.steps(config.steps, grpo_columns(tools=bool(config.env.tools), own=declared)):
         # 1. group_size answers to each prompt, with rewards: sampled now, or during earlier updates. With
         #    max_staleness 1 the engine gets the newest weights here, so that one version samples each batch.
         clock = time.perf_counter()
         data = rollouts.take(version=step - 1)
         metrics = rollouts.sync_weights(version=step - 1)
 
-        # 2. MCAdvantage turns rewards into advantages on the way into the buffer: each minus the mean of its group,
-        #    which replaces a value network. Groups of equal rewards have no gradient and are left out; with refill
-        #    (DAPO) others take their place.
-        buffer.empty()
+        # 2. Rewards become advantages: each minus the mean of its group, which replaces a value network. Groups of
+        #    equal rewards have no gradient and are left out; with refill (DAPO) others take their place.
         quota.reset()
-        buffer.extend(trainable_rows(data, config))
+        rows = quota.inv(algorithm.advantages(trainable_rows(data, config, algorithm)))
         for _ in range(config.refill_rounds if config.zero_variance == "refill" else 0):
             if session.any(quota.missing > 0):  # if any rank lacks groups, all draw more prompts
                 more = rollouts.sample()
-                buffer.extend(trainable_rows(more, config))
-                data = cat_rows([data, more])
+                rows = joined(rows, quota.inv(algorithm.advantages(trainable_rows(more, config, algorithm))))
+                data = joined(data, more)
         metrics |= rollouts.end_sampling()  # an engine on the trainer's GPU frees memory
         rollouts.begin_next(steps_left=config.steps - step)
-        sampled = StepRollouts(session, data, buffer, tokenizer, keep_tokens=config.token_records)
+        sampled = StepRollouts(session, data, rows, tokenizer, keep_tokens=config.token_records)
         metrics |= sampled.metrics(version=rollouts.version, seconds=time.perf_counter() - clock)
         sampled.check_failed(config.max_failed, step, rollouts.failure)
 
-        # 3. The rows of all ranks, dealt over them by cost. Then, before the first update changes the weights, the
-        #    log-probs that the loss compares with: of the starting model, and of the current one if the engine's
-        #    are not exact enough for several updates.
-        batches, metrics["perf/imbalance"] = deal_parts(updater, buffer, config.updates_per_step)
-        metrics |= add_log_probs(session, updater, loss, reference, batches)
+        # 3. A batch for each update: the rows of all ranks, shuffled, dealt over the ranks by cost. Then, before the
+        #    first update changes the weights, the log-probs that the loss compares with: of the starting model, and
+        #    of the current one if the engine's are not exact enough for several updates.
+        shuffle = torch.Generator().manual_seed(config.seed + step)
+        batches, metrics["perf/imbalance"] = deal_parts(updater, rows, config.updates_per_step, shuffle)
+        metrics |= algorithm.prepare(batches)
 
-        # 4. Micro-batches, loss, clipping, AdamW: one update on each part of the rollouts. The loss raises the
-        #    log-probs of tokens with a positive advantage and lowers the others, within the clip range.
-        with sampled.watch(loss):
-            metrics |= updater.train(loss, batches, step)
+        # 4. Micro-batches, loss, clipping, AdamW: one update on each batch. The loss raises the log-probs of tokens
+        #    with a positive advantage and lowers the others, within the clip range.
+        with sampled.watch(algorithm.policy_loss):
+            metrics |= algorithm.train(batches, step)
 
         # 5. The engine gets the new weights, and a probe checks them. Answers in flight continue with them; a batch
         #    that a single version must sample (max_staleness 1) is waited for in 1., or here before an evaluation.
@@ -146,21 +136,6 @@ plan = plan_grpo
 run = partial(run_recipe, train)
 
 # --- the parts that `train` puts together -----------------------------------------------------------------------------
-
-
-def make_reference(
-    config: GRPOConfig, session: Session, run: Run, actor: TransformersWrapper, tokenizer: PreTrainedTokenizerBase
-) -> RetrieveLogProb | ReferenceAtStart:
-    """The scorer of the reference, the model that the run started from (not the checkpoint): the actor without its
-    adapters, or with those that it started from; or a frozen copy.
-    """
-    if (start := start_adapter(run.origin)) is not None:
-        return ReferenceAtStart(RetrieveLogProb(actor), actor.model, start)
-    frozen_actor, kind = actor, "adapter_off"
-    if config.lora is None:
-        frozen = load_model(config.model_copy(update={"model": run.origin}), tokenizer, session, runs=run.runs)
-        frozen_actor, kind = actor.get_new_version(model=frozen), "model"
-    return RetrieveLogProb(frozen_actor, reference=kind)
 
 
 def make_collector(
@@ -189,37 +164,25 @@ def make_collector(
     )
 
 
-def trainable_rows(data: TensorDictBase, config: GRPOConfig) -> TensorDictBase:
+def trainable_rows(data: TensorDictBase, config: GRPOConfig, algorithm: Algorithm) -> TensorDictBase:
     """The columns that advantages and loss read; ``truncated="mask"`` masks answers that were cut off."""
-    return select_training_columns(MaskTruncated().inv(data) if config.truncated == "mask" else data)
+    data = MaskTruncated().inv(data) if config.truncated == "mask" else data
+    return select_training_columns(data, columns_read(algorithm))
 
 
-def deal_parts(updater: Updater, buffer: ReplayBuffer, num_parts: int) -> tuple[list[TensorDictBase | None], float]:
-    """Splits the buffer's rows, in random order, into parts of equal size (to within a row), each dealt over the ranks.
+def joined(*parts: TensorDictBase | None) -> TensorDictBase | None:
+    """The rows of all parts, None if there are none."""
+    present = [part for part in parts if part is not None]
+    return cat_rows(present) if present else None
+
+
+def deal_parts(
+    updater: Updater, rows: TensorDictBase | None, num_parts: int, shuffle: torch.Generator
+) -> tuple[list[TensorDictBase | None], float]:
+    """Splits the rows, in random order, into parts of equal size (to within a row), each dealt over the ranks.
 
     Returns  this rank's share of each part, None for no rows; and the mean imbalance of their costs
     """
-    count = len(buffer)
-    sizes = [count * (part + 1) // num_parts - count * part // num_parts for part in range(num_parts)]
-    dealt = [updater.deal(buffer.sample(size) if size else None) for size in sizes]
+    order = torch.randperm(0 if rows is None else len(rows), generator=shuffle)
+    dealt = [updater.deal(rows[part] if len(part) else None) for part in order.tensor_split(num_parts)]
     return [batch for batch, _ in dealt], sum(imbalance for _, imbalance in dealt) / num_parts
-
-
-def add_log_probs(
-    session: Session,
-    updater: Updater,
-    loss: LossModule,
-    reference: RetrieveLogProb | ReferenceAtStart | None,
-    batches: Sequence[TensorDictBase | None],
-) -> dict[str, float]:
-    """Writes the reference's log-probs into the batches, and those of the proximal policy if the loss needs them."""
-    if reference is None and not loss.reads_proximal:
-        return {}
-    clock = time.perf_counter()
-    for batch in batches:
-        if reference is not None and batch is not None:
-            with session.autocast(), session.split_sequences():
-                reference(batch)
-        if loss.reads_proximal:
-            updater.add_proximal(loss, batch)
-    return {"time/logp": time.perf_counter() - clock}

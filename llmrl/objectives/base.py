@@ -22,11 +22,13 @@ class LossModule(nn.Module, abc.ABC):
     """A loss that reads a TensorDict through named keys and returns a record of ``loss_*`` terms and metrics.
 
     ``default_keys`` maps the names that the loss uses to the TensorDict entries it reads. `set_keys` points a name
-    elsewhere; ``tensor_keys`` holds the current choice. ``metrics`` says which fields of the output are logged.
+    elsewhere; ``tensor_keys`` holds the current choice. ``metrics`` says which fields of the output are logged, and
+    ``reads`` names columns of the data that the loss reads beside those of every rollout: a row then keeps them.
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {}
     metrics: ClassVar[Mapping[str, Metric]] = {}
+    reads: ClassVar[Sequence[NestedKey]] = ()
     reads_reference: bool = False  # ("next", "ref_log_probs", "full"), of the model that the run started from
     reads_proximal: bool = False  # ("proximal_log_probs", "full"), by its `proximal_log_probs` before the first update
 

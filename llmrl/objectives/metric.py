@@ -14,9 +14,11 @@ class Metric:
     meaning  one line; needed for a name that is not in that table
     merge    of a step's updates: "mean" (by trained tokens), "max", or "first" (the value before the weights moved)
     label    heading of its column in the console; none without
+    chart    title of the chart that it is drawn in, with others of the same title; without, one of its own
     """
 
     name: str
     meaning: str = ""
     merge: Literal["mean", "max", "first"] = "mean"
     label: str = ""
+    chart: str = ""

@@ -146,10 +146,16 @@ def charts(run: RunFiles) -> list[dict[str, Any]]:
     made[1:1] = [_evaluation(name, {"mean": scores}) for name, scores in evaluations(run.steps).items()]
     made.append(_time_of_phases(rows))
     placed = {name for chart in CHARTS for name in chart.lines} | {f"reward/{name}/mean" for name in functions}
+    titles = run.info.get("charts") or {}  # of metrics that an algorithm declares
+    together: dict[str, list[str]] = {}
     for name in sorted(name for name in names - placed if not _NOT_DRAWN.fullmatch(name)):
-        family, _, rest = name.partition("/")
-        chart = Chart(_section(family), _title(name), {}, _kind(name), meanings.get(name, ""))
-        made.append(_with_lines(chart, {rest or name: _line(rows, name)}))
+        together.setdefault(titles.get(name, name), []).append(name)
+    for title, group in together.items():
+        first, note = group[0], " ".join(f"{meanings[name]}." for name in group if len(group) > 1 and name in meanings)
+        section = _section(first.partition("/")[0])
+        title = _title(first) if title == first else title
+        chart = Chart(section, title, {}, _kind(first), note or meanings.get(first, ""))
+        made.append(_with_lines(chart, {name.partition("/")[2] or name: _line(rows, name) for name in group}))
     return _in_sections(made)
 
 

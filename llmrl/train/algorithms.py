@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from tensordict.utils import NestedKey
 
 from llmrl.errors import ConfigError, did_you_mean
 from llmrl.loading import load_object
-from llmrl.objectives.base import LossModule
+from llmrl.modules.llm.policies.columns import COLUMNS, RESERVED
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.run.metrics import METRICS
 
@@ -34,26 +35,46 @@ def load_algorithm(named: str | Mapping[str, Any]) -> tuple[type[Algorithm], Any
             near = did_you_mean(setting, known)
             raise ConfigError(f"algorithm: {name} has no setting {setting!r}; its settings: {listed}.{near}") from None
         raise ConfigError(f"algorithm: {name}: {setting}: {fault['msg']}: got {fault['input']!r}.") from None
-    _check_metrics(found.loss)
+    _check_metrics(found)
     return found, options
 
 
-def _check_metrics(loss: type[LossModule]) -> None:
+def _check_metrics(algorithm: type[Algorithm]) -> None:
     fields: dict[str, str] = {}
-    for field, metric in loss.metrics.items():
-        if metric.name in fields:
+    for owner in (algorithm.loss, algorithm):
+        for field, metric in owner.metrics.items():
+            if metric.name in fields:
+                raise ConfigError(
+                    f"algorithm: {owner.__name__}.metrics: {metric.name!r} must be declared once: it is the name of "
+                    f"{fields[metric.name]!r} and of {field!r}."
+                )
+            if metric.name not in METRICS and not (metric.meaning and metric.name.count("/") == 1):
+                raise ConfigError(
+                    f"algorithm: {owner.__name__}.metrics: {metric.name!r} must be 'family/name' with a meaning: it is "
+                    "not one of llmrl's own metrics."
+                )
+            if metric.name in METRICS and metric.meaning:
+                raise ConfigError(
+                    f"algorithm: {owner.__name__}.metrics: {metric.name!r} is one of llmrl's own metrics, "
+                    f"'{METRICS[metric.name]}': leave its meaning out, or choose another name."
+                )
+            fields[metric.name] = field
+
+
+def columns_read(algorithm: Algorithm | type[Algorithm]) -> tuple[NestedKey, ...]:
+    """The columns that the algorithm and its loss read beside those of every rollout."""
+    return tuple(dict.fromkeys((*algorithm.reads, *algorithm.loss.reads)))
+
+
+def check_columns(algorithm: type[Algorithm], prompts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError for a column that nobody writes: neither the data nor a rollout has it."""
+    known = {*RESERVED, *(column.key for column in COLUMNS), *(name for row in prompts for name in row)}
+    for key in columns_read(algorithm):
+        written = key in known or (isinstance(key, tuple) and key[0] == "next")  # by the environment, turn by turn
+        if not written:
+            near = did_you_mean(key, [name for name in known if isinstance(name, str)]) if isinstance(key, str) else ""
+            columns = ", ".join(sorted({name for row in prompts for name in row}))
             raise ConfigError(
-                f"algorithm: {loss.__name__}.metrics: {metric.name!r} must be declared once: it is the name of "
-                f"{fields[metric.name]!r} and of {field!r}."
+                f"algorithm: {algorithm.__name__} reads the column {key!r}, which must be in the data or in every "
+                f"rollout: the data has {columns}.{near}"
             )
-        if metric.name not in METRICS and not (metric.meaning and metric.name.count("/") == 1):
-            raise ConfigError(
-                f"algorithm: {loss.__name__}.metrics: {metric.name!r} must be 'family/name' with a meaning: it is not "
-                "one of llmrl's own metrics."
-            )
-        if metric.name in METRICS and metric.meaning:
-            raise ConfigError(
-                f"algorithm: {loss.__name__}.metrics: {metric.name!r} is one of llmrl's own metrics, "
-                f"'{METRICS[metric.name]}': leave its meaning out, or choose another name."
-            )
-        fields[metric.name] = field

@@ -323,4 +323,6 @@ def load_state(folder: Path) -> dict[str, Any]:
         ) from error
     if rounds := state.pop("rounds", None):  # format before 2026-11: all parts of GRPO but the optimizer
         state |= {**rounds, "rollouts": rounds}
+    if "advantage" in state:  # format before 2026-12: the groups of the first rank
+        state["algorithm"] = {"groups": [state.pop("advantage")], "own": {}}
     return state

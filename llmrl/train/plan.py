@@ -14,7 +14,7 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.objectives.llm.algorithm import Algorithm
 from llmrl.objectives.llm.settings import PRESETS
 from llmrl.run.console.numbers import counted
-from llmrl.train.algorithms import load_algorithm
+from llmrl.train.algorithms import check_columns, columns_read, load_algorithm
 from llmrl.train.distributed import Session
 from llmrl.train.engine_plan import EnginePlan, plan_engine, replays_routes
 from llmrl.train.gpus import GPU
@@ -178,7 +178,9 @@ def plan_with_engine(config: GRPOConfig, *, runs: Path, gpu: GPU | None = None) 
 
 def make_algorithm(config: GRPOConfig, *, exact: bool = True) -> Algorithm:
     """The algorithm of a recipe. ``exact``: see `GRPOConfig.grpo_settings`."""
-    found, options = (Algorithm, None) if config.algorithm is None else load_algorithm(config.algorithm)
+    found, options = load_algorithm(config.algorithm or config.ALGORITHM)
+    if config.algorithm is None and config.SECTION is not None:
+        options = getattr(config, config.SECTION)
     advantage, grpo = config.grpo_settings(exact=exact)
     return found(options, group_size=config.group_size, advantage=advantage, grpo=grpo)
 
@@ -202,6 +204,7 @@ def prepare_grpo(
     """The parts of a run that need no weights, and its plan; ``source`` names the model to load, see `Run`."""
     _check_processes(config, trainer_gpus(config, gpu).count if gpu else session.world_size)
     prompts, dropped, tokens = task.fit_prompts(training_rows(config.env))
+    check_columns(load_algorithm(config.algorithm or config.ALGORITHM)[0], prompts)
     # Messages of tools and users have no known length: they are taken to be as long as the longest answers.
     most = (2 * config.env.max_turns - 1) * config.sampling.max_tokens
     lengths = RowLengths(tuple(length + most for length in tokens), alike=config.group_size)
@@ -248,6 +251,7 @@ def _grpo_plan(
     env, prompts, num_eval = config.env, config.prompts_per_step, len(prepared.held_out)
     algorithm = prepared.algorithm
     words = PRESETS[config.algo].describe(algorithm.advantage, algorithm.grpo) | algorithm.describe()
+    unused = [name for name in type(algorithm).unused() if _is_given(config, name)]
     if config.zero_variance == "refill":
         words["advantage"] += f", others drawn in their place in at most {config.refill_rounds} more rounds"
     if config.overlong_buffer:
@@ -275,13 +279,25 @@ def _grpo_plan(
         ("", f"{'ratio':<12}{words['ratio']}"),
         ("", f"{'aggregation':<12}{words['aggregation']}"),
         ("", f"{'KL':<12}{words['kl']}"),
+        *([("", f"{'not used':<12}{', '.join(unused)}: {type(algorithm).__name__} does without")] if unused else []),
         ("optim", _optim(config.optim)),
         ("template", check_template(Renderer(task.tokenizer), **several)),
         *_tools_and_user(task),
         ("data", f"{num_prompts} prompts{dropped} · {epochs}{evaluated}"),
-        *_not_used(task.unused_columns(prepared.prompts), task.unused_keys),
+        *_not_used(_unused_columns(task, prepared), task.unused_keys),
         ("keep", _checkpoints(config)),
     ]
+
+
+def _is_given(config: GRPOConfig, name: str) -> bool:
+    section, _, field = name.rpartition(".")
+    settings = getattr(config, section) if section else config
+    return getattr(settings, field) is not None and field in settings.model_fields_set
+
+
+def _unused_columns(task: Task, prepared: PreparedGRPO) -> list[str]:
+    """Columns of the data that neither the task nor the algorithm reads."""
+    return [name for name in task.unused_columns(prepared.prompts) if name not in columns_read(prepared.algorithm)]
 
 
 def _named(algorithm: str | Mapping[str, Any]) -> str:

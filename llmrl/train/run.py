@@ -155,6 +155,7 @@ class Run(AbstractContextManager):
         self._notes: list[str] = []
         self._plan: list[list[str]] = []
         self._declared: dict[str, str] = {}
+        self._charts: dict[str, str] = {}
         self._report: ReportRefresher | None = None  # on the first rank, during the steps
         self._profiler: torch.profiler.profile | None = None
         self._eval_seconds = 0.0
@@ -170,8 +171,10 @@ class Run(AbstractContextManager):
         print_plan(self.session.console, title, rows, right=str(self.path))
 
     def declare_metrics(self, metrics: Iterable[Metric]) -> None:
-        """Accepts metrics that are not in llmrl's own table, and shows their meaning; called before `begin`."""
-        self._declared |= {metric.name: metric.meaning for metric in metrics if metric.name not in METRICS}
+        """Accepts metrics that are not in llmrl's own table, with meaning and chart; called before `begin`."""
+        own = [metric for metric in metrics if metric.name not in METRICS]
+        self._declared |= {metric.name: metric.meaning for metric in own}
+        self._charts |= {metric.name: metric.chart for metric in own if metric.chart}
 
     def begin(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **parts: Stateful) -> None:
         """Restores ``parts`` if the run is resumed, and opens the logs. Checkpoints hold the model and all parts."""
@@ -193,7 +196,7 @@ class Run(AbstractContextManager):
             self._rollout_log = RolloutLog(self.path, **options)
             if self._on_start:  # last: it must write nothing if a log could not be opened
                 self._on_start()
-            self._write_info(plan=self._plan, metrics=self._declared or None, ended=None)
+            self._write_info(plan=self._plan, metrics=self._declared or None, charts=self._charts or None, ended=None)
 
     def _restore(self, name: str, part: Stateful) -> None:
         try:
@@ -320,7 +323,7 @@ class Run(AbstractContextManager):
             self.totals.rollouts += len(rollouts)
             if self.totals.first_reward is None:
                 self.totals.first_reward = metrics["reward/mean"]
-        self.totals.trained += int(metrics["tokens/trained"])
+        self.totals.trained += int(metrics.get("tokens/trained", 0))
 
     def _save(self, step: int) -> None:
         state = {name: part.state_dict() for name, part in self._parts.items()}  # collectives: on every rank

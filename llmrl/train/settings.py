@@ -311,8 +311,16 @@ class ModelSource(Settings):
 
 
 class GRPOConfig(ModelSource):
-    """Group-relative policy optimisation. Defaults are those of the literature; a run prints the resolved values."""
+    """Group-relative policy optimisation. Defaults are those of the literature; a run prints the resolved values.
 
+    A recipe with another algorithm subclasses it: ``COMMAND`` is its name, ``ALGORITHM`` the class that runs without
+    ``algorithm``, ``SECTION`` the field with the settings of that class, and ``GROUPS`` False if it has no groups.
+    """
+
+    COMMAND: ClassVar[str] = "grpo"
+    ALGORITHM: ClassVar[str] = "llmrl.objectives.llm.algorithm:Algorithm"
+    SECTION: ClassVar[str | None] = None
+    GROUPS: ClassVar[bool] = True
     FIXED: ClassVar[tuple[str, ...]] = (
         *ModelSource.FIXED,
         *("group_size", "env.name", "env.options", "env.dataset", "env.config", "env.split"),
@@ -330,6 +338,7 @@ class GRPOConfig(ModelSource):
     prompts_per_step: int = Field(32, ge=1, description="prompts per step, over all processes")
     group_size: int = Field(
         8,
+        ge=1,
         description="completions per prompt; their mean is the baseline, so one is not a group",
         json_schema_extra={"also": ["num_generations", "n"]},
     )
@@ -366,10 +375,6 @@ class GRPOConfig(ModelSource):
 
     @model_validator(mode="after")
     def _check_group(self) -> GRPOConfig:
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
-            )
         if self.overlong_buffer > self.sampling.max_tokens:
             raise ValueError(
                 f"overlong_buffer {self.overlong_buffer} is more than sampling.max_tokens {self.sampling.max_tokens}"
@@ -392,10 +397,15 @@ class GRPOConfig(ModelSource):
                 "adapters: leave it out, and all weights are sent"
             )
         self.grpo_settings()
+        needs_groups = self.GROUPS
         if self.algorithm is not None:
             from llmrl.train.algorithms import load_algorithm  # imports torch
 
-            load_algorithm(self.algorithm)
+            needs_groups = load_algorithm(self.algorithm)[0].compares_groups
+        if needs_groups and self.group_size < 2:
+            raise ValueError(
+                f"group_size: a group of {self.group_size} has no baseline to compare with; use at least 2, 8 is common"
+            )
         return self
 
     def grpo_settings(self, *, exact: bool = True) -> tuple[dict[str, Any], GRPOSettings]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict.utils import NestedKey
 
 from llmrl.data.ragged.tensordicts import column_values
 from llmrl.envs.llm.transforms.tool_use import read_calls, tool_metrics
@@ -24,7 +26,6 @@ from llmrl.train.token_records import TokenWatch, choose_conversations, prompt_i
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from llmrl.data.replay_buffers import ReplayBuffer
     from llmrl.objectives.llm import GRPOLoss
     from llmrl.train.distributed import Session
 
@@ -32,9 +33,9 @@ _TRAINED = ("group_id", "policy_version", "seed", ("next", "reward"), ("next", "
 _QUANTILES = torch.tensor((0.1, 0.5, 0.9), dtype=torch.float64)
 
 
-def select_training_columns(data: TensorDictBase) -> TensorDictBase:
-    """Selects the columns that advantages and loss read; the others need not be stored."""
-    return data.select(*_TRAINED, *trained_keys(data))
+def select_training_columns(data: TensorDictBase, reads: Sequence[NestedKey] = ()) -> TensorDictBase:
+    """Selects the columns that advantages and loss read, with those in ``reads``; the others need not be stored."""
+    return data.select(*dict.fromkeys((*_TRAINED, *trained_keys(data), *reads)))
 
 
 def data_columns(data: TensorDictBase) -> dict[str, list[Any]]:
@@ -60,8 +61,8 @@ class StepRollouts:
     """The rollouts ``data`` of this rank and, through the session, of the others.
 
     A conversation is one row, or several consecutive rows of which the last is done (``yield_only_last_steps``).
-    ``buffer`` holds the rows that the loss trains on, with advantages. The tokens of ``keep_tokens`` conversations,
-    over all ranks, are kept.
+    ``trained`` are the rows that the loss trains on, with advantages; None: there are none. The tokens of
+    ``keep_tokens`` conversations, over all ranks, are kept.
 
     ``records``  one per conversation of all ranks, in rank order, on every rank; without tokens
     """
@@ -70,17 +71,17 @@ class StepRollouts:
         self,
         session: Session,
         data: TensorDictBase,
-        buffer: ReplayBuffer,
+        trained: TensorDictBase | None,
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         keep_tokens: int = 0,
     ):
         self._session, self._data, self._tokenizer = session, data, text_tokenizer(tokenizer)
+        trained_seeds = [] if trained is None else trained.get("seed").tolist()
         self._advantages: dict[int, float] = {}  # by the row's seed
-        if len(buffer):
-            kept = buffer[:]
-            values = kept.get("advantage").flatten(1)[:, 0].tolist()
-            self._advantages = dict(zip(kept.get("seed").tolist(), values, strict=True))
+        if trained is not None and (values := trained.get("advantage", None, as_list=True)) is not None:
+            first = (float(value.flatten()[0]) for value in values)
+            self._advantages = dict(zip(trained_seeds, first, strict=True))
         self._first, self._last, lengths = _conversations(data)
         self._turns = session.gather(_num_turns(data))
         self._seeds, self._rewards = data.get("seed").tolist(), data.get(("next", "reward")).flatten(1).sum(1).tolist()
@@ -115,7 +116,8 @@ class StepRollouts:
         ]
         self.records = session.gather(mine)
         self._watch = self._choose(mine, keep_tokens)
-        kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in self._advantages}
+        reached = set(trained_seeds)
+        kept_groups = {group for seed, group in zip(self._seeds, groups, strict=True) if seed in reached}
         self._num_kept = sum(session.gather([len(kept_groups)]))
 
     def _choose(self, mine: list[Rollout], keep_tokens: int) -> TokenWatch:
@@ -160,7 +162,9 @@ class StepRollouts:
         groups: dict[int, set[float | None]] = {}
         for row in rows:
             groups.setdefault(row.group, set()).add(row.reward)
-        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())  # ignores failed ones
+        # A group of one says nothing of this; failed completions are ignored.
+        equal = sum(len(rewards_of_group - {None}) <= 1 for rewards_of_group in groups.values())
+        compared = {"group/zero_var_frac": equal / len(groups)} if len(groups) < len(rows) else {}
         tokens = sum(row.tokens for row in rows)
         ages = [version - row.version for row in rows]
         p10, p50, p90 = torch.tensor(rewards or [math.nan], dtype=torch.float64).quantile(_QUANTILES).tolist()
@@ -170,7 +174,7 @@ class StepRollouts:
             "reward/p10": p10,
             "reward/p50": p50,
             "reward/p90": p90,
-            "group/zero_var_frac": equal / len(groups),
+            **compared,
             "group/kept_frac": self._num_kept / len(groups),
             "tokens/completion_mean": tokens / len(rows),
             "tokens/completion_max": max(row.tokens for row in rows),
@@ -189,7 +193,7 @@ class StepRollouts:
         failed = sum(row.reward is None for row in self.records)
         if failed > max_failed * len(self.records):
             error = RolloutError(
-                f"grpo: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
+                f"rollouts: at most max_failed = {max_failed:.0%} of a step's rollouts may fail: got {failed} of "
                 f"{len(self.records)} in step {step}: {failure}"
             )
             for note in getattr(failure, "__notes__", ()):

@@ -138,12 +138,23 @@ class Updater:
                 outputs += [self._forward(loss, batch, part, counts) for part in self._parts(batch)]
         return self._sum(loss, outputs)
 
-    def train(self, loss: LossModule, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
-        """Runs a `step` on each batch; returns their combined metrics, with the time and `speed`."""
+    def train(
+        self, loss: LossModule, batches: Sequence[TensorDictBase | None], step: int, *, family: str = "policy"
+    ) -> dict[str, float]:
+        """Runs a `step` on each batch; returns their combined metrics, with the time and `speed`.
+
+        ``family``: of a model beside the policy, such as "critic". Only "<family>/loss", "grad_norm" and "lr" are then
+        returned beside the loss's own metrics.
+        """
         clock = time.perf_counter()
         updates = [self.step(loss, batch, step) for batch in batches]
         seconds = time.perf_counter() - clock
-        return step_metrics(updates, seconds, loss.metrics) | self.speed(seconds)
+        metrics = step_metrics(updates, seconds, loss.metrics)
+        if family == "policy":
+            return metrics | self.speed(seconds)
+        own = {metric.name for metric in loss.metrics.values()}
+        renamed = {f"policy/{name}": f"{family}/{name}" for name in ("loss", "grad_norm", "lr")}
+        return {renamed.get(name, name): value for name, value in metrics.items() if name in own or name in renamed}
 
     def _backward(self, loss: LossModule, batch: TensorDictBase, counts: StepCounts, is_filled: bool) -> list[Any]:
         """Runs forward and backward on each micro-batch, averages gradients over ranks; returns the loss's outputs."""

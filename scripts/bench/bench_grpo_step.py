@@ -105,14 +105,12 @@ class Ours:
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompts: list[str]):
         from llmrl.collectors.llm import LLMCollector
-        from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
         from llmrl.envs.llm import DatasetChatEnv
         from llmrl.envs.llm.transforms import RewardFunction
         from llmrl.modules.llm.policies import TransformersWrapper
         from llmrl.objectives.llm import GRPOLoss, MCAdvantage
         from llmrl.train.distributed import Session
         from llmrl.train.settings import GRPOConfig
-        from llmrl.train.step_rollouts import select_training_columns
         from llmrl.train.updater import make_updater
 
         config = GRPOConfig(
@@ -144,39 +142,29 @@ class Ours:
         )
         env.append_transform(RewardFunction(reward, deadline_s=config.env.reward_deadline_s))
         self.advantage = MCAdvantage(GROUP_SIZE, **advantage_settings)
-        self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(env.batch_size[0]),
-            sampler=SamplerWithoutReplacement(),
-            transform=self.advantage,
-            generator=torch.Generator().manual_seed(0),
-        )
-        self.collected: list[Any] = []
         self.collector = LLMCollector(
             env,
             policy=policy,
             yield_only_last_steps=True,
             dialog_turns_per_batch=1,
-            replay_buffer=self.buffer,
             track_policy_version=True,
-            postproc=lambda data: self.collected.append(data) or select_training_columns(data),
         )
         self.step = 0
         self.tokens = 0
 
     def __call__(self) -> None:
-        from llmrl.train.step_rollouts import StepRollouts
+        from llmrl.train.step_rollouts import StepRollouts, select_training_columns
 
         self.step += 1
         began = time.perf_counter()
-        self.collected.clear()
-        self.buffer.empty()
         with self.session.autocast():
-            self.collector.next()
+            data = self.collector.rollout()
+        rows = self.advantage.inv(select_training_columns(data))
         generated = time.perf_counter() - began
-        rollouts = StepRollouts(self.session, self.collected[0], self.buffer, self.tokenizer)
+        rollouts = StepRollouts(self.session, data, rows, self.tokenizer)
         metrics = rollouts.metrics(version=self.collector.policy_version, seconds=generated)
-        batch = self.buffer.sample(len(self.buffer))
-        metrics |= self.updater.step(self.loss, batch, self.step)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.step))
+        metrics |= self.updater.step(self.loss, rows[order], self.step)
         self.collector.update_policy_weights_(None)
         self.tokens = int(metrics["tokens"])
 

@@ -42,7 +42,7 @@ class Best(Algorithm):
 
     settings, loss = Options, Doubled
 
-    def advantages(self, rewards_NG):
+    def group_advantages(self, rewards_NG):
         return (rewards_NG == rewards_NG.nan_to_num(-math.inf).amax(1, keepdim=True)).double() + self.options.offset
 
 
@@ -55,7 +55,7 @@ def test_the_base_class_is_grpo():
     algorithm = Algorithm(None, group_size=4, advantage={"scale": "loo"}, grpo=GRPOSettings(clip=0.1).complete())
     rewards = torch.tensor([[1.0, 0.0, math.nan, 0.5]])
     torch.testing.assert_close(
-        algorithm.advantages(rewards), group_advantage(rewards, scale="loo"), equal_nan=True, rtol=0, atol=0
+        algorithm.group_advantages(rewards), group_advantage(rewards, scale="loo"), equal_nan=True, rtol=0, atol=0
     )
     assert algorithm.make_advantage().scale == "loo"
     loss = algorithm.make_loss(Recorded(torch.zeros(1, 4)))

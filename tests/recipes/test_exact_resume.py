@@ -113,8 +113,8 @@ def test_a_checkpoint_of_the_older_layout_is_resumed_exactly(place):
     place.cut_back("straight", "cut", to=2)
     folder = place.checkpoint("cut", 2)
     state = torch.load(folder / "trainer.pt", weights_only=True)
-    names = ("samplers", "advantage")
-    state["rounds"] = {**state.pop("rollouts"), **{name: state.pop(name) for name in names}}
+    (groups,) = state.pop("algorithm")["groups"]
+    state["rounds"] = {**state.pop("rollouts"), "samplers": [{}], "advantage": groups}
     torch.save(state, folder / "trainer.pt")
     (folder / CHECKSUMS).unlink()
     _seal(folder)

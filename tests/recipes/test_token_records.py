@@ -82,7 +82,7 @@ def test_a_conversation_with_a_tool_has_its_messages_by_role_and_turn_and_its_ca
     policy = LLMWrapperBase(FakeEngine([call, "42"], tokenizer=tokenizer), tokenizer=tokenizer)
     data = LLMCollector(env, policy=policy, yield_only_last_steps=True).rollout()
     with Session(GRPOConfig(model={}, env={"name": "sums"})) as session:
-        (rollout,) = StepRollouts(session, data, [], tokenizer, keep_tokens=1).records_with_tokens()
+        (rollout,) = StepRollouts(session, data, None, tokenizer, keep_tokens=1).records_with_tokens()
     record = rollout.token_record
     tokens = list(zip(record.roles, record.turns, record.texts, strict=True))
     turns = groupby(tokens, key=lambda token: token[:2])

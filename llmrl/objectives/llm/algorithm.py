@@ -1,10 +1,18 @@
-"""An algorithm as an object: how rewards become advantages, and rows of tokens a loss. ``llmrl grpo`` runs one."""
+"""An algorithm as an object: how rewards become advantages, and rows of tokens a gradient.
+
+The loop of ``llmrl grpo`` (recipes/grpo.py) calls an `Algorithm` in this order: `build` once, then in each step
+`advantages`, `prepare` and `train`. Each does GRPO by default; an algorithm of your own overrides what differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from llmrl.envs.transforms.base import Transform
@@ -13,44 +21,165 @@ from llmrl.objectives.llm.advantage import MCAdvantage
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.objectives.llm.grpo import GRPOLoss
 from llmrl.objectives.llm.settings import GRPOSettings
+from llmrl.objectives.metric import Metric
 from llmrl.settings import Settings
+
+LogProbWriter = Callable[[TensorDictBase | None], None]
+
+
+class Context(Protocol):
+    """What a run has when it calls `Algorithm.build`; ``llmrl.train.context.RunContext`` is it.
+
+    config     settings of the recipe
+    session    this process among the others: ``rank``, ``device``, ``any``, ``gather``, ``sum``
+    run        the run: ``origin`` names the model that it started from, ``resume`` says if it goes on
+    tokenizer  of the model
+    actor      the policy that is trained; it has ``token_scores``
+    updater    its optimizer: ``train(loss, batches, step)``, ``score(loss, batch, function)``, ``add_proximal``
+    """
+
+    config: Any
+    session: Any
+    run: Any
+    tokenizer: Any
+    actor: Any
+    updater: Any
+
+    def load_model(self, name: str) -> nn.Module:
+        """Another model, loaded as the policy is: the same sharding and dtype; without new adapters."""
+
+    def make_updater(self, scorer: nn.Module, optim: Any) -> Any:
+        """An `Updater` for another model that is trained, with optimizer settings of its own."""
+
+    def make_reference(self) -> LogProbWriter:
+        """Writes the log-probs of the model that the run started from, ("next", "ref_log_probs", "full")."""
+
+    def make_writer(self, model: nn.Module, name: str) -> LogProbWriter:
+        """Writes the log-probs of another model, ("next", ``name``, "full"); called on every rank, None: no rows."""
 
 
 class Algorithm:
     """GRPO and its relatives, by the settings of a recipe; and the base of your own, which overrides what differs.
 
     A recipe names a subclass by ``algorithm: my_file:MyAlgorithm``, or with settings of its own by
-    ``algorithm: {"my_file:MyAlgorithm": {strength: 2}}``. docs/extending.md has one.
+    ``algorithm: {"my_file:MyAlgorithm": {strength: 2}}``. docs/extending.md has one, and shows a recipe file that has
+    another algorithm as its default.
 
-    settings    class of these settings; ``options`` are their values
-    loss        class of the loss; it declares its metrics, and which log-probs of other models it reads
-    advantage   keyword arguments of `MCAdvantage`, by ``algo`` and the ``grpo`` section of the recipe
-    grpo        complete settings of `GRPOLoss`, likewise
+    settings         class of these settings; ``options`` are their values
+    loss             class of the loss; it declares its metrics, and which log-probs of other models it reads
+    metrics          what `train` returns beside the loss's metrics, by name
+    reads            columns of the data that the algorithm or its loss reads; a row keeps them until the loss
+    compares_groups  False: there may be one completion per prompt (``group_size: 1``)
+    advantage        keyword arguments of `MCAdvantage`, by ``algo`` and the ``grpo`` section of the recipe
+    grpo             complete settings of `GRPOLoss`, likewise
+
+    After `build`: ``context``; ``policy_loss``, the loss that trains the policy; ``reference``, or None.
     """
 
     settings: ClassVar[type[Settings]] = Settings
     loss: ClassVar[type[LossModule]] = GRPOLoss
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    reads: ClassVar[Sequence[NestedKey]] = ()
+    compares_groups: ClassVar[bool] = True
 
     def __init__(self, options: Any, *, group_size: int, advantage: Mapping[str, Any], grpo: GRPOSettings):
         self.options, self.group_size, self.advantage, self.grpo = options, group_size, advantage, grpo
 
-    def advantages(self, rewards_NG: Tensor) -> Tensor:
+    # --- what the plan needs, before weights are loaded ---
+
+    def describe(self) -> dict[str, str]:
+        """What the plan says in place of "advantage", "ratio", "aggregation" and "kl", by these names."""
+        return {}
+
+    @classmethod
+    def unused(cls) -> Iterator[str]:
+        """Settings of the recipe that this class does not read because it overrides what reads them.
+
+        A method that names a setting, or calls ``super()``, counts as reading it.
+        """
+        scale = {"grpo.scale": ("scale", "advantage", "groups")}
+        loss = {f"grpo.{name}": ("grpo",) for name in GRPOSettings.model_fields if name != "scale"}
+        surrogate = {f"grpo.{name}": (name,) for name in ("clip", "surrogate", "dual_clip")}
+        surrogate["grpo.sapo_tau"] = ("sapo_tau", "taus")
+        yield from _unread(cls, Algorithm, "advantages", {**scale, "min_group_size": ("advantage", "groups")})
+        if cls.advantages is Algorithm.advantages:
+            yield from _unread(cls, Algorithm, "group_advantages", scale)
+        yield from _unread(cls, Algorithm, "make_loss", loss)
+        if issubclass(cls.loss, GRPOLoss):
+            yield from _unread(cls.loss, GRPOLoss, "surrogate", surrogate)
+
+    # --- the calls of the loop, in order ---
+
+    def build(self, context: Context) -> None:
+        """Makes the loss and what it needs, once, after the policy and its updater exist; a teacher or a critic too."""
+        self.context = context
+        self.policy_loss = self.make_loss(context.actor)
+        self.reference = context.make_reference() if self.policy_loss.reads_reference else None
+
+    def advantages(self, rows: TensorDictBase) -> TensorDictBase | None:
+        """The rows to train, with "advantage": those of groups whose rewards say something; None if there are none.
+
+        Called once for the rollouts of a step, and once more for each round that is drawn in place of dropped groups;
+        each rank has its own rows.
+        """
+        return self.groups.inv(rows)
+
+    def prepare(self, batches: Sequence[TensorDictBase | None]) -> dict[str, float]:
+        """Writes what the loss compares with, before the step's first update changes the weights.
+
+        Here the log-probs of the reference, and of the proximal policy if the engine's are not exact enough.
+
+        batches  those of the step's updates, this rank's rows of each; None: it has no rows
+        Returns  metrics, such as "time/logp"
+        """
+        if self.reference is None and not self.policy_loss.reads_proximal:
+            return {}
+        clock = time.perf_counter()
+        for batch in batches:
+            if self.reference is not None:
+                self.reference(batch)
+            if self.policy_loss.reads_proximal:
+                self.context.updater.add_proximal(self.policy_loss, batch)
+        return {"time/logp": time.perf_counter() - clock}
+
+    def train(self, batches: Sequence[TensorDictBase | None], step: int) -> dict[str, float]:
+        """One update on each batch: micro-batches, loss, clipping, optimizer. Returns the step's metrics by name."""
+        return self.context.updater.train(self.policy_loss, batches, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep of it, such as a critic's weights and optimizer; sharded tensors stay sharded."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
+
+    # --- the parts of GRPO ---
+
+    def group_advantages(self, rewards_NG: Tensor) -> Tensor:
         """The advantages of N groups of G completions, from their rewards; NaN where a completion failed."""
         return group_advantage(rewards_NG, scale=self.advantage["scale"])
 
     def make_advantage(self) -> Transform:
-        """The transform of rows on their way into the buffer: groups, then `advantages` of each.
+        """The transform that `advantages` calls: groups, then `group_advantages` of each.
 
         Its ``inv`` reads "group_id" and ("next", "reward"), NaN where a completion failed, writes "advantage", float32
         in the shape of the reward, and returns the rows to train, None if there are none.
         """
-        own = {} if type(self).advantages is Algorithm.advantages else {"scale": self.advantages}
+        own = {} if type(self).group_advantages is Algorithm.group_advantages else {"scale": self.group_advantages}
         return MCAdvantage(self.group_size, **{**self.advantage, **own})
+
+    @cached_property
+    def groups(self) -> Transform:
+        """What `make_advantage` returned; groups that wait for completions are in checkpoints, of each rank."""
+        return self.make_advantage()
 
     def make_loss(self, actor: nn.Module) -> LossModule:
         """The loss of a policy that has ``token_scores``."""
         return self.loss(actor, self.grpo)
 
-    def describe(self) -> dict[str, str]:
-        """What the plan says in place of "advantage", "ratio", "aggregation" and "kl", by these names."""
-        return {}
+
+def _unread(own: type, base: type, method: str, settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """The settings that ``own``'s method does not read: it replaces that of ``base``, and names no such attribute."""
+    replacing = getattr(own, method)
+    if replacing is not getattr(base, method) and "super" not in (names := set(replacing.__code__.co_names)):
+        yield from (setting for setting, attributes in settings.items() if names.isdisjoint(attributes))

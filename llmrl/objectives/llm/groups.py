@@ -300,7 +300,7 @@ def selected_indices(selected: Tensor | Sequence[int], size: int, num_candidates
 class GroupQuota(Transform):
     """Lets at most ``num_groups`` groups into a buffer until `reset`.
 
-    Reads   "group_id"  int64[B]; all rows of a group in one batch, as `MCAdvantage` writes them
+    Reads   "group_id"  int64[B]; all rows of a group in one batch, as `MCAdvantage` writes them; None: no rows
     Returns from ``inv``: the rows of the first groups, or None if the quota is full
     Raises  MissingKeyError for a batch without groups
 
@@ -337,7 +337,9 @@ class GroupQuota(Transform):
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         return td
 
-    def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+    def inv(self, td: TensorDictBase | None) -> TensorDictBase | None:
+        if td is None:
+            return None
         groups = required(td, "group_id", "GroupQuota").flatten()
         order = list(dict.fromkeys(groups.tolist()))
         taken = order[: self.missing]
