@@ -1,4 +1,4 @@
-"""Memory and time of one GRPO, SFT or DPO micro-batch, forwards and backwards, against full logits. Prints one table.
+"""Memory and time of one micro-batch of GRPO, SFT, DPO or distillation, forwards and backwards, against full logits.
 
     python scripts/bench/bench_loss.py [--vocab 60000] [--batch 4] [--length 512] [--repeats 3]
 
@@ -28,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from llmrl.modules.llm.log_probs import TokenScorer, TokenScores
 from llmrl.objectives import total_loss
-from llmrl.objectives.llm import DPOLoss, GRPOLoss, SFTLoss
+from llmrl.objectives.llm import DistillLoss, DPOLoss, GRPOLoss, SFTLoss
 
 MEASURED = {"entropy_bonus": True}
 TRAINED = {"entropy_bonus": True, "entropy_coeff": 0.01, "kl_to_ref_coeff": 0.05}
@@ -43,6 +43,8 @@ VARIANTS = {  # name: (actor, settings of the loss in the name); the naive varia
     "SFTLoss and KL": ("chunked", {"kl_to_ref_coeff": 0.05}),
     "naive DPO": ("naive", {}),
     "DPOLoss": ("chunked", {}),
+    "naive distillation": ("naive", {}),
+    "DistillLoss": ("chunked", {}),
 }
 LIMITS = {"GRPOLoss, entropy bonus and KL": 0.7, "SFTLoss and KL": 0.7}  # in logits tensors; 0.6 for the others
 
@@ -66,6 +68,23 @@ class FullLogits(nn.Module):
             with torch.set_grad_enabled(self.train_entropy):  # else only measured, the losses' default
                 entropy_BT = nn.functional.pad(-(log_p_BTV.exp() * log_p_BTV).sum(-1), (1, 0))
         return TokenScores(nn.functional.pad(log_prob_BT, (1, 0)).masked_fill(~select, 0.0), entropy_BT)
+
+
+class FullDivergence(nn.Module):
+    """KL(student || teacher) the direct way, from all logits of both."""
+
+    def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.model, self.teacher = model, teacher
+
+    def forward(self, td: TensorDict) -> dict[str, Tensor]:
+        inputs = {"input_ids": td["tokens", "full"], "use_cache": False}
+        with torch.no_grad():
+            log_q_BTV = self.teacher(**inputs).logits[:, :-1].float().log_softmax(-1)
+        log_p_BTV = self.model(**inputs).logits[:, :-1].float().log_softmax(-1)
+        value_BT = (log_p_BTV.exp() * (log_p_BTV - log_q_BTV)).sum(-1)
+        mask_BT = td["masks", "all_assistant_mask"][:, 1:]
+        return {"loss_distill": (value_BT * mask_BT).sum() / mask_BT.sum()}
 
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, TensorDict]:
@@ -108,7 +127,13 @@ def worker(args: argparse.Namespace) -> None:
     kind, settings = VARIANTS[args.variant]
     naive = FullLogits(model, train_entropy="entropy_coeff" in settings)
     loss_class = SFTLoss if "SFT" in args.variant else DPOLoss if "DPO" in args.variant else GRPOLoss
-    loss = loss_class(TokenScorer(model) if kind == "chunked" else naive, **settings)
+    if "istill" in args.variant:
+        torch.manual_seed(1)
+        teacher = Qwen2ForCausalLM(model.config).requires_grad_(False)
+        chunked = DistillLoss(TokenScorer(model), teacher=TokenScorer(teacher)) if kind == "chunked" else None
+        loss = chunked or FullDivergence(model, teacher)
+    else:
+        loss = loss_class(TokenScorer(model) if kind == "chunked" else naive, **settings)
 
     def step(batch: TensorDict) -> None:
         model.zero_grad(set_to_none=True)
@@ -152,6 +177,7 @@ def main(**options: Any) -> list[Row] | None:
                 subprocess.run([*command, "--prompt-share", str(share)], check=True)
                 results[name] = got = torch.load(result)
             floor = name.replace("GRPOLoss", "naive").replace("SFTLoss", "naive SFT").replace("DPOLoss", "naive DPO")
+            floor = floor.replace("DistillLoss", "naive distillation")
             naive = results[floor]
             largest = max(g.abs().max() for g in naive["gradients"])
             gap = max((a - b).abs().max() for a, b in zip(got["gradients"], naive["gradients"], strict=True)) / largest
@@ -167,6 +193,9 @@ def main(**options: Any) -> list[Row] | None:
             rows.append(Row(f"{what}peak memory / one logits tensor", got["peak"] / logits_mb, LIMITS.get(name, 0.6)))
             rows.append(Row(f"{what}CPU time / naive", got["seconds"] / naive["seconds"], 1.0 if share == 0 else 0.5))
             rows.append(Row(f"{what}gradient difference", float(gap), 1e-5, ""))
+            if name == "DistillLoss":
+                ratio = got["peak"] / results["GRPOLoss + entropy"]["peak"]
+                rows.append(Row(f"{what}peak memory / GRPOLoss + entropy", ratio, 1.2))
     return rows
 
 

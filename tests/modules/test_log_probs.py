@@ -111,7 +111,7 @@ def test_head_function_passes_gradcheck_in_float64():
     path = module.HeadPath(body=nn.Identity(), head=head, scale=1.5, softcap=2.0)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (5,))
-    spec = module._HeadSpec(torch.float64, path, module._Options(temperature=0.8, chunk=2, entropy=True))
+    spec = module.HeadSpec(torch.float64, path, module.HeadOptions(temperature=0.8, chunk=2, entropy=True))
     inputs = hidden, head.weight, head.bias
     assert torch.autograd.gradcheck(lambda *x: module._HeadScores.apply(*x, targets, spec)[:2], inputs)
 

@@ -10,10 +10,23 @@ from tensordict import lazy_stack
 from transformers import Qwen2ForCausalLM
 
 from llmrl.modules.llm.log_probs import TokenScorer
-from llmrl.objectives.llm import PRESETS, GRPOLoss, SFTLoss, count_step
+from llmrl.objectives.llm import PRESETS, DistillLoss, DistillSettings, GRPOLoss, SFTLoss, count_step
 from tests.support.losses import assert_same_step, conversation, run_step, tiny_qwen
 
 KL = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05, "entropy_coeff": 0.01}
+DISTILLATION = {  # weight_reward: both losses from one pass
+    "full": {"divergence": "jsd", "weight_reward": 0.5},
+    "topk": {"k": 3},
+    "sample": {"weight_reward": 0.5},
+}
+
+
+def distill(actor, **options):
+    """A teacher of another width, with more rows for the same vocabulary."""
+    teacher = TokenScorer(tiny_qwen(vocab=31, hidden=24), packing=actor.packing)
+    return DistillLoss(actor, options=DistillSettings(**options), teacher=teacher, temperature=1.0)
+
+
 LOSSES = {
     **{name: (GRPOLoss, {"max_length": 12 if name == "dr_grpo" else None, **PRESETS[name].loss}) for name in PRESETS},
     "prompt-mean with KL": (GRPOLoss, {**KL, "aggregation": "prompt-mean", "kl_estimator": "k3-weighted"}),
@@ -25,6 +38,7 @@ LOSSES = {
     ),
     "sft": (SFTLoss, {"kl_to_ref_coeff": 0.1}),
     "minor_sft": (SFTLoss, {"loss_function": "minor_sft"}),
+    **{f"distillation, {name}": (distill, {"estimator": name, **more}) for name, more in DISTILLATION.items()},
     "sft over conversations": (SFTLoss, {"reduction": "mean"}),
 }
 

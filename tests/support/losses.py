@@ -52,13 +52,18 @@ def conversation(
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
     log_prob = (-3.4 + 0.3 * draw(length)) * mask
+    top = draw(length, 29).log_softmax(-1).topk(3)
     ids = torch.randint(0, 29, (length,), generator=generator)
     return TensorDict(
         tokens=TensorDict(full=ids, prompt=ids[:prompt], response=ids[prompt:]),
         masks=TensorDict(all_assistant_mask=mask, all_attention_mask=torch.ones(length, dtype=torch.bool)),
         log_probs=TensorDict(full=log_prob),
         proximal_log_probs=TensorDict(full=log_prob + 0.1 * draw(length) * mask),
-        next=TensorDict(ref_log_probs=TensorDict(full=log_prob + 0.2 * draw(length))),
+        next=TensorDict(
+            ref_log_probs=TensorDict(full=log_prob + 0.2 * draw(length)),
+            teacher_log_probs=TensorDict(full=log_prob + 0.5 * draw(length)),
+        ),
+        teacher_top=TensorDict(ids=top.indices.int(), log_probs=top.values),
         advantage=draw(length if per_token else 1, 1),
         group_id=torch.tensor(group),
     )

@@ -11,7 +11,7 @@ Shapes: B sequences, T tokens, V vocabulary, H hidden size, N selected tokens of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,11 +48,13 @@ class TokenScores(NamedTuple):
     ``log_probs``  float32[B, T]          log p(token t | tokens before t), with grad
     ``entropy``    float32[B, T] or None  entropy of the distribution that token t was drawn from, with grad
     ``top1``       bool[B, T] or None     token t is the most likely one
+    ``own``        float32[B, T] or None  what ``head`` measured beside them, see `token_logprobs`
     """
 
     log_probs: Tensor
     entropy: Tensor | None
     top1: Tensor | None = None
+    own: Tensor | None = None
 
 
 def token_logprobs(
@@ -68,6 +70,7 @@ def token_logprobs(
     packing: Packing = "off",
     media: Sequence[Media] | None = None,
     routes: Tensor | None = None,
+    head: HeadFunction | None = None,
 ) -> TokenScores:
     """Scores the selected tokens of a padded batch, left- or right-padded.
 
@@ -85,6 +88,7 @@ def token_logprobs(
              computes its own positions
     routes   int16[B, T, layers, K]: experts to replay for each token, -1 where the model's routers choose; ignored for
              batches with images (``llmrl.modules.llm.routers``)
+    head     in place of `score_hidden`: what is computed from the hidden states; needs a model that is head(body)
 
     >>> from transformers import Qwen2Config, Qwen2ForCausalLM
     >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -107,16 +111,23 @@ def token_logprobs(
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(f"token_logprobs: chunk counts tokens and must be at least 1, got {chunk}.")
-    options = _Options(temperature, chunk, entropy)
+    options = HeadOptions(temperature, chunk, entropy, head)
     arguments = (input_ids, attention_mask, select, options, position_ids, packing, media, routes)
     # Body and head are called separately, which bypasses the model's forward, so a sharded model is gathered first.
     return model.call_whole(_score, *arguments) if hasattr(model, "call_whole") else _score(model, *arguments)
 
 
-class _Options(NamedTuple):
+class HeadOptions(NamedTuple):
+    """The options of `token_logprobs` that concern the head."""
+
     temperature: float
     chunk: int | None
     entropy: bool
+    function: HeadFunction | None = None
+
+
+HeadFunction = Callable[[HeadPath, Tensor, Tensor, HeadOptions], tuple[Tensor | None, ...]]
+"""Hidden states [N, H] and the ids [N] that they predict, to the fields of `TokenScores`, [N] each or None."""
 
 
 def _score(
@@ -124,7 +135,7 @@ def _score(
     input_ids: Tensor,
     attention_mask: Tensor,
     select: Tensor,
-    options: _Options,
+    options: HeadOptions,
     position_ids: Tensor | None,
     packing: Packing,
     media: Sequence[Media] | None,
@@ -132,6 +143,11 @@ def _score(
 ) -> TokenScores:
     scored_BT = with_predecessor(select, attention_mask)
     path = find_head_path(model)
+    if path is None and options.function is not None:
+        raise ConfigError(
+            f"token_logprobs: {type(model).__name__} must compute its logits as head(body) for what is computed from "
+            "its hidden states: it does not."
+        )
     replay = nullcontext if routes is None else partial(replaying, model, routes, attention_mask)
     inputs = padded_inputs(input_ids, attention_mask, position_ids)
     if has_images(media):
@@ -141,7 +157,7 @@ def _score(
             if path is None:  # in one piece: all images are concatenated, so they cannot be split by row
                 found = _score_with_whole_model(model, inputs, scored_BT, options, rows=len(input_ids))
             else:
-                found = _score_hidden(path, hidden_before(path, inputs, scored_BT), input_ids[scored_BT], options)
+                found = _from_hidden(path, hidden_before(path, inputs, scored_BT), input_ids[scored_BT], options)
     elif (split := active_split()) is not None:
         with replay():
             return _score_slice(model, path, inputs, scored_BT, options, split)
@@ -153,14 +169,14 @@ def _score(
             _tell_routers(model, attention_mask.bool())
             with replay():
                 hidden_NH = hidden_before(path, inputs, scored_BT)
-            found = _score_hidden(path, hidden_NH, input_ids[scored_BT], options)
+            found = _from_hidden(path, hidden_NH, input_ids[scored_BT], options)
         else:
             _tell_routers(model, packed.segment_ids >= 0)
             inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
             with replay(packed):
                 hidden_PSH = path.body(**accepted(path.body, inputs)).last_hidden_state
             before_N = packed.index[scored_BT[attention_mask.bool()]] - 1  # the predecessor, in the same row
-            found = _score_hidden(path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], options)
+            found = _from_hidden(path, hidden_PSH.flatten(0, 1)[before_N], input_ids[scored_BT], options)
     scores = _in_place(found, scored_BT)
     return scores._replace(log_probs=reach_vision_tower(model, scores.log_probs))
 
@@ -170,7 +186,7 @@ def _score_slice(
     path: HeadPath | None,
     inputs: dict[str, Tensor],
     scored_BT: Tensor,
-    options: _Options,
+    options: HeadOptions,
     split: SequenceSplit,
 ) -> TokenScores:
     """Scores a batch on all ranks of ``split``, each from its slice of the hidden states; see `SequenceSplit`."""
@@ -192,14 +208,15 @@ def _score_slice(
     # A token's hidden state predicts the next token, which may be the first of the next slice.
     target_BS = split.cut(ids_BT.roll(-1, dims=1))
     next_BS = split.cut(split.widen(scored_BT.long()).roll(-1, dims=1)).bool()
-    scores = _in_place(_score_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], options), next_BS)
+    scores = _in_place(_from_hidden(path, hidden_BSH[next_BS], target_BS[next_BS], options), next_BS)
 
     def join(value_BS: Tensor) -> Tensor:
         return split.join(value_BS).roll(1, dims=1)[:, : scored_BT.shape[1]]
 
     # Every rank needs the scores of all tokens, for losses over whole sequences.
     entropy_BT = None if scores.entropy is None else join(scores.entropy)
-    return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool())
+    own_BT = None if scores.own is None else join(scores.own)
+    return TokenScores(join(scores.log_probs), entropy_BT, join(scores.top1.float()).bool(), own_BT)
 
 
 def _tell_routers(model: nn.Module, is_real: Tensor) -> None:
@@ -286,18 +303,18 @@ class TokenScorer(nn.Module):
 _Scores = tuple[Tensor, Tensor | None, Tensor]  # [N] each: log-probs, entropies, top-1 hits
 
 
-def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: _Options) -> _Scores:
-    head = _active(path.head)
-    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
-    if plain and type(head.weight) in (Tensor, nn.Parameter):
-        device_type = hidden_NH.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else head.weight.dtype
-        dtype = torch.float32 if getattr(path.head, "in_float32", False) else dtype  # see model_options.float32_head
-        options = options._replace(chunk=options.chunk or chunk_rows(head.weight.shape[0], device_type))
-        spec = _HeadSpec(dtype, path, options)
-        return _HeadScores.apply(hidden_NH, head.weight, head.bias, targets_N, spec)
+def _from_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: HeadOptions) -> tuple[Any, ...]:
+    return (options.function or score_hidden)(path, hidden_NH, targets_N, options)
+
+
+def score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: HeadOptions) -> _Scores:
+    """Log-probs, entropies and top-1 hits of the targets, [N] each, a chunk of logits at a time."""
+    if (plain := plain_head(path, hidden_NH, options)) is not None:
+        return _HeadScores.apply(hidden_NH, plain.weight, plain.bias, targets_N, plain.spec)
 
     # Any other head (LoRA, quantised, sharded) is called as a module; checkpointing recomputes its logits.
+    head = head_module(path.head)
+
     def score(hidden_CH: Tensor, targets_C: Tensor) -> _Scores:
         return _score_logits(map_logits(head(hidden_CH), path, options.temperature), targets_C, options.entropy)
 
@@ -310,7 +327,28 @@ def _score_hidden(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options:
     return _concatenate(pieces)
 
 
-def _active(head: nn.Module) -> nn.Module:
+class PlainHead(NamedTuple):
+    """A linear layer that is applied to chunks of hidden states."""
+
+    weight: Tensor
+    bias: Tensor | None
+    spec: HeadSpec
+
+
+def plain_head(path: HeadPath, hidden_NH: Tensor, options: HeadOptions) -> PlainHead | None:
+    """The head as weight and bias, with its precision and chunks for such hidden states; None for any other module."""
+    head = head_module(path.head)
+    plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
+    if not plain or type(head.weight) not in (Tensor, nn.Parameter):
+        return None
+    device_type = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else head.weight.dtype
+    dtype = torch.float32 if getattr(path.head, "in_float32", False) else dtype  # see model_options.float32_head
+    options = options._replace(chunk=options.chunk or chunk_rows(head.weight.shape[0], device_type))
+    return PlainHead(head.weight, head.bias, HeadSpec(dtype, path, options))
+
+
+def head_module(head: nn.Module) -> nn.Module:
     """The layer that computes: of a head that peft trains in full the active copy; any other head itself."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
@@ -320,7 +358,7 @@ def _active(head: nn.Module) -> nn.Module:
 
 
 def _score_with_whole_model(
-    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, options: _Options, rows: int = 0
+    model: nn.Module, inputs: dict[str, Tensor], scored_BT: Tensor, options: HeadOptions, rows: int = 0
 ) -> _Scores:
     def score(rows: dict[str, Tensor], scored: Tensor) -> _Scores:
         output = model(**accepted(model, rows))
@@ -352,13 +390,13 @@ def _score_logits(logits_CV: Tensor, targets_C: Tensor, entropy: bool) -> _Score
     return log_prob_C, entropy_C, log_prob_C.detach() >= log_p_CV.detach().amax(-1)
 
 
-def _in_place(scores: _Scores, scored_BT: Tensor) -> TokenScores:
+def _in_place(scores: tuple[Tensor | None, ...], scored_BT: Tensor) -> TokenScores:
     """Scatters one value per scored token to [B, T], 0 elsewhere."""
-    log_probs, entropy, top1 = (
+    placed = (
         None if value_N is None else value_N.new_zeros(scored_BT.shape).masked_scatter(scored_BT, value_N)
         for value_N in scores
     )
-    return TokenScores(log_probs, entropy, top1)
+    return TokenScores(*placed)
 
 
 def chunk_rows(vocabulary: int, device_type: str) -> int:
@@ -370,10 +408,35 @@ def chunk_rows(vocabulary: int, device_type: str) -> int:
 # ------------------------------------------------------------------------------------ the chunked head, with recompute
 
 
-class _HeadSpec(NamedTuple):
-    dtype: torch.dtype  # of the matrix product
+class HeadSpec(NamedTuple):
+    """How a head computes logits: the precision of the matrix product, what follows it, and the size of a chunk."""
+
+    dtype: torch.dtype
     path: HeadPath
-    options: _Options  # with the chunk
+    options: HeadOptions  # with the chunk
+
+
+class HeadGradients:
+    """The gradients of hidden states, weight and bias, summed over chunks from those of the logits."""
+
+    def __init__(self, ctx: FunctionCtx, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: HeadSpec):
+        values = zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad[:3], strict=True)
+        self.hidden_NH, self.weight_VH, self.bias_V = (torch.zeros_like(v) if needed else None for v, needed in values)
+        self._hidden_NH, self.cast_VH, self._dtype = hidden_NH, weight_VH.to(spec.dtype), spec.dtype
+
+    def add(self, part: slice, grad_CV: Tensor, slope_CV: Tensor | float | None) -> None:
+        """``grad_CV`` of the logits of ``part``, which may be overwritten, and d logits / d head output."""
+        grad_CV = (grad_CV.mul_(slope_CV) if slope_CV is not None else grad_CV).to(self._dtype)
+        if self.hidden_NH is not None:
+            self.hidden_NH[part] = (grad_CV @ self.cast_VH).to(self.hidden_NH.dtype)
+        if self.weight_VH is not None:
+            hidden_CH = self._hidden_NH[part].to(self._dtype)
+            if self.weight_VH.dtype == self._dtype:  # without a temporary of the weight's size
+                self.weight_VH.addmm_(grad_CV.T, hidden_CH)
+            else:
+                self.weight_VH += grad_CV.T @ hidden_CH
+        if self.bias_V is not None:
+            self.bias_V += grad_CV.sum(0)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -391,14 +454,14 @@ class _HeadScores(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        spec: _HeadSpec,
+        spec: HeadSpec,
     ) -> _Scores:
         dtype = reduction_dtype(spec.dtype)
         log_prob_N = hidden_NH.new_empty(targets_N.shape, dtype=dtype)
         log_sum_N = torch.empty_like(log_prob_N)
         entropy_N = torch.empty_like(log_prob_N) if spec.options.entropy else None
         top1_N = torch.empty_like(targets_N, dtype=torch.bool)
-        for part, logits_CV, _ in _chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
+        for part, logits_CV, _ in chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
             target_C = logits_CV.gather(1, targets_N[part, None]).squeeze(1)
             max_C = logits_CV.amax(-1)  # subtracted so that no exponential overflows
             top1_N[part] = target_C >= max_C
@@ -423,15 +486,11 @@ class _HeadScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None, _: None) -> tuple:
         hidden_NH, weight_VH, bias_V, targets_N, log_sum_N, entropy_N = ctx.saved_tensors
-        spec: _HeadSpec = ctx.spec
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        spec: HeadSpec = ctx.spec
+        gradients = HeadGradients(ctx, hidden_NH, weight_VH, bias_V, spec)
         if grad_log_prob_N is None:
             grad_log_prob_N = torch.zeros_like(log_sum_N)
-        cast_VH = weight_VH.to(spec.dtype)
-        for part, logits_CV, slope_CV in _chunks_of_logits(hidden_NH, cast_VH, bias_V, spec, with_slope=True):
+        for part, logits_CV, slope_CV in chunks_of_logits(hidden_NH, gradients.cast_VH, bias_V, spec, with_slope=True):
             grad_C1 = grad_log_prob_N[part, None]
             # d loss / dx = g_y (onehot(y) - p) - g_H p (log p + H), in the memory of the logits
             log_p_CV = logits_CV.sub_(log_sum_N[part, None])
@@ -444,25 +503,15 @@ class _HeadScores(torch.autograd.Function):
                 )
                 del p_CV
             grad_CV.scatter_add_(1, targets_N[part, None], grad_C1)
-            grad_CV = (grad_CV.mul_(slope_CV) if slope_CV is not None else grad_CV).to(spec.dtype)
-            if grad_hidden_NH is not None:
-                grad_hidden_NH[part] = (grad_CV @ cast_VH).to(hidden_NH.dtype)
-            if grad_weight_VH is not None:
-                hidden_CH = hidden_NH[part].to(spec.dtype)
-                if grad_weight_VH.dtype == spec.dtype:  # without a temporary of the weight's size
-                    grad_weight_VH.addmm_(grad_CV.T, hidden_CH)
-                else:
-                    grad_weight_VH += grad_CV.T @ hidden_CH
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None
+            gradients.add(part, grad_CV, slope_CV)
+        return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V, None, None
 
 
-def _chunks_of_logits(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: _HeadSpec, *, with_slope: bool = False
+def chunks_of_logits(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: HeadSpec, *, with_slope: bool = False
 ) -> Iterator[tuple[slice, Tensor, Tensor | float | None]]:
     """Yields (rows, logits[C, V], d logits / d head output); the consumer may overwrite the logits."""
-    path, (temperature, chunk, _) = spec.path, spec.options
+    path, temperature, chunk = spec.path, spec.options.temperature, spec.options.chunk
     weight_VH = weight_VH.to(spec.dtype)
     bias_V = None if bias_V is None else bias_V.to(spec.dtype)
     for start in range(0, hidden_NH.shape[0], chunk):

@@ -8,13 +8,14 @@ if TYPE_CHECKING:
     from llmrl.objectives.llm.advantage import MCAdvantage
     from llmrl.objectives.llm.algorithm import Algorithm
     from llmrl.objectives.llm.batch import count_step
+    from llmrl.objectives.llm.distill import DistillLoss
     from llmrl.objectives.llm.dpo import DPOLoss, DPOLossOutput
     from llmrl.objectives.llm.functional import StepCounts
     from llmrl.objectives.llm.groups import GroupQuota
     from llmrl.objectives.llm.grpo import GRPOLoss, GRPOLossOutput
     from llmrl.objectives.llm.ppo import ValueLoss, ValueLossOutput, gae
     from llmrl.objectives.llm.reward import RewardLoss, RewardLossOutput
-    from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, GRPOSettings, Preset
+    from llmrl.objectives.llm.settings import DEFAULTS, PRESETS, DistillSettings, GRPOSettings, Preset
     from llmrl.objectives.llm.sft import SFTLoss, SFTLossOutput
 else:
     __getattr__, __dir__ = on_demand(__name__)
@@ -25,6 +26,8 @@ __all__ = [
     "Algorithm",
     "DPOLoss",
     "DPOLossOutput",
+    "DistillLoss",
+    "DistillSettings",
     "GRPOLoss",
     "GRPOLossOutput",
     "GRPOSettings",

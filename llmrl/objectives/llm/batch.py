@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.data.ragged.tensordicts import required
 from llmrl.errors import DataError, ShapeError
-from llmrl.modules.llm.log_probs import TokenScorer, TokenScores, with_predecessor
+from llmrl.modules.llm.log_probs import HeadFunction, TokenScorer, TokenScores, with_predecessor
 from llmrl.modules.llm.policies.containers import own_part, response_part
 from llmrl.modules.llm.vision import present, read_media
 from llmrl.objectives.llm.functional import StepCounts
@@ -200,6 +200,7 @@ def actor_scores(
     *,
     log_probs_key: NestedKey,
     entropy: bool,
+    head: HeadFunction | None = None,
 ) -> TokenScores:
     """Log-probs of the selected tokens under the actor, with grad; float32, or float64 where the actor's are.
 
@@ -209,14 +210,14 @@ def actor_scores(
     """
     if (token_scores := token_scores_of(actor)) is not None:
         routes = None if td.get(ROUTES, None, as_list=True) is None else batch.column(td, ROUTES)
-        given = {"entropy": entropy, **present(media=read_media(td), routes=routes)}
+        given = {"entropy": entropy, **present(media=read_media(td), routes=routes, head=head)}
         scores = token_scores(batch.input_ids, batch.attention_mask, select_BT, **given)
     else:
         missing = "Couldn't find the log-prob in what the actor wrote"
         scores = TokenScores(batch.column(actor(td.copy()), log_probs_key, missing), None)
     if scores.log_probs.dtype in (torch.float16, torch.bfloat16):  # too coarse for a ratio
         entropy_BT = None if scores.entropy is None else scores.entropy.float()
-        scores = TokenScores(scores.log_probs.float(), entropy_BT, scores.top1)
+        scores = scores._replace(log_probs=scores.log_probs.float(), entropy=entropy_BT)
     return scores
 
 

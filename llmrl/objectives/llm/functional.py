@@ -12,6 +12,7 @@ advantages must be finite everywhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -237,6 +238,59 @@ def kl_estimate(
                 raise ConfigError("kl_estimate: kind 'k3-weighted' needs log_ratio_BT, got None.")
             return (d_BT.exp() - d_BT - 1) * log_ratio_BT.exp()
     raise unknown("KL estimator", kind, get_args(KLEstimator))
+
+
+# -------------------------------------------------------------------------------------------------------- distillation
+
+
+def divergence(log_p_CV: Tensor, log_q_CV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The divergence of a student p from a teacher q, and its gradient with respect to the student's logits.
+
+    beta 1    reverse, KL(p || q)
+    beta 0    forward, KL(q || p)
+    between   Jensen-Shannon: beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p
+
+    Reads    log-probs float[C, V], which are overwritten
+    Returns  float[C], float[C, V]
+    Source   Agarwal et al. 2024, GKD (arXiv:2306.13649); with g = dD/dp, the gradient is p (g - sum p g)
+
+    >>> p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.8, 0.2]])
+    >>> [round(divergence(p.log(), q.log(), beta)[0].item(), 4) for beta in (1.0, 0.0, 0.5)]
+    [0.2231, 0.1927, 0.0513]
+    """
+    if beta == 0:
+        q_CV = log_q_CV.exp()
+        value_C = expectation(q_CV, log_q_CV.sub_(log_p_CV))
+        return value_C, log_p_CV.exp_().sub_(q_CV)
+    if beta == 1:
+        p_CV, gap_CV, share = log_p_CV.exp(), log_p_CV.sub_(log_q_CV), 1.0
+        value_C = kl_p_C = expectation(p_CV, gap_CV)
+    else:
+        share = 1 - beta
+        log_m_CV = torch.logaddexp(log_p_CV + math.log(share), log_q_CV + math.log(beta))
+        kl_q_C = expectation(log_q_CV.exp(), log_q_CV.sub_(log_m_CV))
+        p_CV, gap_CV = log_p_CV.exp(), log_p_CV.sub_(log_m_CV)
+        kl_p_C = expectation(p_CV, gap_CV)
+        value_C = beta * kl_q_C + share * kl_p_C
+    return value_C, gap_CV.sub_(kl_p_C[:, None]).mul_(p_CV).mul_(share)
+
+
+def expectation(p_CV: Tensor, value_CV: Tensor) -> Tensor:
+    """sum p x, float[C]."""
+    return torch.bmm(p_CV[:, None], value_CV[:, :, None]).view(-1)  # without a third [C, V] tensor
+
+
+def sampled_divergence(log_prob_BT: Tensor, teacher_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """KL(p || q) at each position, estimated from the one token that was sampled there.
+
+    The value is lp - lq, whose mean over samples is the KL. Its own gradient has mean zero; the one here is
+    (lp - lq) grad lp, whose mean is the gradient of the KL. Tokens that older weights sampled are weighted by
+    exp(lp - lg), at most 2.
+    """
+    gap_BT = log_ratio(log_prob_BT, teacher_BT, mask_BT).detach()
+    weight_BT = log_ratio(log_prob_BT, behaviour_BT, mask_BT).detach().exp().clamp(max=2.0)
+    gradient_BT = gap_BT * log_prob_BT.masked_fill(~mask_BT, 0.0)
+    return weight_BT * (gap_BT + gradient_BT - gradient_BT.detach())
 
 
 # -------------------------------------------------------------------------------------- mismatch of engine and trainer

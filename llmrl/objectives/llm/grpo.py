@@ -205,7 +205,7 @@ class GRPOLoss(LossModule):
         counts = normalizer or StepCounts.of(mask_BT, group_id_B)  # whole step, so that micro-batches add up
         behaviour_BT = self._behaviour(td, batch, mask_BT)
         advantage_BT = batch.advantage(td, keys.advantage, mask_BT)
-        scores = self._score(td, batch, mask_BT, entropy=settings.entropy_bonus)
+        scores = self.scores(td, batch, mask_BT)
         log_prob_BT = scores.log_probs
         behaviour_BT, advantage_BT = behaviour_BT.to(log_prob_BT), advantage_BT.to(log_prob_BT)
 
@@ -245,6 +245,9 @@ class GRPOLoss(LossModule):
             kl_BT = fn.kl_estimate(log_prob_BT, other_BT, mask_BT, kind, log_ratio_BT=token_log_ratio_BT)
             terms[f"loss_kl_to_{name}"] = coefficient * aggregate(kl_BT)
             measured[f"kl_to_{name}"] = kl_BT.detach()
+        for name, value_BT in self.terms(td, batch, mask_BT, scores, behaviour_BT).items():
+            terms[f"loss_{name}"] = aggregate(value_BT)
+            measured[name] = own[name] = value_BT.detach()
         # For the mismatch with the engine: the trainer's log-probs, if recomputed those from before the updates.
         trainer_BT = proximal_BT if settings.proximal == "recomputed" else log_prob_BT.detach()
         if self.on_tokens is not None:
@@ -269,6 +272,16 @@ class GRPOLoss(LossModule):
 
         `metrics` says under which names; the output of `forward` is then a dict.
         """
+        return {}
+
+    def scores(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> TokenScores:
+        """The actor's scores of the trained tokens, with grad; a subclass may compute more in the same pass."""
+        return self._score(td, batch, mask_BT, entropy=self.settings.entropy_bonus)
+
+    def terms(
+        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, scores: TokenScores, behaviour_BT: Tensor
+    ) -> dict[str, Tensor]:
+        """Further terms of a subclass by name, float[B, T] with grad, aggregated like the others, and reported."""
         return {}
 
     def _read(self, td: TensorDictBase) -> tuple[PaddedBatch, Tensor]:

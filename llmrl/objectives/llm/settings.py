@@ -277,6 +277,63 @@ class GRPOSettings(Settings):
         return {"ratio": ratio, "aggregation": _AGGREGATION_WORDS[self.aggregation], "kl": " + ".join(kls) or "0"}
 
 
+class DistillSettings(Settings):
+    """The teacher, and how far the student is from it: a recipe's ``distill:`` section."""
+
+    teacher: str | None = Field(
+        default=None, description="a folder, hub name or run, beside the student; or a vLLM server's http://host:port"
+    )
+    divergence: Literal["reverse", "forward", "jsd"] = Field(
+        default="reverse",
+        description="reverse: KL(student || teacher); forward: KL(teacher || student); jsd: between the two",
+    )
+    beta: float | None = Field(
+        default=None, gt=0, lt=1, description="with jsd, the weight of the teacher in the mixture; null: 0.5"
+    )
+    estimator: Literal["full", "topk", "sample"] = Field(
+        default="full",
+        description="full: over the whole vocabulary; topk: over the teacher's k likeliest tokens and all others "
+        "together; sample: from the sampled token alone",
+    )
+    k: int = Field(default=64, ge=1, description="with topk, how many; a server gives at most its --max-logprobs")
+    temperature: float | None = Field(
+        default=None, gt=0, description="of both distributions; null: that of sampling, which sample needs"
+    )
+    weight_reward: float = Field(
+        default=0.0, ge=0, description="weight of GRPO's own loss, by reward, beside the divergence; 0: none is needed"
+    )
+
+    @property
+    def weight(self) -> float:
+        """The beta of `functional.divergence`."""
+        return {"reverse": 1.0, "forward": 0.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
+
+    @property
+    def is_server(self) -> bool:
+        return bool(self.teacher) and self.teacher.startswith(("http://", "https://"))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for holds, problem in (
+            (self.beta is None or self.divergence == "jsd", f"beta is for divergence jsd: got {self.divergence}"),
+            (
+                self.estimator != "sample" or self.divergence == "reverse",
+                f"estimator sample estimates divergence reverse: got {self.divergence}; use topk",
+            ),
+            (
+                "k" not in self.model_fields_set or self.estimator == "topk",
+                f"k is for estimator topk: got {self.estimator}",
+            ),
+            (
+                not self.is_server or self.estimator != "full",
+                "estimator full needs the teacher's logits, which a server does not give: use topk or sample",
+            ),
+        ):
+            if not holds:
+                raise ValueError(problem)
+        return self
+
+
 def _first_fault(error: ValidationError) -> str:
     """The first fault of keyword arguments, under their documented name."""
     fault = error.errors()[0]

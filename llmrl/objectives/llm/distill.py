@@ -1,0 +1,328 @@
+"""On-policy distillation: the student samples, and a teacher says at each of its tokens what it would have written.
+
+`DistillLoss` is `GRPOLoss` with one more term, the divergence of student and teacher at every trained token. The
+teacher reads the ids that the student sampled, never their text. Of ``full``, neither model's logits exist for more
+than a chunk of tokens.
+
+Shapes: B sequences, T tokens, N trained tokens, C tokens of a chunk, V vocabulary, K ids that the teacher names, H
+hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from llmrl.errors import ConfigError, DataError
+from llmrl.modules.llm.log_probs import (
+    HeadGradients,
+    HeadOptions,
+    HeadSpec,
+    TokenScores,
+    chunk_rows,
+    chunks_of_logits,
+    head_module,
+    plain_head,
+    score_hidden,
+)
+from llmrl.modules.llm.packing import HeadPath, map_logits, reduction_dtype
+from llmrl.modules.llm.vision import present, read_media
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.batch import PaddedBatch, actor_scores
+from llmrl.objectives.llm.grpo import GRPOLoss
+from llmrl.objectives.llm.settings import DistillSettings, GRPOSettings
+from llmrl.objectives.metric import Metric
+
+SAMPLED = ("next", "teacher_log_probs", "full")  # columns of a teacher that was asked before the step's updates
+TOP_IDS, TOP_LOG_PROBS = ("teacher_top", "ids"), ("teacher_top", "log_probs")
+_LEAST, _MOST = -69.0, 1 - 1e-6  # of the student's rest, log(1e-30); of the teacher's K, whose sum rounding blurs
+
+
+class HiddenTeacher(NamedTuple):
+    """A teacher's hidden states at N tokens, and its head.
+
+    ``vocabulary``  rows of the head. Student and teacher are compared over the rows that both have: models of one
+                    family pad one vocabulary to different sizes, and no id beyond it is ever sampled.
+    """
+
+    hidden_NH: Tensor
+    logits: Callable[[Tensor], Tensor]  # of hidden states [C, H]: a new float[C, V], at the temperature
+    vocabulary: int
+
+    def measure(self, part: slice, log_p_CV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        """The divergence at these tokens, and its gradient by logits; overwrites the student's log-probs."""
+        logits_CV = self.logits(self.hidden_NH[part])[:, : log_p_CV.shape[1]]
+        return fn.divergence(log_p_CV, log_softmax_(logits_CV), beta)
+
+
+class TopTeacher(NamedTuple):
+    """The K likeliest tokens of a teacher at each of N tokens, with their log-probs; all others count as one token.
+
+    Merging tokens never increases a divergence: this is a lower bound of the whole one, equal to it for K = V. Without
+    the others the two would not be distributions, and the sum no divergence.
+    """
+
+    ids_NK: Tensor
+    log_probs_NK: Tensor
+    vocabulary: int | None = None
+
+    def measure(self, part: slice, log_p_CV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+        ids_CK, log_q_CK = self.ids_NK[part].long(), self.log_probs_NK[part].to(log_p_CV)
+        rest_C1 = log_p_CV.scatter(1, ids_CK, -torch.inf).logsumexp(-1, keepdim=True).clamp_(min=_LEAST)
+        log_p_CB = torch.cat([log_p_CV.gather(1, ids_CK), rest_C1], 1)
+        log_q_rest_C1 = torch.log1p(-log_q_CK.exp().sum(-1, keepdim=True).clamp(max=_MOST))
+        value_C, grad_CB = fn.divergence(log_p_CB, torch.cat([log_q_CK, log_q_rest_C1], 1), beta)
+        # A logit of the rest has its share of the gradient, by probability.
+        grad_CV = log_p_CV.sub_(rest_C1).exp_().mul_(grad_CB[:, -1:]).scatter_(1, ids_CK, grad_CB[:, :-1])
+        return value_C, grad_CV
+
+
+Teacher = HiddenTeacher | TopTeacher
+
+
+def log_softmax_(logits_CV: Tensor) -> Tensor:
+    return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
+
+
+def read_teacher(
+    scorer: nn.Module, batch: PaddedBatch, mask_BT: Tensor, temperature: float, **media: Any
+) -> HiddenTeacher:
+    """One pass of the teacher's body over the batch. ``scorer`` has ``token_scores``, as the actor has.
+
+    Raises  DataError for ids beyond the teacher's embedding
+    """
+    found: list[HiddenTeacher] = []
+
+    def keep(path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: HeadOptions) -> tuple[Tensor | None, ...]:
+        found.append(HiddenTeacher(hidden_NH, *_frozen_head(path, hidden_NH, options)))
+        return torch.zeros_like(targets_N, dtype=torch.float32), None, torch.zeros_like(targets_N, dtype=torch.bool)
+
+    with torch.no_grad():
+        scorer.token_scores(batch.input_ids, batch.attention_mask, mask_BT, head=keep, temperature=temperature, **media)
+    teacher, largest = found[0], int(batch.input_ids.max())
+    if largest >= teacher.vocabulary:
+        raise DataError(
+            f"distill: ids must be within the {teacher.vocabulary} rows of the teacher's head: got {largest}; student "
+            "and teacher must share a tokenizer."
+        )
+    return teacher
+
+
+def _frozen_head(path: HeadPath, hidden_NH: Tensor, options: HeadOptions) -> tuple[Callable[[Tensor], Tensor], int]:
+    """A function from hidden states to logits that can be called later, and the number of logits."""
+    if (plain := plain_head(path, hidden_NH, options)) is None:
+        head = head_module(path.head)
+        head = getattr(head, "base_layer", head) if getattr(head, "disable_adapters", False) else head
+        size = head(hidden_NH[:1]).shape[-1] if len(hidden_NH) else head.weight.shape[0]
+        return lambda hidden_CH: map_logits(head(hidden_CH), path, options.temperature), size
+    # In the precision of the product, once. A copy where the model is sharded, whose weights are gone after the pass.
+    weight_VH = plain.weight.detach().to(plain.spec.dtype, copy=hasattr(type(path.body), "unshard"))
+    bias_V = None if plain.bias is None else plain.bias.detach().clone()
+
+    def logits(hidden_CH: Tensor) -> Tensor:
+        spec = plain.spec._replace(options=plain.spec.options._replace(chunk=len(hidden_CH)))
+        return next(chunks_of_logits(hidden_CH, weight_VH, bias_V, spec))[1]
+
+    return logits, len(weight_VH)
+
+
+# ------------------------------------------------------------------------------------------------- the student's head
+
+
+class Distillation(NamedTuple):
+    """What the student's head computes against a teacher: a `HeadFunction`.
+
+    beta         see `functional.divergence`
+    temperature  of both distributions
+    trains       log-probs and entropy are needed with gradients too, or at another temperature
+    """
+
+    teacher: Teacher
+    beta: float
+    temperature: float
+    trains: bool = True
+
+    def __call__(
+        self, path: HeadPath, hidden_NH: Tensor, targets_N: Tensor, options: HeadOptions
+    ) -> tuple[Tensor | None, ...]:
+        """log-probs, entropies, top-1 hits and divergences [N]; the last with gradients, the others if ``trains``."""
+        own = options._replace(temperature=self.temperature)
+        head = head_module(path.head)
+        rows = getattr(head, "out_features", 0) or 1 << 17
+        size = options.chunk or max(32, chunk_rows(rows, hidden_NH.device.type) // 2)  # half: the logits of two models
+        if (plain := plain_head(path, hidden_NH, own._replace(chunk=size))) is not None:
+            value_N, *scores = _Divergence.apply(hidden_NH, plain.weight, plain.bias, targets_N, plain.spec, self)
+        else:
+
+            def measure(hidden_CH: Tensor, targets_C: Tensor, start: int) -> tuple[Tensor, ...]:
+                logits_CV = map_logits(head(hidden_CH), path, self.temperature)
+                return _DivergenceOfLogits.apply(logits_CV, targets_C, slice(start, start + len(targets_C)), self)
+
+            parts = zip(
+                hidden_NH.split(size), targets_N.split(size), range(0, max(len(targets_N), 1), size), strict=True
+            )
+            pieces = [checkpoint(measure, *part, use_reentrant=False) for part in parts]
+            value_N, *scores = (torch.cat(values) for values in zip(*pieces, strict=True))
+        if self.trains:
+            scores = score_hidden(path, hidden_NH, targets_N, options)
+        log_prob_N, entropy_N, top1_N = scores
+        return log_prob_N, entropy_N if options.entropy else None, top1_N, value_N
+
+    def values(self, part: slice, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradient of the divergence by logits [C, V]; divergence, log-prob, entropy and top-1 hit, [C] each.
+
+        Overwrites the logits.
+        """
+        log_p_CV = log_softmax_(logits_CV[:, : self.teacher.vocabulary])
+        log_prob_C = log_p_CV.gather(1, targets_C[:, None]).squeeze(1)
+        top1_C, entropy_C = log_prob_C >= log_p_CV.amax(-1), -fn.expectation(log_p_CV.exp(), log_p_CV)
+        value_C, grad_CV = self.teacher.measure(part, log_p_CV, self.beta)
+        return self._padded(grad_CV, logits_CV), (value_C, log_prob_C, entropy_C, top1_C)
+
+    def gradient(self, part: slice, logits_CV: Tensor) -> Tensor:
+        """The gradient alone."""
+        log_p_CV = log_softmax_(logits_CV[:, : self.teacher.vocabulary])
+        return self._padded(self.teacher.measure(part, log_p_CV, self.beta)[1], logits_CV)
+
+    def _padded(self, grad_CV: Tensor, logits_CV: Tensor) -> Tensor:
+        absent = logits_CV.shape[1] - grad_CV.shape[1]  # rows that the teacher does not have
+        return F.pad(grad_CV, (0, absent)) if absent else grad_CV
+
+
+class _Divergence(torch.autograd.Function):
+    """Values of N tokens from the student's hidden states; holds one chunk of both models' logits at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: HeadSpec,
+        distillation: Distillation,
+    ) -> tuple[Tensor, ...]:
+        dtype = reduction_dtype(spec.dtype)
+        value_N, log_prob_N, entropy_N = (hidden_NH.new_empty(targets_N.shape, dtype=dtype) for _ in range(3))
+        top1_N = torch.empty_like(targets_N, dtype=torch.bool)
+        for part, logits_CV, _ in chunks_of_logits(hidden_NH, weight_VH, bias_V, spec):
+            _, found = distillation.values(part, logits_CV, targets_N[part])
+            value_N[part], log_prob_N[part], entropy_N[part], top1_N[part] = found
+        ctx.spec, ctx.distillation = spec, distillation
+        ctx.mark_non_differentiable(log_prob_N, entropy_N, top1_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        return value_N, log_prob_N, entropy_N, top1_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_value_N: Tensor, *_: None) -> tuple:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        gradients = HeadGradients(ctx, hidden_NH, weight_VH, bias_V, ctx.spec)
+        chunks = chunks_of_logits(hidden_NH, gradients.cast_VH, bias_V, ctx.spec, with_slope=True)
+        for part, logits_CV, slope_CV in chunks:
+            grad_CV = ctx.distillation.gradient(part, logits_CV)
+            gradients.add(part, grad_CV.mul_(grad_value_N[part, None]), slope_CV)
+        return gradients.hidden_NH, gradients.weight_VH, gradients.bias_V, None, None, None
+
+
+class _DivergenceOfLogits(torch.autograd.Function):
+    """The same for one chunk of a head that is called as a module; the caller's `checkpoint` recomputes its logits."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, logits_CV: Tensor, targets_C: Tensor, part: slice, distillation: Distillation
+    ) -> tuple[Tensor, ...]:
+        grad_CV, (value_C, *scores) = distillation.values(part, logits_CV.clone(), targets_C)
+        ctx.save_for_backward(grad_CV)
+        ctx.mark_non_differentiable(*scores)
+        return value_C, *scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_value_C: Tensor, *_: None) -> tuple:
+        return ctx.saved_tensors[0] * grad_value_C[:, None], None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+class DistillLoss(GRPOLoss):
+    """The divergence of the student from a teacher at every trained token, and ``weight_reward`` times GRPO's loss.
+
+    Reads   the columns of `GRPOLoss`, and of a teacher that was asked before the step's updates:
+            ("teacher_top", "ids")                int32 ragged[T, K]    if estimator="topk"
+            ("teacher_top", "log_probs")          float32 ragged[T, K]  likewise
+            ("next", "teacher_log_probs", "full") float32 ragged[T]     if estimator="sample"; or at the root
+    Calls   teacher.token_scores, for ``full``: one pass without gradients in each forward pass
+    Returns the fields of GRPOLossOutput as a dict, with ``loss_distill`` and ``distill``, the mean divergence
+
+    temperature  of both distributions; of ``sample`` that of sampling
+    """
+
+    metrics: ClassVar = {
+        **GRPOLoss.metrics,
+        "distill": Metric("policy/kl_teacher", "divergence from the teacher, per token", label="KL teacher"),
+    }
+
+    def __init__(
+        self,
+        actor_network: nn.Module,
+        settings: GRPOSettings | None = None,
+        options: DistillSettings | None = None,
+        *,
+        teacher: nn.Module | None = None,
+        temperature: float = 1.0,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(actor_network, settings, **keywords)
+        self.options, self.temperature = options or DistillSettings(), temperature
+        self.__dict__["teacher"] = teacher  # not as a module: its parameters are no part of the loss
+        if teacher is None and self.options.estimator == "full":
+            raise ConfigError("DistillLoss: estimator 'full' needs a teacher with token_scores: got None.")
+
+    def placeholder(self, device: torch.device) -> dict[str, Any]:
+        own = super().placeholder(device)
+        top = {
+            "ids": torch.zeros(1, 1, self.options.k, dtype=torch.int32),
+            "log_probs": torch.zeros(1, 1, self.options.k),
+        }
+        own["next"]["teacher_log_probs"] = own["next"]["ref_log_probs"].clone()
+        return own | {"teacher_top": TensorDict(top, batch_size=[1]).to(device)}
+
+    def scores(self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor) -> TokenScores:
+        options, settings = self.options, self.settings
+        if options.estimator == "sample":
+            return super().scores(td, batch, mask_BT)
+        if options.estimator == "full":
+            media = present(media=read_media(td))
+            teacher = read_teacher(self.teacher, batch, mask_BT, self.temperature, **media)
+        else:
+            teacher = TopTeacher(*(batch.column(td, key)[mask_BT] for key in (TOP_IDS, TOP_LOG_PROBS)))
+        trains = bool(options.weight_reward or settings.entropy or settings.kl or settings.kl_inference)
+        trains |= self.temperature != getattr(self.actor_network, "temperature", self.temperature)
+        head = Distillation(teacher, options.weight, self.temperature, trains)
+        key = self.tensor_keys.sample_log_prob
+        entropy = settings.entropy_bonus
+        return actor_scores(self.actor_network, td, batch, mask_BT, log_probs_key=key, entropy=entropy, head=head)
+
+    def terms(
+        self, td: TensorDictBase, batch: PaddedBatch, mask_BT: Tensor, scores: TokenScores, behaviour_BT: Tensor
+    ) -> dict[str, Tensor]:
+        if self.options.estimator != "sample":
+            return {"distill": scores.own}
+        teacher_BT = batch.reference(td, SAMPLED, mask_BT).to(scores.log_probs)
+        return {"distill": fn.sampled_divergence(scores.log_probs, teacher_BT, behaviour_BT, mask_BT)}
+
+    def surrogate(
+        self, log_ratio_BT: Tensor, log_prob_BT: Tensor, behaviour_BT: Tensor, mask_BT: Tensor, advantage_BT: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        value_BT, clipped = super().surrogate(log_ratio_BT, log_prob_BT, behaviour_BT, mask_BT, advantage_BT)
+        weight = self.options.weight_reward
+        return (weight * value_BT if weight else torch.zeros_like(value_BT)), clipped

@@ -1,0 +1,151 @@
+"""Distillation: every divergence and estimator against a whole [N, V] table, against TRL, and over samples."""
+
+import importlib.util
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from llmrl.modules.llm.log_probs import HeadOptions
+from llmrl.modules.llm.packing import HeadPath
+from llmrl.objectives.llm import functional as fn
+from llmrl.objectives.llm.distill import Distillation, HiddenTeacher, TopTeacher
+
+N, V, CHUNK = 23, 37, 5
+BETAS = (0.0, 0.25, 0.5, 1.0)
+
+
+def drawn(seed, dtype, *, rows=(V, V), bias=True):
+    """Hidden states and heads of a student of width 6 and a teacher of width 9, and sampled ids."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for width, size in zip((6, 9), rows, strict=True):
+        head = nn.Linear(width, size, bias=bias, dtype=dtype)
+        for parameter in head.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+        parts.append((torch.randn(N, width, generator=generator, dtype=dtype).requires_grad_(), head))
+    return *parts, torch.randint(0, min(rows), (N,), generator=generator)
+
+
+def logits_of(hidden, head, softcap, temperature):
+    logits = head(hidden)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+
+
+def distilled(student, teacher, targets, beta, *, softcap=None, temperature=1.0, wrapped=False):
+    """The divergences [N] by the chunked head, and the gradients of their sum."""
+    hidden, head = student
+    path = HeadPath(nn.Identity(), nn.Sequential(head) if wrapped else head, 1.0, softcap)
+    options = HeadOptions(temperature, CHUNK, True)
+    log_prob, entropy, top1, value = Distillation(teacher, beta, temperature, False)(path, hidden, targets, options)
+    log_p = logits_of(hidden, head, softcap, temperature)[:, : teacher.vocabulary].log_softmax(-1).detach()
+    torch.testing.assert_close(log_prob, log_p.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1))
+    assert torch.equal(top1, log_p.argmax(-1) == targets)
+    return value, torch.autograd.grad((value * torch.arange(1.0, N + 1)).sum(), [hidden, *head.parameters()])
+
+
+def by_table(log_p, log_q, beta):
+    """The same from whole tables, by autograd."""
+
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum(-1)
+
+    if beta in (0.0, 1.0):
+        return kl(log_p, log_q) if beta else kl(log_q, log_p)
+    log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+
+
+def merged(log_p, ids):
+    """The distribution of the ids and of all others together."""
+    top = log_p.gather(1, ids)
+    return torch.cat([top, (1 - top.exp().sum(-1, keepdim=True)).log()], 1)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("rows", [(V, V), (V, V + 4), (V + 4, V)], ids=["equal", "wider teacher", "wider student"])
+@pytest.mark.parametrize("k", [None, 4], ids=["full", "topk"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["linear", "module"])
+def test_the_chunked_divergence_equals_that_of_whole_tables(beta, rows, k, wrapped):
+    softcap, temperature = 3.0, 0.7
+    (hidden, head), (other, other_head), targets = drawn(0, torch.float64, rows=rows)
+    both = min(rows) if k is None else V
+    log_q = logits_of(other, other_head, softcap, temperature)[:, :both].log_softmax(-1).detach()
+    log_p = logits_of(hidden, head, softcap, temperature)
+    if k is None:
+        ask = partial(logits_of, head=other_head, softcap=softcap, temperature=temperature)
+        teacher = HiddenTeacher(other.detach(), lambda hidden: ask(hidden).detach(), rows[1])
+        expected = by_table(log_p[:, :both].log_softmax(-1), log_q, beta)
+    else:
+        teacher = TopTeacher(log_q.topk(k).indices, log_q.topk(k).values)
+        ids = teacher.ids_NK
+        expected = by_table(merged(log_p.log_softmax(-1), ids), merged(log_q, ids), beta)
+    value, gradients = distilled(
+        (hidden, head), teacher, targets, beta, softcap=softcap, temperature=temperature, wrapped=wrapped
+    )
+    torch.testing.assert_close(value, expected, atol=1e-10, rtol=1e-10)
+    total = (expected * torch.arange(1.0, N + 1)).sum()
+    for got, whole in zip(gradients, torch.autograd.grad(total, [hidden, *head.parameters()]), strict=True):
+        torch.testing.assert_close(got, whole, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_teachers_likeliest_tokens_give_a_lower_bound_that_all_of_them_reach(beta):
+    student, (other, other_head), targets = drawn(1, torch.float64)
+    log_q = other_head(other).log_softmax(-1).detach()
+    values = [distilled(student, TopTeacher(*log_q.topk(k)[::-1]), targets, beta)[0] for k in (1, 4, 16, V)]
+    whole = by_table(student[1](student[0]).log_softmax(-1), log_q, beta)
+    assert all((more >= less - 1e-12).all() for less, more in pairwise(values))
+    torch.testing.assert_close(values[-1], whole, atol=2e-4, rtol=1e-4)  # a rest of 1e-6 is kept for the teacher
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_hundred_batches_have_the_divergence_and_the_gradient_of_trl(beta):
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    for seed in range(25):
+        softcap, temperature, bias = (None, 2.0)[seed % 2], (1.0, 0.8, 1.7)[seed % 3], bool(seed % 5)
+        (hidden, head), (other, other_head), targets = drawn(seed, torch.float32, bias=bias)
+        mask = torch.arange(N) % 4 != seed % 4
+        theirs, entropy, count = _chunked_divergence_loss(
+            hidden[None], other.detach()[None], head.weight, other_head.weight, mask[None], beta,
+            student_lm_head_bias=head.bias, teacher_lm_head_bias=None if not bias else other_head.bias.detach(),
+            student_final_logit_softcapping=softcap, teacher_final_logit_softcapping=softcap, temperature=temperature,
+        )  # fmt: skip
+        expected = torch.autograd.grad(theirs, [hidden, *head.parameters()])
+        ask = partial(logits_of, head=other_head, softcap=softcap, temperature=temperature)
+        teacher = HiddenTeacher(other.detach()[mask], lambda hidden, ask=ask: ask(hidden).detach(), V)
+        path, options = HeadPath(nn.Identity(), head, 1.0, softcap), HeadOptions(temperature, CHUNK, True)
+        own = Distillation(teacher, beta, temperature, trains=False)
+        _, own_entropy, _, value = own(path, hidden[mask], targets[mask], options)
+        ours = value.sum() / count
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(own_entropy.sum(), entropy, atol=1e-4, rtol=1e-6)
+        for got, their in zip(torch.autograd.grad(ours, [hidden, *head.parameters()]), expected, strict=True):
+            torch.testing.assert_close(got, their, atol=1e-6, rtol=1e-6)
+
+
+def test_one_sampled_token_gives_on_average_the_reverse_divergence_and_its_gradient():
+    """Also of tokens that older weights sampled; k3 as a loss would have another gradient."""
+    draws = 40_000
+    generator = torch.Generator().manual_seed(0)
+    logits, log_q = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    logits, log_q = logits.requires_grad_(), log_q.log_softmax(-1)
+    whole = by_table(logits.log_softmax(-1)[None], log_q[None], 1.0)
+    expected = torch.cat([whole.detach(), torch.autograd.grad(whole.sum(), logits)[0]])
+    older = (logits + 0.1 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(-1).detach()
+    for behaviour in (logits.log_softmax(-1).detach(), older):
+        ids = torch.multinomial(behaviour.exp(), draws, replacement=True, generator=generator)
+        log_p = logits.log_softmax(-1)
+        mask = torch.ones(1, 7, dtype=torch.bool)
+        each = fn.sampled_divergence(log_p[None], log_q[None], behaviour[None], mask)[0]  # of each possible token
+        slopes = torch.stack([torch.autograd.grad(value, logits, retain_graph=True)[0] for value in each])
+        found = torch.cat([each.detach()[:, None], slopes], 1)[ids]
+        error = found.std(0) / draws**0.5
+        assert ((found.mean(0) - expected).abs() <= 3 * error).all()
+        assert (error < 0.02).all()
