@@ -47,6 +47,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         *("llmrl.objectives", "llmrl.weight_update"),
     ),
     "llmrl.testing": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs", "llmrl.envs.llm"),
+    "llmrl.endpoint": (*BASE, *TOOLS, "llmrl.data", "llmrl.modules", "llmrl.envs.llm"),
     "llmrl.run": BASE,
     "llmrl.report": (*BASE, "llmrl.run"),
     "llmrl.train": BELOW_TRAIN,

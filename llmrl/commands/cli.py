@@ -63,6 +63,7 @@ usage: llmrl COMMAND ...
   launch  grpo|resume ...                  that, with vLLM servers on the rollout.gpus last GPUs
   eval    RUN [section.key=value ...]      evaluate a run's checkpoint
   chat    RUN|MODEL                        talk to a model, with the run's tools
+  serve   RUN|MODEL                        a model behind an OpenAI-compatible server
   export  RUN DIR                          a checkpoint as a model folder, with a card; --push to the hub
   show    RUN                              a run's steps, before and after, samples; reads files only
   runs                                     the runs in runs/: state, step, best measure, age

@@ -29,6 +29,7 @@ _EXTRAS = {
     "h5py": ("h5", "buffers and datasets in HDF5"),
     "minari": ("minari", "the datasets of Minari"),
     "mcp": ("mcp", "MCP tools"),
+    "uvicorn": ("serve", "llmrl serve and agents behind an endpoint"),
     "playwright": ("browser", "the browser tool"),
     "math_verify": ("math", "symbolic answer checks"),
     "langdetect": ("ifeval", "IFEval's check of the language"),

@@ -189,6 +189,18 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         option("--seed", type=int, metavar="N", help="of sampling"),
         prepare=_with_model,
     ),
+    "serve": _Command(
+        "serve RUN|MODEL [section.key=value ...] [options]",
+        "llmrl.commands.serve:serve",
+        option("model", metavar="RUN|MODEL", help="a run's folder or name; or a model's folder or name on the hub"),
+        OVERRIDES,
+        CHECKPOINT,
+        option("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: this machine only)"),
+        option("--port", type=int, default=8000, metavar="N", help="0: a free one (default: 8000)"),
+        option("--api-key", metavar="KEY", help="that clients must send (default: any)"),
+        option("--max-tokens", type=int, metavar="N", help="the most of an answer (default: the run's, else 1024)"),
+        prepare=_with_model,
+    ),
     "export": _Command(
         "export RUN DIR [options]",
         "llmrl.commands.export:export",

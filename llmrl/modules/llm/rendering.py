@@ -268,6 +268,15 @@ class Renderer:
             result[number] = added
         return result
 
+    def answer(self, text: str, *, begins: bool = True, ended: bool) -> dict[str, Any]:
+        """A sampled text as the assistant's message, which later turns render to that text.
+
+        Reads   ``begins``: True if it follows the generation prompt; ``ended``: True if its end of turn was sampled
+        """
+        content = self.codec.content_of(text, begins=begins, ends=ended)
+        read = self.template.answer if begins else None
+        return {"role": "assistant", **({"content": content} if read is None else read(content))}
+
     def addition(self, chat: Chat, new: int) -> Any:
         """A key for the last ``new`` messages: equal keys mean that :meth:`extend` adds the same ids."""
         covered = len(chat) - new

@@ -153,6 +153,7 @@ class Engine(Protocol):
 
     ``eos_token_ids``    end an answer, besides those of `SamplingParams`
     ``context_length``   the most tokens that a prompt and its answer may have together; None: unknown
+    ``concurrent``       True: calls of several threads are computed at the same time; False: one after the other
     ``takes_groups``     True: `update_weights` accepts `WeightGroups`; otherwise it gets a mapping
     ``unsaved_buffers``  names that a set of weights may leave out
     ``in_flight``        what an update does to answers in progress: it waits for them, or ends or continues them
@@ -163,6 +164,7 @@ class Engine(Protocol):
     version: int = 0
     eos_token_ids: Collection[int] = ()
     context_length: int | None = None
+    concurrent: bool = False
     takes_groups: bool = False
     unsaved_buffers: frozenset[str] = frozenset()
     in_flight: Literal["finish", "abort", "continue"] = "finish"

@@ -245,10 +245,8 @@ class HistoryMode(Mode):
 
     def _message(self, content: str, reason: StopReason, chat: list[dict[str, Any]]) -> dict[str, Any]:
         """The answer as a message, which the template renders in later turns to the text that was sampled."""
-        answer = self.renderer.template.answer
-        content = self.renderer.codec.content_of(content, begins=not is_open(chat), ends=reason is StopReason.EOS)
-        fields = {"content": content} if answer is None or is_open(chat) else answer(content)
-        return {"role": "assistant", **fields} | ({} if reason.natural else {"is_complete": False})
+        message = self.renderer.answer(content, begins=not is_open(chat), ended=reason is StopReason.EOS)
+        return message | ({} if reason.natural else {"is_complete": False})
 
 
 class TextMode(Mode):

@@ -124,6 +124,11 @@ class VLLMEngine(SeededEngine):
         return self.max_length
 
     @property
+    def concurrent(self) -> bool:
+        """True unless the engine runs in this process."""
+        return self.core.info.place != "process"
+
+    @property
     def address(self) -> str | None:
         """The URL of a server, or of all servers, which ranks may share; None for an engine that this process built."""
         return getattr(self.core, "url", None)

@@ -1,0 +1,33 @@
+"""``llmrl serve RUN|MODEL``: a model behind an OpenAI-compatible server, for any client."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from llmrl.endpoint import Endpoint
+from llmrl.modules.llm.conversation import TurnSampler
+from llmrl.modules.llm.policies import TransformersWrapper
+from llmrl.train.distributed import Session
+from llmrl.train.models import load_model, load_tokenizer
+from llmrl.train.settings import ModelSource, SamplingSettings
+
+
+def serve(config: ModelSource, *, runs: Path, host: str, port: int, api_key: str | None, max_tokens: int | None) -> int:
+    """Serves until Ctrl-C. ``config``: settings of a run, with its checkpoint as the model; or with only a model.
+
+    Sampling is the run's (without a run: temperature 1) unless a request says otherwise. ``max_tokens``: the most of an
+    answer, instead of the run's.
+    """
+    sampling = getattr(config, "sampling", SamplingSettings()).generate_kwargs
+    sampling |= {"max_new_tokens": max_tokens} if max_tokens else {}
+    with Session(config) as session:
+        tokenizer = load_tokenizer(config, runs=runs)
+        model = load_model(config, tokenizer, session, runs=runs)
+        policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling, batching=True)
+        sampler = TurnSampler(policy.renderer, policy.engine, policy.options.params)
+        with Endpoint(sampler, model=str(config.model), host=host, port=port, api_key=api_key) as endpoint:
+            print(f"serve     {endpoint.url}/v1", flush=True)
+            print(f"          {config.model}; Ctrl-C ends it", flush=True)
+            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    return 0

@@ -1,0 +1,201 @@
+"""The calls of one rollout as a graph, and its rows: each path from a first call to a last one.
+
+A call continues the earlier one whose prompt and answer its messages repeat; its ids then begin with the ids of that
+one. A call that repeats none begins a new path: of a sub-agent, of an edited history, or of the same conversation if
+the template writes earlier turns differently.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from llmrl.errors import RewriteError
+from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
+from llmrl.modules.llm.policies.containers import LogProbs, Masks, Text, Tokens, decode_rows
+
+Train = Literal["main", "all", "longest"]
+Key = tuple[Any, ...]
+
+
+def identity(message: Message) -> Key:
+    """What a client must repeat of a message: its role, its text, and its calls by name and arguments.
+
+    Left out are reasoning, which clients drop or send back as they like, and ids of calls; null equals the empty text.
+    """
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return (
+        message["role"],
+        message.get("content") or "",
+        tuple((call.get("name"), _arguments(call.get("arguments"))) for call in calls),
+    )
+
+
+def _arguments(value: Any) -> str:
+    """JSON with sorted keys, from text or an object; text that is not JSON as it is."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except ValueError:
+            return value
+    return json.dumps(value, sort_keys=True)
+
+
+@dataclass
+class Question:
+    """A request: the `identity` of its tools and messages, the call that it continues, and, if the template keeps it
+    from continuing one, the number of that one's path.
+    """
+
+    keys: Key
+    parent: Call | None = None
+    continues: int | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """A recorded answer. ``root``: the number of its path's first call; ``continues``: see `Question`."""
+
+    turn: SampledTurn
+    parent: Call | None
+    root: int
+    continues: int | None
+    children: list[Call] = field(default_factory=list)
+
+
+class CallGraph:
+    """The calls of a rollout. Its methods may be called by several threads.
+
+    counters  "calls"; "roots", paths that were begun; "rewritten" of them because of the template; "retries", answers
+              beside another one to the same prompt that nothing continues
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.counters: Counter[str] = Counter()
+        self._by_messages: dict[Key, Call] = {}  # the newest call of each conversation with its answer
+        self._lock = threading.Lock()
+
+    def sample(
+        self, sampler: TurnSampler, messages: Sequence[Message], *, tools: Any = None, **options: Any
+    ) -> tuple[Question, list[SampledTurn]]:
+        """Answers of ``sampler`` to a client's messages, which continue an earlier call if there is one to continue."""
+        asked = Question((repr(tools), *map(identity, messages)))
+        asked.parent = self._continued(asked.keys)
+        if asked.parent is not None:
+            # Turns that were sampled stay as the template knows them: the client's copy may lack their reasoning.
+            turn = asked.parent.turn
+            known = [*turn.messages, turn.message]
+            try:
+                messages = [*known, *messages[len(known) :]]
+                return asked, sampler.sample(messages, tools=tools, after=turn, **options)
+            except RewriteError:
+                asked.continues, asked.parent = asked.parent.root, None
+        return asked, sampler.sample(messages, tools=tools, **options)
+
+    def _continued(self, keys: Key) -> Call | None:
+        with self._lock:
+            earlier = (self._by_messages.get(keys[:end]) for end in range(len(keys) - 1, 2, -1))
+            return next((call for call in earlier if call is not None), None)
+
+    def add(self, asked: Question, turn: SampledTurn, said: Message) -> Call:
+        """Records an answer, which the client got as the message ``said``."""
+        with self._lock:
+            parent = asked.parent
+            root = self.counters["roots"] if parent is None else parent.root
+            call = Call(turn, parent, root, asked.continues)
+            self.counters["calls"] += 1
+            self.counters["roots"] += parent is None
+            self.counters["rewritten"] += asked.continues is not None
+            if parent is not None:
+                parent.children.append(call)
+            self.calls.append(call)
+            self._by_messages[(*asked.keys, identity(said))] = call
+            return call
+
+    def leaves(self, train: Train = "main") -> list[Call]:
+        """The last calls of the paths to train, in the order of their first calls.
+
+        train  "main": the path of the first call, and those that the template made it leave; "all": also sub-agents and
+               edited histories; "longest": the path with the most sampled tokens
+        """
+        with self._lock:
+            ends = [call for call in self.calls if not call.children]
+            # Of several answers to one prompt the client went on with one, or, if it ended there, took the last.
+            newest = {(id(call.parent), *call.turn.prompt_ids.tolist()): call for call in ends}
+            answered = {(id(c.parent), *c.turn.prompt_ids.tolist()) for c in self.calls if c.children}
+            kept = [call for key, call in newest.items() if key not in answered]
+            self.counters["retries"] = len(ends) - len(kept)
+        if train == "longest":
+            return sorted(kept, key=lambda call: -sum(len(turn.ids) for turn in call.turn.path()))[:1]
+        if train == "main":
+            main = {0}
+            for call in self.calls:  # a path is left by its later calls, so in order
+                if call.continues in main:
+                    main.add(call.root)
+            kept = [call for call in kept if call.root in main]
+        return sorted(kept, key=lambda call: call.root)
+
+
+def make_rows(leaves: Sequence[Call], tokenizer: Any, *, reward: float, group: int = 0) -> TensorDict:
+    """The rows [N] of a rollout, as `LLMCollector` makes them: the last one is done and has the reward.
+
+    A sampled id is trained in the first row that holds it, and in no other.
+
+    Writes  ("tokens" | "masks" | "log_probs", "full" ...), ("text", "prompt" | "response"), "group_id",
+            "policy_version", ("next", "reward") float32[N, 1, 1], ("next", "done") bool[N, 1]
+    """
+    owned: set[int] = set()
+    columns = [_row_columns(leaf, owned) for leaf in leaves]
+    count = len(columns)
+    texts = decode_rows(tokenizer, [part.tolist() for c in columns for part in (c["prompt"], c["response"])])
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    rewards = torch.zeros(count, 1, 1)
+    done[-1], rewards[-1] = True, reward
+    log_probs = {"full": [c["log_probs"] for c in columns]}
+    if any(turn.plain_log_probs is not None for leaf in leaves for turn in leaf.turn.path()):
+        log_probs["plain"] = [c["plain"] for c in columns]
+    if any(turn.versions is not None for leaf in leaves for turn in leaf.turn.path()):
+        log_probs["versions"] = [c["versions"] for c in columns]
+    masks = [c["mask"] for c in columns]
+    ends = {"reward": rewards, "done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
+    return TensorDict(
+        {
+            "tokens": Tokens.from_rows({"full": [c["ids"] for c in columns]}),
+            "masks": Masks.from_rows(
+                {"all_assistant_mask": masks, "all_attention_mask": [torch.ones_like(mask) for mask in masks]}
+            ),
+            "log_probs": LogProbs.from_rows(log_probs),
+            "text": Text.from_rows({"prompt": texts[::2], "response": texts[1::2]}),
+            "group_id": torch.full((count,), group),
+            "policy_version": torch.tensor([min(t.version for t in leaf.turn.path()) for leaf in leaves]),
+            "next": TensorDict(ends, batch_size=[count]),
+        },
+        batch_size=[count],
+    )
+
+
+def _row_columns(leaf: Call, owned: set[int]) -> dict[str, Tensor]:
+    """The ids of a path, and per id the mask, log-prob, plain log-prob and version; adds its turns to ``owned``."""
+    path, ids = leaf.turn.path(), leaf.turn.stream
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    log_probs, plain = torch.zeros(len(ids)), torch.zeros(len(ids))
+    versions = torch.zeros(len(ids), dtype=torch.int64)
+    for turn in path:
+        place = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.ids))
+        mask[place] = id(turn) not in owned
+        log_probs[place] = turn.log_probs.float()
+        plain[place] = (turn.log_probs if turn.plain_log_probs is None else turn.plain_log_probs).float()
+        versions[place] = turn.version if turn.versions is None else turn.versions
+        owned.add(id(turn))
+    first = len(path[0].prompt_ids)
+    named = {"ids": ids, "mask": mask, "log_probs": log_probs, "plain": plain, "versions": versions}
+    return {**named, "prompt": ids[:first], "response": ids[first:]}

@@ -1,0 +1,274 @@
+"""Chat completions: what a request must be, and the answer as a JSON object or as server-sent events.
+
+Fields and shapes are those of OpenAI's API reference; ``return_token_ids`` and ``return_tokens_as_token_ids`` those of
+vLLM's server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llmrl.envs.llm.tool_calls import CallFormat
+from llmrl.envs.llm.tool_calls.base import structured_call
+from llmrl.errors import ConfigError, did_you_mean
+from llmrl.modules.llm.conversation import SampledTurn
+from llmrl.modules.llm.engines.base import SamplingParams
+
+# Accepted without effect: they are about OpenAI's service, or ask for what a model without such a setting cannot do.
+_WITHOUT_EFFECT = ("store", "metadata", "reasoning_effort", "verbosity", "prompt_cache_key", "prompt_cache_retention")
+_WITHOUT_EFFECT += ("prompt_cache_options", "service_tier", "user", "safety_identifier", "cache_salt", "session_id")
+_ROLES = {"developer": "system"}
+
+
+class BadRequestError(ValueError):
+    """A request that cannot be answered. ``status``: of HTTP; ``code``: of OpenAI's error object."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.field = status, code, field
+
+    def body(self) -> dict[str, Any]:
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatRequest(BaseModel):
+    """The body of ``POST /v1/chat/completions``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = ""
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, ge=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> ChatRequest:
+        """Raises BadRequestError that names the field."""
+        try:
+            fields = json.loads(body)
+        except ValueError as error:
+            raise BadRequestError(f"the body must be JSON: {error}.") from None
+        if not isinstance(fields, dict):
+            raise BadRequestError(f"the body must be a JSON object: got {type(fields).__name__}.")
+        fields = {name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT}
+        try:
+            request = cls(**fields)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            name = ".".join(map(str, fault["loc"]))
+            if fault["type"] == "extra_forbidden":
+                known = (*cls.model_fields, *_WITHOUT_EFFECT)
+                message = f"{name} is not a field that this server knows.{did_you_mean(name, known)}"
+                raise BadRequestError(message, field=name) from None
+            raise BadRequestError(f"{name}: {fault['msg']}: got {fault['input']!r:.100}.", field=name) from None
+        request._check()
+        return request
+
+    def _check(self) -> None:
+        kind = (self.response_format or {}).get("type", "text")
+        refused = {
+            "response_format": (kind != "text", f"{kind} needs constrained sampling, which this server does not do"),
+            "tool_choice": (
+                self.tool_choice not in (None, "auto", "none"),
+                "only auto and none: a forced call is not sampled from the model",
+            ),
+            "parallel_tool_calls": (
+                self.parallel_tool_calls is False and bool(self.tools),
+                "a model that may call one tool at a time needs constrained sampling: leave it out",
+            ),
+            "top_logprobs": (bool(self.top_logprobs), "only the sampled tokens have log-probs: leave it out or use 0"),
+            "frequency_penalty": (bool(self.frequency_penalty), "penalties are not sampled with: leave it out"),
+            "presence_penalty": (bool(self.presence_penalty), "penalties are not sampled with: leave it out"),
+            "chat_template_kwargs": (
+                bool(self.chat_template_kwargs),
+                "the template's variables are those of the server: set them where it is started",
+            ),
+        }
+        for name, (wrong, reason) in refused.items():
+            if wrong:
+                raise BadRequestError(f"{name}: {reason}.", field=name)
+
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages as a template reads them. Raises BadRequestError for parts that are not text."""
+        return [_message(message, number) for number, message in enumerate(self.messages)]
+
+    def params(self, given: SamplingParams, *, fixed: bool) -> tuple[SamplingParams, list[str]]:
+        """The sampling parameters, and the names of the request's that were overridden: ``fixed`` allows none that
+        changes the distribution, because training needs rows of one policy.
+        """
+        asked = {"temperature": self.temperature, "top_p": self.top_p}
+        asked = {name: value for name, value in asked.items() if value is not None and value != getattr(given, name)}
+        limit = self.max_completion_tokens or self.max_tokens
+        changes: dict[str, Any] = {} if fixed else asked
+        if limit is not None:
+            changes["max_new_tokens"] = min(limit, given.max_new_tokens)
+        if self.stop:
+            stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            changes["stop_strings"] = (*given.stop_strings, *stops)
+        try:
+            return replace(given, **changes), list(asked) if fixed else []
+        except ConfigError as error:
+            raise BadRequestError(str(error)) from None
+
+
+def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        roles = "system, developer, user, assistant or tool"
+        raise BadRequestError(f"messages[{number}].role: must be {roles}: got {role!r}.", field="messages")
+    found = {"role": _ROLES.get(role, role), "content": _text(message.get("content"), number)}
+    for name in ("name", "tool_call_id", "tool_calls", "reasoning_content"):
+        if message.get(name):
+            found[name] = message[name]
+    if message.get("reasoning") and "reasoning_content" not in found:
+        found["reasoning_content"] = message["reasoning"]
+    if message.get("function_call"):
+        raise BadRequestError(f"messages[{number}].function_call: use tool_calls.", field="messages")
+    return found
+
+
+def _text(content: Any, number: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or not isinstance(part.get("text", part.get("refusal")), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRequestError(f"messages[{number}].content: only text is read: got {kind}.", field="messages")
+        parts.append(part.get("text", part.get("refusal")))
+    return "".join(parts)
+
+
+def answer_message(turn: SampledTurn, form: CallFormat, prefix: str) -> dict[str, Any]:
+    """The answer as the client gets it, with its calls apart from the text; ``prefix`` makes the ids of calls.
+
+    A call that cannot be read stays in the text, so that the client sees what the model wrote.
+    """
+    content, tools = turn.message.get("content") or "", turn.tools
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    calls = turn.message.get("tool_calls") or []
+    if tools and not calls:
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        parsed = [call for call in form.parse(content, schemas) if call.error is None]
+        calls = [structured_call(call.name, call.arguments, call.id or "") for call in parsed]
+        for start, end in reversed(sorted({call.span for call in parsed})):
+            content = content[:start] + content[end:]
+    if calls:
+        message["content"] = content.strip() or None
+        message["tool_calls"] = [
+            {
+                "id": call.get("id") or f"call_{prefix}_{number}",
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": _json(call["function"]["arguments"])},
+            }
+            for number, call in enumerate(calls)
+        ]
+    if thought := turn.message.get("reasoning_content") or turn.message.get("thinking"):
+        message["reasoning_content"] = thought
+    return message
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+@dataclass
+class Completion:
+    """The answers to one request, with their messages, as the client gets them."""
+
+    request: ChatRequest
+    turns: Sequence[SampledTurn]
+    messages: Sequence[Mapping[str, Any]]
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of an answer that is not streamed."""
+        choices = [
+            {
+                "index": number,
+                "message": message,
+                "finish_reason": self._finish(turn, message),
+                "logprobs": self._log_probs(turn),
+                **({"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}),
+            }
+            for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True))
+        ]
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        return body | self._prompt()
+
+    def events(self) -> Iterator[str]:
+        """The data of the server-sent events: each answer's role, text with its ids, calls, end; then the usage."""
+        for number, (turn, message) in enumerate(zip(self.turns, self.messages, strict=True)):
+            begin = self._chunk(number, {"role": "assistant", "content": ""}) | (self._prompt() if not number else {})
+            yield json.dumps(begin)
+            texts = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}
+            # All ids come here: a client that puts them together must also get those of calls.
+            ids = {"token_ids": turn.ids.tolist()} if self.request.return_token_ids else {}
+            yield json.dumps(self._chunk(number, texts, logprobs=self._log_probs(turn), **ids))
+            for place, call in enumerate(message.get("tool_calls") or ()):
+                yield json.dumps(self._chunk(number, {"tool_calls": [{"index": place, **call}]}))
+            yield json.dumps(self._chunk(number, {}, finish_reason=self._finish(turn, message)))
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield json.dumps({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
+        yield "[DONE]"
+
+    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "finish_reason": None, **more}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.turns[0].prompt_ids.tolist()} if self.request.return_token_ids else {}
+
+    def _finish(self, turn: SampledTurn, message: Mapping[str, Any]) -> Literal["stop", "length", "tool_calls"]:
+        if message.get("tool_calls"):
+            return "tool_calls"
+        return "stop" if turn.stop_reason.natural else "length"
+
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = len(self.turns[0].prompt_ids), sum(len(turn.ids) for turn in self.turns)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def _log_probs(self, turn: SampledTurn) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        entries = []
+        for token, value in zip(turn.ids.tolist(), turn.log_probs.tolist(), strict=True):
+            text = self.tokenizer.decode([token])
+            shown = f"token_id:{token}" if self.request.return_tokens_as_token_ids else text
+            entries.append({"token": shown, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
+        return {"content": entries, "refusal": None}

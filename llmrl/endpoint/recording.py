@@ -1,0 +1,111 @@
+"""`RecordingEndpoint`: agents that speak to an OpenAI-compatible server, and the rows that their calls become."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from llmrl.endpoint.calls import CallGraph, Train, make_rows
+from llmrl.endpoint.chat import BadRequestError
+from llmrl.endpoint.server import Endpoint, Record
+from llmrl.errors import ConfigError
+from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
+from llmrl.modules.llm.engines.base import Engine, SamplingParams
+from llmrl.modules.llm.policies.batching import BatchingEngine
+from llmrl.modules.llm.rendering import Renderer
+
+
+class Rollout(CallGraph):
+    """An agent's attempt at a task: the row of the data, and the calls made with its key."""
+
+    def __init__(self, row: Mapping[str, Any], group: int) -> None:
+        super().__init__()
+        self.row, self.group = row, group
+
+
+class RecordingEndpoint(Endpoint):
+    """Records the sampled ids of agents whose code stays as it is: they get ``base_url`` and a rollout's key.
+
+    engine     any `Engine`; one that answers one call at a time is wrapped in a `BatchingEngine`
+    tokenizer  of the engine's model, or a `Renderer` with another template
+    params     of sampling; requests cannot change its distribution: one that differs is overridden and counted
+    train      which calls become rows: see `CallGraph.leaves`
+    settings   more arguments of `Endpoint`
+
+    A sampled id is trained exactly once, and never tokenised again. docs/agents.md has an example.
+    """
+
+    fixed = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        params: SamplingParams | None = None,
+        train: Train = "main",
+        **settings: Any,
+    ) -> None:
+        if train not in ("main", "all", "longest"):
+            raise ConfigError(f"RecordingEndpoint: train must be main, all or longest: got {train!r}.")
+        renderer = tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer)
+        engine = engine if engine.concurrent or isinstance(engine, BatchingEngine) else BatchingEngine(engine)
+        self.train = train
+        self._rollouts: dict[str, Rollout] = {}
+        self._lock = threading.Lock()
+        super().__init__(TurnSampler(renderer, engine, params), **settings)
+
+    @property
+    def base_url(self) -> str:
+        """For clients: the environment variable OPENAI_BASE_URL."""
+        return f"{self.url}/v1"
+
+    def begin(self, row: Mapping[str, Any] | None = None, *, group: int = 0) -> str:
+        """A new rollout's key. ``group``: number of the prompt's draw, which advantages are relative to."""
+        key = f"sk-llmrl-{secrets.token_hex(16)}"
+        with self._lock:
+            self._rollouts[key] = Rollout(row or {}, group)
+        return key
+
+    def rollout(self, key: str) -> Rollout:
+        """The calls so far. Raises ConfigError for a key that is not one of a rollout in progress."""
+        try:
+            return self._rollouts[key]
+        except KeyError:
+            raise ConfigError(f"RecordingEndpoint: {key[:16]!r}... must be the key of a rollout in progress.") from None
+
+    def finish(self, key: str, reward: float) -> TensorDict | None:
+        """Ends a rollout: later calls with its key are refused.
+
+        Returns  its rows [N], see `make_rows`; None if it made no call that is trained
+        """
+        rollout = self.rollout(key)
+        with self._lock:
+            del self._rollouts[key]
+        leaves = rollout.leaves(self.train)
+        self.counters.update(rollout.counters)
+        if not leaves:
+            return None
+        return make_rows(leaves, self.sampler.renderer.tokenizer, reward=reward, group=rollout.group)
+
+    def check_key(self, key: str) -> None:
+        if key not in self._rollouts:
+            raise BadRequestError(
+                "the API key must be that of a rollout in progress.", status=401, code="invalid_api_key"
+            )
+
+    def sample(self, key: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[SampledTurn], Record]:
+        rollout = self._rollouts.get(key)
+        if rollout is None:  # it ended while this request waited
+            raise BadRequestError("the rollout of this API key has ended.", status=401, code="invalid_api_key")
+        asked, turns = rollout.sample(self.sampler, messages, **options)
+
+        def record(said: Sequence[Message]) -> None:
+            for turn, message in zip(turns, said, strict=True):
+                rollout.add(asked, turn, message)
+
+        return turns, record

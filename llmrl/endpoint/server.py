@@ -1,0 +1,259 @@
+"""`Endpoint`: an OpenAI-compatible server in a thread of this process, over a `TurnSampler`.
+
+Requests run concurrently: wrap an engine that answers one call at a time in `BatchingEngine`, which joins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from llmrl.endpoint.chat import BadRequestError, ChatRequest, Completion, answer_message
+from llmrl.envs.llm.tool_calls import call_format
+from llmrl.errors import DataError, DeadlineError, LLMRLError, RolloutError, TemplateError
+from llmrl.modules.llm.conversation import Message, SampledTurn, TurnSampler
+from llmrl.optional import require
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+Record = Callable[[Sequence[Message]], None]
+
+_KEEP_ALIVE_S = 3.0  # between comments of a stream that waits for its answer
+_LEFT = 499  # the status of a request whose client has left
+_EXTRA = {"extra": "serve", "used_by": "Endpoint"}
+_POLL_S = 0.25  # between looks at whether a client has left
+_START_S = 30.0
+_ANSWERS_KEPT = 64  # for clients that ask the same again
+_RETRY_HEADER = "x-stainless-retry-count"  # of the OpenAI and Anthropic clients
+
+
+@dataclass
+class _Work:
+    """An answer that is sampled, and the number of clients that wait for it."""
+
+    task: asyncio.Future[Completion] = field(init=False)
+    waiting: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+class Endpoint:
+    """Serves ``sampler``'s model until it is closed; a context manager.
+
+    model        the name that clients see
+    tool_format  of the calls in answers; "auto": the chat template's (`llmrl.envs.llm.tool_calls`)
+    api_key      that clients must send; None: any
+    host, port   where it listens; port 0: a free one, see ``url``
+    max_body     bytes of the largest request
+    concurrency  answers that are sampled at the same time; further requests wait
+
+    Raises  MissingDependencyError without the extra "serve"; DeadlineError if the server does not start
+    """
+
+    fixed = False  # True: requests cannot change the sampling distribution
+
+    def __init__(
+        self,
+        sampler: TurnSampler,
+        *,
+        model: str = "llmrl",
+        tool_format: str = "auto",
+        api_key: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_body: int = 64 << 20,
+        concurrency: int = 256,
+    ) -> None:
+        self.sampler, self.model, self.api_key = sampler, model, api_key
+        self.form = call_format(tool_format, sampler.renderer.template.jinja)
+        self.counters: Counter[str] = Counter()
+        self._max_body = max_body
+        self._answers: OrderedDict[tuple[str, ...], _Work] = OrderedDict()
+        self._socket = socket.create_server((host, port))
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        route = _starlette("routing").Route
+        routes = [
+            route("/v1/chat/completions", self._chat, methods=["POST"]),
+            route("/v1/models", self._models),
+            route("/health", lambda request: _response({})),
+        ]
+        app, uvicorn = _starlette("applications").Starlette(routes=routes), require("uvicorn", **_EXTRA)
+        settings = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        self._server = uvicorn.Server(uvicorn.Config(app, **settings))
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmrl-endpoint")
+        self._thread = threading.Thread(target=self._run, name="llmrl-endpoint", daemon=True)
+        self._thread.start()
+        end = time.monotonic() + _START_S
+        while not self._server.started:
+            if time.monotonic() > end or not self._thread.is_alive():
+                raise DeadlineError(f"Endpoint: the server at {self.url} must start within {_START_S:g} s: it did not.")
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the server; requests in progress are answered with an error after 5 s. A second call does nothing."""
+        self._server.should_exit = True
+        self._thread.join(_START_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+
+    # --- what a subclass decides --------------------------------------------------------------------------------------
+
+    def check_key(self, key: str) -> None:
+        """Raises BadRequestError, with status 401, for a key of a client that may not ask."""
+        if self.api_key is not None and not secrets.compare_digest(key, self.api_key):
+            raise BadRequestError("the API key is not this server's.", status=401, code="invalid_api_key")
+
+    def sample(self, key: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[SampledTurn], Record]:
+        """The answers to a request, and a function that is called with their messages if the client still waits.
+
+        Runs in a thread; ``options``: of `TurnSampler.sample`.
+        """
+        return self.sampler.sample(messages, **options), lambda said: None
+
+    def message(self, turn: SampledTurn) -> dict[str, Any]:
+        """The answer as the client gets it."""
+        return answer_message(turn, self.form, secrets.token_hex(8))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "llmrl"}
+        return _response({"object": "list", "data": [entry]})
+
+    async def _chat(self, request: Request) -> Response:
+        self.counters["requests"] += 1
+        try:
+            key = _api_key(request)
+            self.check_key(key)
+            body = await self._body(request)
+            asked = ChatRequest.read(body)
+            work = self._begin(key, request, body, asked)
+            work.waiting += 1
+        except BadRequestError as error:
+            self.counters["refused"] += 1
+            return _failure(error)
+        except _starlette("requests").ClientDisconnect:
+            return _response({}, _LEFT)
+        if asked.stream:
+            return _starlette("responses").StreamingResponse(self._events(work), media_type="text/event-stream")
+        try:
+            while not work.task.done():
+                await asyncio.wait([work.task], timeout=_POLL_S)
+                if await request.is_disconnected():
+                    self.counters["left"] += 1
+                    return _response({}, _LEFT)
+            return _response(work.task.result().body())
+        except asyncio.CancelledError:
+            return _response({"error": {"message": "the server ends.", "type": "server_error"}}, 503)
+        except Exception as error:
+            return _failure(error)
+        finally:
+            work.waiting -= 1
+
+    def _begin(self, key: str, request: Request, body: bytes, asked: ChatRequest) -> _Work:
+        """Starts an answer; or the one that is under way or was given, if a client repeats its request."""
+        name = request.headers.get("idempotency-key", "")
+        repeats = request.headers.get(_RETRY_HEADER, "0") != "0"
+        same = (key, name) if name else (key, "", str(hash(body)))
+        if (name or repeats) and (known := self._answers.get(same)) is not None and not known.failed:
+            self.counters["replayed"] += 1
+            return known
+        work = self._answers[same] = _Work()
+        work.task = asyncio.ensure_future(self._complete(key, asked, work))
+        work.task.add_done_callback(_note)
+        while len(self._answers) > _ANSWERS_KEPT:
+            self._answers.popitem(last=False)
+        return work
+
+    async def _complete(self, key: str, asked: ChatRequest, work: _Work) -> Completion:
+        params, overridden = asked.params(self.sampler.params, fixed=self.fixed)
+        self.counters.update({f"overridden/{name}": 1 for name in overridden})
+        count = asked.n or 1
+        options: dict[str, Any] = {"tools": asked.tools if asked.tool_choice != "none" else None, "params": params}
+        options |= {"count": count, "seeds": None if asked.seed is None else [asked.seed + n for n in range(count)]}
+        messages = asked.chat()
+
+        sample = partial(self.sample, key, messages, **options)
+        turns, record = await asyncio.get_running_loop().run_in_executor(self._pool, sample)
+        if not work.waiting:
+            self.counters["abandoned"] += 1
+            raise RolloutError("the client left before its answer was there.")
+        said = [self.message(turn) for turn in turns]
+        record(said)
+        return Completion(asked, turns, said, self.sampler.renderer.tokenizer)
+
+    async def _events(self, work: _Work) -> AsyncIterator[str]:
+        """The answer's events; comments while it is sampled, so that the client goes on waiting."""
+        try:
+            while not work.task.done():
+                await asyncio.wait([work.task], timeout=_KEEP_ALIVE_S)
+                if not work.task.done():
+                    yield ": waiting\n\n"
+            for data in work.task.result().events():
+                yield f"data: {data}\n\n"
+        except Exception as error:
+            yield f"data: {_failure(error).body.decode()}\n\n"
+        finally:
+            work.waiting -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body:
+                raise BadRequestError(f"the body must have at most {self._max_body} bytes.", status=413)
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _api_key(request: Request) -> str:
+    bearer = request.headers.get("authorization", "")
+    return bearer.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+
+
+def _note(task: asyncio.Future[Any]) -> None:
+    """Reads the error of an answer that nobody waits for any more, so that it is not printed as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _starlette(module: str) -> Any:
+    return require(f"starlette.{module}", **_EXTRA)
+
+
+def _response(body: dict[str, Any], status: int = 200) -> Response:
+    return _starlette("responses").JSONResponse(body, status)
+
+
+def _failure(error: BaseException) -> Response:
+    """The answer to a request that failed: the client's fault if prompt or template are, else the server's."""
+    if isinstance(error, BadRequestError):
+        return _response(error.body(), error.status)
+    if isinstance(error, DataError):
+        return _response(BadRequestError(str(error), code="context_length_exceeded").body(), 400)
+    if isinstance(error, TemplateError):
+        return _response(BadRequestError(str(error)).body(), 400)
+    kind = "server_error" if isinstance(error, LLMRLError) else type(error).__name__
+    return _response({"error": {"message": str(error), "type": kind, "param": None, "code": None}}, 500)

@@ -1,0 +1,141 @@
+"""`TurnSampler`: answers to messages, over a renderer and an engine, without a TensorDict.
+
+A turn that follows another one begins with exactly the ids of that one: sampled ids are never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmrl.data.llm.templates import Tools
+from llmrl.errors import DataError
+from llmrl.modules.llm.engines.base import Engine, Generation, SamplingParams, StopReason, generate_within
+from llmrl.modules.llm.policies.containers import decode_rows
+from llmrl.modules.llm.policies.options import with_stop_ids
+from llmrl.modules.llm.rendering import Renderer
+
+Message = Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class SampledTurn:
+    """An answer as it was sampled.
+
+    messages    of the prompt, with all earlier turns, as they were rendered
+    message     the answer, as the template renders it in later turns; its content without the end of the turn
+    parent      the turn whose ids this prompt begins with; None: the messages were rendered as a whole
+    prompt_ids  int64[P]
+    ids         int64[R]; log_probs, plain_log_probs and versions: see `Generation`
+    version     of the weights that sampled its oldest id
+    """
+
+    messages: list[Message]
+    message: dict[str, Any]
+    tools: Tools | None
+    parent: SampledTurn | None
+    prompt_ids: Tensor
+    ids: Tensor
+    log_probs: Tensor
+    plain_log_probs: Tensor | None
+    versions: Tensor | None
+    version: int
+    stop_reason: StopReason
+
+    @cached_property
+    def stream(self) -> Tensor:
+        """int64[P + R], the ids of prompt and answer."""
+        return torch.cat([self.prompt_ids, self.ids])
+
+    def path(self) -> list[SampledTurn]:
+        """The turns from the first one to this one."""
+        return [*(self.parent.path() if self.parent is not None else ()), self]
+
+
+class TurnSampler:
+    """Samples answers with one engine, template and set of sampling parameters.
+
+    >>> from llmrl.testing import FakeEngine, tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> sampler = TurnSampler(Renderer(tokenizer), FakeEngine(["4", "8"], tokenizer=tokenizer))
+    >>> [first] = sampler.sample([{"role": "user", "content": "2+2"}])
+    >>> [second] = sampler.sample([*first.messages, first.message, {"role": "user", "content": "4+4"}], after=first)
+    >>> second.message["content"], second.prompt_ids[: len(first.stream)].equal(first.stream)
+    ('8', True)
+    """
+
+    def __init__(self, renderer: Renderer, engine: Engine, params: SamplingParams | None = None) -> None:
+        self.renderer, self.engine, self.params = renderer, engine, params or SamplingParams()
+
+    def prompt(
+        self, messages: Sequence[Message], *, tools: Tools | None = None, after: SampledTurn | None = None
+    ) -> Tensor:
+        """int64[P]: the ids of ``after`` and those that the messages behind its answer add; or of all messages.
+
+        Raises  RewriteError if the template writes the turns up to ``after`` differently once these messages follow
+        """
+        if after is None:
+            return self.renderer.prompt_ids([messages], tools=tools)[0]
+        new = len(messages) - len(after.messages) - 1
+        [added] = self.renderer.extend([after.stream], [messages], [new], tools=tools)
+        return torch.cat([after.stream, added])
+
+    def sample(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        after: SampledTurn | None = None,
+        params: SamplingParams | None = None,
+        count: int = 1,
+        seeds: Sequence[int] | None = None,
+    ) -> list[SampledTurn]:
+        """``count`` answers to a conversation that ends with a question. ``after``: see `prompt`.
+
+        Raises  DataError if the prompt leaves no room for an answer; what the engine raises
+        """
+        prompt = self.prompt(messages, tools=tools, after=after)
+        limit = self.engine.context_length
+        if limit is not None and len(prompt) >= limit:
+            raise DataError(
+                f"TurnSampler: a prompt must have fewer than the model's {limit} tokens: got {len(prompt)}."
+            )
+        params, stops = with_stop_ids(params or self.params, self.renderer.stop_token_ids, self.engine.eos_token_ids)
+        drawn = generate_within(self.engine, [prompt] * count, params, limit, seeds=seeds)
+        return list(self._turns(drawn, prompt, list(messages), tools, after, stops))
+
+    def _turns(
+        self,
+        drawn: Generation,
+        prompt: Tensor,
+        messages: list[Message],
+        tools: Tools | None,
+        after: SampledTurn | None,
+        stops: frozenset[int],
+    ) -> Iterator[SampledTurn]:
+        bodies = []
+        for ids, reason in zip(drawn.ids, drawn.stop_reasons, strict=True):
+            body = ids.tolist()
+            bodies.append(body[:-1] if reason is StopReason.EOS and body and body[-1] in stops else body)
+        texts = decode_rows(self.renderer.tokenizer, bodies)
+        for row, (text, reason) in enumerate(zip(texts, drawn.stop_reasons, strict=True)):
+            plain = None if drawn.plain_log_probs is None else drawn.plain_log_probs[row]
+            versions = None if drawn.versions is None else drawn.versions[row]
+            yield SampledTurn(
+                messages=messages,
+                message=self.renderer.answer(text, ended=reason is StopReason.EOS),
+                tools=tools,
+                parent=after,
+                prompt_ids=prompt,
+                ids=drawn.ids[row],
+                log_probs=drawn.log_probs[row],
+                plain_log_probs=plain,
+                versions=versions,
+                version=drawn.version if versions is None or not len(versions) else int(versions[0]),
+                stop_reason=reason,
+            )

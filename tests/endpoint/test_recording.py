@@ -1,0 +1,283 @@
+"""`RecordingEndpoint` with the real OpenAI client: what it is answered, and the rows that its calls become."""
+
+import json
+import threading
+
+import httpx
+import pytest
+import torch
+
+from llmrl.endpoint import RecordingEndpoint
+from llmrl.modules.llm.engines import SamplingParams, TransformersEngine
+from llmrl.modules.llm.rendering import Renderer
+from llmrl.testing import FakeEngine, tiny_model, tiny_tokenizer
+from tests.support.processes import wait_until
+
+openai = pytest.importorskip("openai", reason="the client that the endpoint is tested with")
+TOKENIZER = tiny_tokenizer()
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": ADD}]
+CALL = 'One moment. <tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def ask(text):
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture
+def endpoint_of():
+    opened = []
+
+    def make(engine, **settings):
+        opened.append(RecordingEndpoint(engine, settings.pop("tokenizer", TOKENIZER), **settings))
+        return opened[-1]
+
+    yield make
+    for endpoint in opened:
+        endpoint.close()
+
+
+def client_of(endpoint, key, **options):
+    return openai.OpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0, **options)
+
+
+def transformers_engine(seed=0):
+    ids = {"eos_token_ids": TOKENIZER.eos_token_id, "pad_token_id": TOKENIZER.pad_token_id}
+    return TransformersEngine(tiny_model(TOKENIZER), tokenizer=TOKENIZER, seed=seed, **ids)
+
+
+def trained(rows):
+    """The trained ids of each row, in order."""
+    ids, masks = rows.get(("tokens", "full"), as_list=True), rows.get(("masks", "all_assistant_mask"), as_list=True)
+    return [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_is_one_row_of_exactly_the_sampled_ids(endpoint_of, stream):
+    endpoint = endpoint_of(transformers_engine(), params=SamplingParams(max_new_tokens=12))
+    key = endpoint.begin({"answer": 4}, group=7)
+    client, messages, sampled, prompts = client_of(endpoint, key), [ask("2+2?")], [], []
+    extra = {"return_token_ids": True}
+    for turn in range(3):
+        given = {"model": "m", "messages": messages, "logprobs": True, "extra_body": extra}
+        if stream:
+            content, ids = "", []
+            for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **given):
+                if not chunk.choices:
+                    assert chunk.usage.completion_tokens == len(ids)
+                    continue
+                if prompt := getattr(chunk, "prompt_token_ids", None):
+                    prompts.append(prompt)
+                content += chunk.choices[0].delta.content or ""
+                ids += getattr(chunk.choices[0], "token_ids", None) or []
+                reason = chunk.choices[0].finish_reason or "none"
+            assert reason in ("stop", "length")
+        else:
+            answer = client.chat.completions.create(**given)
+            content, ids = answer.choices[0].message.content, answer.choices[0].token_ids
+            prompts.append(answer.prompt_token_ids)
+            assert len(answer.choices[0].logprobs.content) == len(ids) == answer.usage.completion_tokens
+        sampled.append(ids)
+        messages = [*messages, {"role": "assistant", "content": content}, ask(f"and {turn}?")]
+    rows = endpoint.finish(key, 0.5)
+    assert rows.batch_size == (1,)
+    assert trained(rows) == [[token for ids in sampled for token in ids]]
+    [ids] = rows.get(("tokens", "full"), as_list=True)
+    assert ids.tolist() == prompts[-1] + sampled[-1]
+    for before, answer, after in zip(prompts, sampled, prompts[1:], strict=False):
+        assert after[: len(before) + len(answer)] == before + answer
+    assert rows["group_id"].tolist() == [7]
+    assert rows["next", "reward"].flatten().tolist() == [0.5]
+    # The log-probs are those of the policy: scoring the row gives them again.
+    [mask] = rows.get(("masks", "all_assistant_mask"), as_list=True)
+    [scores] = transformers_engine().score([ids])
+    [recorded] = rows.get(("log_probs", "full"), as_list=True)
+    assert torch.allclose(recorded[mask], scores[mask], atol=1e-5)
+    assert not recorded[~mask].any()
+
+
+def test_calls_of_tools_come_apart_from_the_text_and_the_next_prompt_has_the_sampled_ids(endpoint_of):
+    endpoint = endpoint_of(FakeEngine([CALL, "It is 4."], tokenizer=TOKENIZER))
+    client = client_of(endpoint, key := endpoint.begin())
+    given = {"model": "m", "tools": TOOLS}
+    answer = client.chat.completions.create(messages=[ask("2+2?")], **given).choices[0]
+    [call] = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
+    assert (answer.message.content, answer.finish_reason) == ("One moment.", "tool_calls")
+    repeated = answer.message.model_dump(exclude_none=True)  # as an agent sends it back
+    repeated["tool_calls"][0]["function"]["arguments"] = '{ "a":2 }'
+    result = {"role": "tool", "content": "4", "tool_call_id": call.id}
+    client.chat.completions.create(messages=[ask("2+2?"), repeated, result], **given)
+    rows = endpoint.finish(key, 1.0)
+    assert [TOKENIZER.decode(ids) for ids in trained(rows)] == [f"{CALL}<|im_end|>It is 4.<|im_end|>"]
+
+
+def test_each_sampled_token_is_trained_once_whatever_an_agent_asks(endpoint_of):
+    counter = iter(range(100))
+    endpoint = endpoint_of(FakeEngine(lambda prompt: f"answer {next(counter)}", tokenizer=TOKENIZER), train="all")
+    client = client_of(endpoint, key := endpoint.begin())
+
+    def say(messages, **options):
+        choices = client.chat.completions.create(model="m", messages=messages, **options).choices
+        return [*messages, choices[-1].message.model_dump(exclude_none=True)]
+
+    main = say([ask("task")])  # answer 0
+    helper = say([{"role": "system", "content": "You help."}, ask("sub-task")])  # 1
+    say([*main, ask("not good")])  # 2: tried again below, so never continued
+    main = say([*main, ask("not good")])  # 3
+    helper = say([*helper, ask("more")])  # 4
+    main = say([*main, ask("go on")])  # 5
+    say([*main, ask("left")])  # 6
+    say([*main, ask("right")], n=2)  # 7 and 8: the client takes the last
+    say([main[0], {"role": "assistant", "content": "edited"}, ask("compacted")])  # 9
+    rollout = endpoint.rollout(key)
+    by_choice = {}
+    for choice in ("main", "longest", "all"):
+        numbers = [[int(n.turn.message["content"].split()[1]) for n in path(leaf)] for leaf in rollout.leaves(choice)]
+        by_choice[choice] = numbers
+    assert by_choice["main"] == [[0, 3, 5, 6], [0, 3, 5, 8]]
+    assert by_choice["longest"] == [[0, 3, 5, 6]]
+    assert by_choice["all"] == [[0, 3, 5, 6], [0, 3, 5, 8], [1, 4], [9]]
+    rows = endpoint.finish(key, 1.0)
+    said = [TOKENIZER.decode(ids).replace("<|im_end|>", " ").split() for ids in trained(rows)]
+    assert [[int(word) for word in row if word != "answer"] for row in said] == [[0, 3, 5, 6], [8], [1, 4], [9]]
+    assert rows["next", "done"].flatten().tolist() == [False, False, False, True]
+    assert rows["next", "reward"].sum() == 1.0, "a rollout counts once, however many rows it has"
+    assert rollout.counters["roots"] == 3
+    assert rollout.counters["retries"] == 2
+
+
+def path(leaf):
+    return [*(path(leaf.parent) if leaf.parent else ()), leaf]
+
+
+def test_a_template_that_rewrites_earlier_turns_begins_another_row_of_the_same_path(endpoint_of):
+    renderer = Renderer(TOKENIZER, chat_template_name="qwen3")
+    endpoint = endpoint_of(FakeEngine(["<think>\nhm\n</think>\n\nyes", "no"], tokenizer=TOKENIZER), tokenizer=renderer)
+    client = client_of(endpoint, key := endpoint.begin())
+    first = client.chat.completions.create(model="m", messages=[ask("a")]).choices[0].message
+    messages = [ask("a"), first.model_dump(exclude_none=True), ask("b")]
+    client.chat.completions.create(model="m", messages=messages)
+    assert endpoint.rollout(key).counters["rewritten"] == 1
+    rows = endpoint.finish(key, 1.0)
+    assert [TOKENIZER.decode(ids) for ids in trained(rows)] == [
+        "<think>\nhm\n</think>\n\nyes<|im_end|>",
+        "no<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"respose_format": {}}, ["respose_format", "Did you mean 'response_format'?"]),
+        ({"response_format": {"type": "json_object"}}, ["json_object", "constrained"]),
+        ({"tool_choice": "required"}, ["tool_choice", "auto and none"]),
+        ({"top_logprobs": 3}, ["top_logprobs"]),
+        ({"temperature": -1}, ["temperature", "-1"]),
+        ({"messages": []}, ["messages"]),
+        ({"messages": [{"role": "robot", "content": "x"}]}, ["messages[0].role", "robot"]),
+        ({"messages": [ask([{"type": "image_url", "image_url": {"url": "x"}}])]}, ["only text", "image_url"]),
+        ({"messages": [ask("x " * 5000)]}, ["fewer than"]),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused_with_the_field(endpoint_of, change, words):
+    engine = FakeEngine(["a"], tokenizer=TOKENIZER)
+    engine.context_length = 100
+    endpoint = endpoint_of(engine)
+    key = endpoint.begin()
+    body = {"model": "m", "messages": [ask("hi")], **change}
+    answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers={"x-api-key": key})
+    assert answer.status_code == 400
+    for word in words:
+        assert word in answer.json()["error"]["message"]
+    assert endpoint.finish(key, 0.0) is None
+
+
+def test_keys_bodies_and_distributions_of_others_are_refused_or_overridden(endpoint_of):
+    endpoint = endpoint_of(FakeEngine(["a"], tokenizer=TOKENIZER), max_body=1000)
+    key = endpoint.begin()
+    with pytest.raises(openai.AuthenticationError):
+        client_of(endpoint, "sk-stranger").chat.completions.create(model="m", messages=[ask("hi")])
+    with pytest.raises(openai.APIStatusError) as large:
+        client_of(endpoint, key).chat.completions.create(model="m", messages=[ask("x" * 2000)])
+    assert large.value.status_code == 413
+    client = client_of(endpoint, key)
+    client.chat.completions.create(model="m", messages=[ask("hi")], temperature=0.1, user="me", store=True)
+    assert endpoint.counters["overridden/temperature"] == 1
+    assert [model.id for model in client.models.list()] == ["llmrl"]
+    endpoint.finish(key, 0.0)
+    with pytest.raises(openai.AuthenticationError):
+        client.chat.completions.create(model="m", messages=[ask("late")])
+
+
+def test_a_request_that_is_repeated_gets_the_same_answer(endpoint_of):
+    counter = iter(range(100))
+    endpoint = endpoint_of(FakeEngine(lambda prompt: f"answer {next(counter)}", tokenizer=TOKENIZER))
+    key = endpoint.begin()
+    body = {"model": "m", "messages": [ask("hi")]}
+
+    def post(**headers):
+        headers = {"authorization": f"Bearer {key}", **headers}
+        answer = httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
+        return answer.json()["choices"][0]["message"]["content"]
+
+    assert [post(), post(**{"x-stainless-retry-count": "1"}), post()] == ["answer 0", "answer 0", "answer 1"]
+    assert [post(**{"idempotency-key": "k"}) for _ in range(2)] == ["answer 2"] * 2
+    assert endpoint.counters["replayed"] == 2
+
+
+def test_many_rollouts_at_the_same_time_do_not_mix(endpoint_of):
+    endpoint = endpoint_of(transformers_engine(), params=SamplingParams(max_new_tokens=6))
+    found = {}
+
+    def agent(number):
+        key = endpoint.begin({"number": number}, group=number)
+        client, messages = client_of(endpoint, key), [ask(f"task {number}")]
+        for _ in range(2):
+            answer = client.chat.completions.create(model="m", messages=messages, stream=number % 2 == 0)
+            if number % 2 == 0:
+                content = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+            else:
+                content = answer.choices[0].message.content
+            messages = [*messages, {"role": "assistant", "content": content}, ask("more")]
+        found[number] = endpoint.finish(key, float(number))
+
+    threads = [threading.Thread(target=agent, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(found) == list(range(24))
+    for number, rows in found.items():
+        assert rows.batch_size == (1,)
+        assert f"task {number}<" in rows.get(("text", "prompt"), as_list=True)[0]
+        assert rows["next", "reward"].flatten().tolist() == [number]
+
+
+def test_a_client_that_leaves_ends_its_own_call_only(endpoint_of):
+    waiting, release = threading.Event(), threading.Event()
+
+    def slow(prompt):
+        waiting.set()
+        assert release.wait(60)
+        return "late"
+
+    endpoint = endpoint_of(FakeEngine(slow, tokenizer=TOKENIZER))
+    key = endpoint.begin()
+    with pytest.raises(openai.APITimeoutError):
+        client_of(endpoint, key, timeout=0.5).chat.completions.create(model="m", messages=[ask("hi")])
+    assert waiting.wait(60)
+    wait_until(lambda: endpoint.counters["left"], 60)
+    release.set()
+    answer = client_of(endpoint, key).chat.completions.create(model="m", messages=[ask("again")])
+    assert answer.choices[0].message.content == "late"
+    assert [TOKENIZER.decode(ids) for ids in trained(endpoint.finish(key, 1.0))] == ["late<|im_end|>"]
+    assert endpoint.counters["abandoned"] == 1
+
+
+def test_an_answer_that_ends_at_its_limit_says_so(endpoint_of):
+    endpoint = endpoint_of(FakeEngine(["one two three four"], tokenizer=TOKENIZER))
+    client = client_of(endpoint, endpoint.begin())
+    answer = client.chat.completions.create(model="m", messages=[ask("hi")], max_completion_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 2
