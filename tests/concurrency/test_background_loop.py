@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from llmrl.concurrency import background_loop
 from llmrl.concurrency.deadline import AsyncRunner, Calls
 from llmrl.envs.llm.transforms import RewardFunction, UserTurn
 from llmrl.errors import LLMRLError
@@ -84,20 +83,3 @@ def test_a_runner_that_is_closed_while_a_coroutine_is_handed_over_cancels_it(mon
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_meanwhile)
     with pytest.raises(LLMRLError, match="closed"):
         outcomes_of(runner, lambda: asyncio.sleep(5))
-
-
-def test_a_loop_that_is_blocked_for_good_is_replaced(monkeypatch):
-    monkeypatch.setattr(background_loop, "ANSWER_S", 0.05)
-    release = threading.Event()
-
-    async def blocks():
-        release.wait(20)
-
-    async def answers():
-        return 1
-
-    loop = background_loop.UserLoop("users")
-    with pytest.raises(TimeoutError):
-        loop.run(blocks(), deadline=time.monotonic() + 0.1)
-    assert loop.run(answers(), deadline=time.monotonic() + 10) == 1
-    release.set()

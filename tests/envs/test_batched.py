@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from llmrl.data import Bounded, Composite, NonTensor, Unbounded
 from llmrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv, check_env_specs
 from llmrl.errors import ConfigError, DeadlineError, WorkerError
+from tests.support.counting_env import CountingEnv
 from tests.support.processes import is_running, wait_until
 from tests.support.refusals import refusals
 
@@ -38,31 +38,23 @@ def batch(request):
 
 
 class Count(EnvBase):
-    """Counts from ``start`` up by the action; terminates at ``limit``. ``fail_at``: raises at that step; -1: at reset.
-    ``hang_at``: never returns from that step."""
+    """Counts from ``start`` up by the action; terminates at ``limit``."""
 
-    def __init__(self, start=0.0, limit=1e9, fail_at=None, hang_at=None, size=1, batch_size=(), **options):
+    def __init__(self, start=0.0, limit=1e9, size=1, batch_size=(), **options):
         super().__init__(batch_size=batch_size, **options)
         shape = (*batch_size, size)
-        self.start, self.limit, self.fail_at, self.hang_at, self.time = start, limit, fail_at, hang_at, 0
+        self.start, self.limit = start, limit
         self.observation_spec = Composite(inner=Composite(count=Unbounded(shape), shape=batch_size), shape=batch_size)
         self.action_spec = Bounded(0.0, 1.0, shape=shape)
         self.reward_spec = Unbounded((*batch_size, 1))
 
     def _reset(self, td):
-        if self.fail_at == -1:
-            raise ValueError("cannot reset")
         start = self.start if td is None else td.get("from", self.start)
         batch_size = self.batch_size if td is None else td.batch_size
         count = torch.zeros(*batch_size, self.full_observation_spec["inner", "count"].shape[-1]) + start
         return TensorDict(inner=TensorDict(count=count, batch_size=batch_size), batch_size=batch_size)
 
     def _step(self, td):
-        self.time += 1
-        if self.time == self.fail_at:
-            raise ValueError("cannot step")
-        while self.time == self.hang_at:
-            time.sleep(1)
         count = td["inner", "count"] + td["action"]
         reward = count.sum(-1, keepdim=True)
         out = TensorDict(reward=reward, terminated=reward >= self.limit, batch_size=self.batch_size)
@@ -282,13 +274,16 @@ test_bad_arguments_are_refused = refusals(
 )
 
 
-def test_an_env_that_raises_is_named_by_both(batch):
-    for fail_at, steps in ((-1, 1), (5, 8)):
-        env = batch(2, Count, create_env_kwargs=[{}, {"fail_at": fail_at}])
-        with pytest.raises((ValueError, WorkerError), match="cannot") as caught:
-            env.rollout(steps, policy=act(0.0))
-        told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-        assert "worker 1 of 2" in told
+def failing(fault, at):
+    return [functools.partial(CountingEnv, 100), functools.partial(CountingEnv, 100, fault=fault, at=at)]
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_env_that_raises_is_named_by_both(batch, at):
+    env = batch(2, failing("raise", at))
+    with pytest.raises((ValueError, WorkerError), match=f"the env failed at {at}") as caught:
+        env.rollout(8, policy=act(0.0))
+    assert "worker 1 of 2" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def test_an_env_that_breaks_its_specs_is_named(batch):
@@ -313,36 +308,31 @@ def all_gone(workers):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "text"),
+    ("fault", "at", "error", "text"),
     [
-        ({"fail_at": -1}, WorkerError, "worker 1 of 3 must reset: its env raised ValueError: cannot reset"),
-        ({"fail_at": 5}, WorkerError, "worker 1 of 3 must take a step: its env raised ValueError: cannot step"),
-        ({"hang_at": 2}, DeadlineError, r"take a step within 3 s \(timeout_s\): .*worker 1 runs"),
+        ("raise", 0, WorkerError, "must reset: its env raised ValueError: the env failed at 0"),
+        ("raise", 5, WorkerError, "must take a step: its env raised ValueError: the env failed at 5"),
+        ("kill", 2, WorkerError, "must take a step: its process was killed by SIGKILL"),
+        ("hang", 2, DeadlineError, r"take a step within 3 s \(timeout_s\): .*worker 1 runs"),
     ],
 )
-def test_a_worker_that_fails_is_named_and_all_processes_end(kwargs, error, text):
-    timeout_s = 3.0 if error is DeadlineError else 20.0
-    env = Forked(3, Count, create_env_kwargs=[{}, kwargs, {}], timeout_s=timeout_s)
+def test_a_worker_that_fails_is_named_and_all_processes_end(fault, at, error, text):
+    env = Forked(2, failing(fault, at), timeout_s=3.0 if fault == "hang" else 20.0)
     workers = pids(env)
     with pytest.raises(error, match=text) as caught:
         env.rollout(10, policy=act(0.0))
-    if error is WorkerError:
-        assert "in _reset" in str(caught.value) or "in _step" in str(caught.value)  # the traceback
+    assert "worker 1 of 2" in str(caught.value) or fault == "hang"
+    assert fault != "raise" or "counting_env.py" in str(caught.value)  # the traceback
     assert all_gone(workers)
     with pytest.raises(WorkerError, match="must be open to reset"):
         env.reset()
 
 
-@pytest.mark.parametrize("when", ["idle", "in a step"])
-def test_a_worker_that_is_killed_is_named(when):
-    env = Forked(3, Count, create_env_kwargs=[{}, {"hang_at": 1 if when != "idle" else None}, {}])
-    td = act(0.0)(env.reset())
-    workers = pids(env)
-    if when == "idle":
-        os.kill(workers[1], signal.SIGKILL)
-    else:
-        threading.Timer(0.5, os.kill, [workers[1], signal.SIGKILL]).start()
-    with pytest.raises(WorkerError, match="worker 1 of 3 must take a step: its process was killed by SIGKILL"):
+def test_a_worker_that_is_killed_between_two_steps_is_named():
+    env = Forked(2, Count)
+    td, workers = act(0.0)(env.reset()), pids(env)
+    os.kill(workers[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="worker 1 of 2 must take a step: its process was killed by SIGKILL"):
         env.step(td)
     assert all_gone(workers)
 

@@ -251,13 +251,6 @@ def test_a_step_from_arrays_is_left_to_the_step_where_it_would_differ():
         env._array_step(*arrays(env))()
 
 
-def test_the_device_is_that_of_every_entry():
-    env = GymEnv("CartPole-v1", device="cpu")
-    td = env.rand_step()
-    assert td.device == td["next"].device == torch.device("cpu")
-    assert GymEnv("CartPole-v1", device=None).reset().device is None
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_holds_what_is_read_and_written():

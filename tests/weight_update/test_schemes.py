@@ -276,48 +276,38 @@ def test_no_scheme_takes_everything_and_sends_nothing():
     assert (model[0].weight == 0).all()
 
 
-def documents_worker(scheme, child_pipe, results):
-    """The worker's side as the document has it."""
+def read_by_hand(scheme, pipe, results):
+    """A worker that asks its transport, as the document has it."""
     policy = nn.Linear(4, 2)
     receiver = scheme.create_receiver()
     receiver.register_model(policy)
-    receiver.register_worker_transport(child_pipe)
-    result = receiver._transport.receive_weights(timeout=60.0)
-    if result is not None:
-        model_id, weights = result
-        receiver.apply_weights(weights)
-        results.put((model_id, type(weights), policy.weight.tolist(), receiver._transport.receive_weights(0.01)))
+    receiver.register_worker_transport(pipe)
+    model_id, weights = receiver._transport.receive_weights(timeout=60.0)
+    receiver.apply_weights(weights)
+    results.put((model_id, type(weights), policy.weight.tolist(), receiver._transport.receive_weights(0.01)))
 
 
 @pytest.mark.parametrize("starts_first", [True, False])  # the sender does not wait for a worker that is not there yet
-def test_the_documents_examples_return_and_a_worker_in_a_process_reads_by_hand(starts_first):
-    policy = nn.Linear(4, 2)
-    scheme = MultiProcessWeightSyncScheme(strategy="state_dict", timeout=60)
+@pytest.mark.parametrize(
+    ("make_scheme", "strategy", "given", "kind"),
+    [
+        (MultiProcessWeightSyncScheme, "state_dict", nn.Module.state_dict, dict),
+        (SharedMemWeightSyncScheme, "tensordict", TensorDict.from_module, TensorDict),
+    ],
+)
+def test_a_worker_in_a_process_may_read_by_hand(make_scheme, strategy, given, kind, starts_first):
+    policy, results, (ours, theirs) = nn.Linear(4, 2), FORK.SimpleQueue(), mp.Pipe()
+    scheme = make_scheme(strategy=strategy, timeout=60)
     sender = scheme.create_sender()
-    parent_pipe, child_pipe = mp.Pipe()
-    sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe)
-
-    shared_scheme = SharedMemWeightSyncScheme(strategy="tensordict", auto_register=True, timeout=60)
-    shared_sender = shared_scheme.create_sender()
-    parent_pipe2, child_pipe2 = mp.Pipe()
-    shared_sender.register_worker(worker_idx=0, pipe_or_context=parent_pipe2)
-
-    results = [FORK.SimpleQueue(), FORK.SimpleQueue()]
-    arguments = [(scheme, child_pipe, results[0]), (shared_scheme, child_pipe2, results[1])]
-    workers = [FORK.Process(target=documents_worker, args=given, daemon=True) for given in arguments]
-    for worker in workers if starts_first else ():
-        worker.start()
-    sender.update_weights(policy.state_dict())
-    shared_sender.update_weights(TensorDict.from_module(policy))
-    for worker in () if starts_first else workers:
-        worker.start()
+    sender.register_worker(worker_idx=0, pipe_or_context=ours)
+    worker = FORK.Process(target=read_by_hand, args=(scheme, theirs, results), daemon=True)
+    steps = [worker.start, lambda: sender.update_weights(given(policy))]
+    for step in steps if starts_first else steps[::-1]:
+        step()
     sender.wait()
-    shared_sender.wait()
-    for queue, kind in zip(results, (dict, TensorDict), strict=True):
-        assert queue.get() == ("policy", kind, policy.weight.tolist(), None)
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    assert results.get() == ("policy", kind, policy.weight.tolist(), None)
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 class Inbox(TransportBackend):

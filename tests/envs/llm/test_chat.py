@@ -19,29 +19,6 @@ def query(*texts):
     return TensorDict(query=column(texts), batch_size=[len(texts)])
 
 
-def test_reset_gives_system_and_user_messages_and_step_adds_the_answer(say):
-    env = ChatEnv(batch_size=[2], system_prompt="Be brief.")
-    td = env.reset(query("2 + 2?", "3 + 3?"))
-    assert td["history"].prompt.shape == (2, 2)
-    assert td["history"].response is None
-    td = env.step(say(td, ["4", "6"]))
-    assert td["history"].response.shape == (2, 1)
-    assert td["history"].full.shape == td["next", "history"].prompt.shape == (2, 3)
-    assert td["next", "history"].full is None
-    assert [chat[-1]["content"] for chat in td["next", "history"].prompt.to_chats()] == ["4", "6"]
-    assert not td["next", "done"].any()
-    assert td["next", "done"].shape == (2, 1)
-
-
-def test_text_prompt_is_exactly_the_template_and_grows_verbatim(tokenizer, say):
-    env = ChatEnv(batch_size=[1], input_mode="text", system_prompt="Be brief.", tokenizer=tokenizer)
-    td = env.reset(query("2 + 2?"))
-    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
-    assert td["text"].prompt == [prompt]
-    td = env.step(say(td, ["4"]))
-    assert td["next", "text"].prompt == [prompt + "4<|im_end|>"]
-
-
 def test_step_carries_every_view_and_the_bookkeeping_of_the_stream(say):
     env = ChatEnv(batch_size=[1])
     td = say(env.reset(query("2 + 2?")), ["4"])

@@ -6,10 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.answers import code_block
 from llmrl.envs.llm.rewards import CodeReward
-from llmrl.envs.llm.transforms import RewardFunction
 from llmrl.errors import ConfigError, DataError
 from tests.support.refusals import refusals
 
@@ -76,13 +74,6 @@ def test_a_case_that_takes_too_long_fails_alone():
 def test_cases_do_not_see_what_others_did(reward):
     code = fenced("import builtins\nprint(getattr(builtins, 'seen', 0))\nbuiltins.seen = 1")
     assert reward(code, [{"input": "", "output": "0"}] * 4) == 1.0
-
-
-def test_rows_are_scored_in_parallel_and_a_row_without_tests_has_no_reward(reward, answered):
-    env = ChatEnv(batch_size=[4]).append_transform(RewardFunction(reward, deadline_s=120))
-    td = answered(env, [DOUBLE, fenced(ADD), DOUBLE, "no code"], tests=[IO, ASSERTS, [], IO])
-    assert str(td["next", "reward_code"].flatten().tolist()) == "[1.0, 1.0, nan, 0.0]"
-    assert "at least one case" in env.transform[0].first_error
 
 
 @pytest.mark.parametrize(

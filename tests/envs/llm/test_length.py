@@ -8,6 +8,7 @@ from llmrl.envs.llm.transforms import LengthPenalty, MaskTruncated, OverlongShap
 from llmrl.errors import ConfigError, MissingKeyError
 from llmrl.modules.llm.engines import StopReason
 from llmrl.modules.llm.policies.containers import Masks, Tokens
+from tests.support.refusals import refusals
 
 LENGTHS = [3, 6, 0]
 
@@ -57,19 +58,21 @@ def test_a_failed_reward_stays_failed():
     assert LengthPenalty(budget=1)._step(turn(), next_td)["reward"].isnan().all()
 
 
-def test_what_is_missing_is_named():
-    with pytest.raises(MissingKeyError, match="append it after the transform"):
-        LengthPenalty(budget=1)._step(turn(), TensorDict(batch_size=[3]))
-    with pytest.raises(MissingKeyError, match=r"\('tokens', 'response'\)"):
-        LengthPenalty(budget=1)._step(TensorDict(), TensorDict(reward=torch.ones(3, 1, 1), batch_size=[3]))
-    with pytest.raises(MissingKeyError, match="stop_reason"):
-        MaskTruncated().inv(turn())
-    for wrong in ({"budget": 0}, {"budget": 1, "coef": -1.0}):
-        with pytest.raises(ConfigError, match="must be at least"):
-            LengthPenalty(**wrong)
-    for wrong in ({"buffer": 0}, {"buffer": 11}, {"buffer": 2, "penalty": -1.0}):
-        with pytest.raises(ConfigError, match="0 < buffer <= max_length"):
-            OverlongShaping(max_length=10, **wrong)
+def penalised(td, next_td):
+    return LengthPenalty(budget=1)._step(td, TensorDict(next_td, batch_size=[3]))
+
+
+test_what_is_missing_and_what_cannot_be_is_named = refusals(
+    (MissingKeyError, "append it after the transform", lambda: penalised(turn(), {})),
+    (MissingKeyError, r"\('tokens', 'response'\)", lambda: penalised(TensorDict(), {"reward": torch.ones(3, 1, 1)})),
+    (MissingKeyError, "stop_reason", lambda: MaskTruncated().inv(turn())),
+    (ConfigError, "budget", lambda: LengthPenalty(budget=0)),
+    (ConfigError, "coef", lambda: LengthPenalty(budget=1, coef=-1.0)),
+    *(
+        (ConfigError, "0 < buffer <= max_length", lambda wrong=wrong: OverlongShaping(max_length=10, **wrong))
+        for wrong in ({"buffer": 0}, {"buffer": 11}, {"buffer": 2, "penalty": -1.0})
+    ),
+)
 
 
 REASONS = torch.tensor([StopReason.EOS, StopReason.LENGTH, StopReason.ABORT, StopReason.STOP_STRING])

@@ -60,20 +60,6 @@ def last(td, row=0):
     return td["next", "history"].prompt.to_chats()[row][-1]
 
 
-def test_a_command_goes_in_and_what_it_prints_comes_back():
-    shell = Shell()
-    env = MLGymWrapper(shell)
-    td = env.reset()
-    system, user = td["history"].prompt.to_chats()[0]
-    assert user == {"role": "user", "content": "Solve shell."}
-    assert "```" in system["content"]
-    td = answered(env, td, run("ls -l"))
-    assert shell.commands == ["ls -l"]
-    assert last(td) == {"role": "user", "content": "ran ls -l"}
-    assert td["next", "reward"].shape == (1, 1, 1)
-    assert not td["next", "done"].any()
-
-
 def test_the_score_is_paid_once_at_the_end():
     env = MLGymWrapper(Shell())
     td = answered(env, env.reset(), run("validate"))

@@ -382,12 +382,3 @@ def test_a_reward_with_the_signature_of_trl_is_called_as_trl_calls_it(as_message
     said = [[{"role": "assistant", "content": text}] for text in "ab"]
     assert seen["completions"] == (said if as_messages else ["a", "b"])
     assert (seen["prompts"], seen["level"], seen["answer"]) == ([query] * 2, [1, 2], ["4", "4"])
-
-
-def test_the_rewards_of_trl_run_unchanged_on_messages(say):
-    rewards = pytest.importorskip("trl.rewards")
-    rows = [{"query": [{"role": "user", "content": "q"}]}]
-    env = DatasetChatEnv(dataset=rows, num_envs=2).append_transform(RewardFunction(rewards.think_format_reward))
-    texts = ["<think>a</think>b", "b"]
-    expected = rewards.think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
-    assert env.step(say(env.reset(), texts))["next", "reward"].flatten().tolist() == expected == [1.0, 0.0]

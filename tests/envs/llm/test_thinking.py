@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from llmrl.envs import StepCounter, Transform, check_env_specs
+from llmrl.envs import StepCounter, Transform
 from llmrl.envs.llm import ChatEnv, GSM8KEnv, GSM8KRewardParser
 from llmrl.envs.llm.transforms import AddThinkingPrompt, ToolTransform
 from llmrl.envs.llm.transforms.thinking import ADDRESSED, EGOCENTRIC
@@ -178,11 +178,6 @@ def test_random_prompts_follow_the_seed_and_a_saved_state():
     other = AddThinkingPrompt(wrong, random_prompt=True)
     other.load_state_dict(second.state_dict())
     assert drawn(other, 7) == whole[5:]
-
-
-def test_the_specs_are_kept():
-    env = ChatEnv(batch_size=[2]).append_transform(AddThinkingPrompt(lambda _: True))
-    check_env_specs(env, tensordict=TensorDict(query="?", batch_size=[2]), policy=ScriptedPolicy([WRONG]))
 
 
 test_settings_that_contradict_each_other_are_refused = refusals(

@@ -113,24 +113,17 @@ def test_a_turn_that_was_cut_off_calls_nothing_and_truncates():
         (render("add", {"a": 1, "bb": 2}), "error", "bb"),
         (render("add", {"a": 1, "b": "two"}), "error", "b"),
         (render("fail", {"reason": "rain"}), "error", "no luck: rain"),
+        (render("long", {"length": 5_000_000}), "cut", "characters cut"),
     ],
 )
-def test_what_goes_wrong_becomes_a_message_that_says_what_was_expected(text, status, says):
-    td = started(text, tools=[add, fail])
+def test_what_goes_wrong_becomes_a_bounded_message_that_says_what_was_expected(text, status, says):
+    td = started(text, tools=[add, fail, long], max_result_chars=600)
     [message] = told(td)
-    assert message["content"].startswith("Error: ")
+    assert message["content"].startswith("Error: ") == (status != "cut")
     assert says in message["content"]
-    assert len(message["content"]) < 600
+    assert len(message["content"]) <= 600
     assert use(td, status) == [1]
     assert not td["next", "done"].any(), "the model may try again"
-
-
-def test_model_output_that_is_not_a_call_does_not_raise_out_of_the_step():
-    """Regression: `[1]`, `5` and objects with other keys once raised through the environment."""
-    texts = ["[1]", "5", '{"a": 1}', "null", '{"name": 5, "parameters": {}}', "<tool_call>", "<tool>", "<function="]
-    td = started(*texts)
-    assert td["next", "done"].flatten().tolist()[:4] == [True] * 4
-    assert all(isinstance(message["content"], str) for row in range(len(texts)) for message in told(td, row))
 
 
 def test_the_timeout_of_a_call_is_kept():
@@ -146,13 +139,6 @@ def test_the_timeout_of_a_call_is_kept():
     release.set()
     assert use(td, "timeout") == [1]
     assert told(td)[0]["content"].startswith("Error: wait: no result within 0.2 s")
-
-
-def test_answers_are_bounded_with_a_notice():
-    td = started(render("long", {"length": 5_000_000}), tools=[long], max_result_chars=500)
-    assert len(told(td)[0]["content"]) <= 500
-    assert "characters cut" in told(td)[0]["content"]
-    assert use(td, "cut") == [1]
 
 
 def test_calls_beyond_the_limit_of_a_turn_are_not_run_and_the_model_is_told():
@@ -343,26 +329,6 @@ def test_a_collector_of_turns_replaces_only_conversations_that_ended():
         [True, False, False, True, True, False],
         [False, True, False, False, False, True],
     ]
-
-
-def test_calls_are_answered_in_their_order_in_messages_with_name_and_id():
-    text = "\n".join(render("add", {"a": n, "b": n}) for n in range(3))
-    td = started(f"Let me see. {text}")
-    sent = [{"role": "tool", "content": str(2 * n), "name": "add", "tool_call_id": f"call_0_0_{n}"} for n in range(3)]
-    assert told(td) == sent
-    assert not td["next", "done"].any()
-
-
-def test_64_conversations_with_a_slow_tool_wait_for_the_slowest_not_for_the_sum():
-    """Every call waits until all 64 are inside: one after the other they would never end."""
-    meeting = threading.Barrier(64)
-
-    def meet() -> str:
-        """Meets the others."""
-        return str(meeting.wait(WAIT_S) >= 0)
-
-    td = started(*[render("meet", {})] * 64, tools=[meet], timeout_s=WAIT_S)
-    assert use(td, "ok") == [1] * 64
 
 
 def test_advantages_of_tool_conversations_are_those_of_their_groups(tokenizer):

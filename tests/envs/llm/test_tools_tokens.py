@@ -42,27 +42,6 @@ def templated(tokenizer, chat, env):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_five_turns_with_tools_store_the_ids_that_the_engine_saw_and_train_those_that_it_drew(mode, tokenizer):
-    policy = policy_of(tokenizer, [CALL] * 4 + ["Done."], mode)
-    batch = make_env(tokenizer, mode).rollout(9, policy, tensordict=queries("Say it."))
-    assert batch.shape == (1, 5)
-    assert batch[:, -1]["next", "terminated"].all()
-    seen = policy.engine.prompts
-    for turn in range(5):
-        row = batch[0, turn]
-        assert torch.equal(row["tokens"].prompt, seen[turn])
-        assert torch.equal(row["tokens"].full[: len(seen[turn])], seen[turn])
-        if turn:
-            assert torch.equal(seen[turn][: len(batch[0, turn - 1]["tokens"].full)], batch[0, turn - 1]["tokens"].full)
-    last = batch[0, -1]
-    drawn = torch.cat([batch[0, turn]["tokens"].response for turn in range(5)])
-    assert torch.equal(last["tokens"].full[last["masks"].all_assistant_mask], drawn)
-    assert last["log_probs"].full.shape == last["tokens"].full.shape
-    assert (last["log_probs"].full[~last["masks"].all_assistant_mask] == 0).all()
-    assert (last["log_probs"].full[last["masks"].all_assistant_mask] < 0).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_the_prompt_is_what_the_template_writes_for_the_tools_and_the_result(mode, tokenizer):
     call = HermesFormat().render("echo", {"text": "hi"})
     policy = policy_of(tokenizer, [call, "Done."], mode)

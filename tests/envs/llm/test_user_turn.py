@@ -54,15 +54,6 @@ def test_the_user_is_not_asked_once_the_conversation_is_over():
     assert chats[0][-1]["role"] == "assistant"
 
 
-def test_a_reply_may_read_the_columns_of_the_row():
-    def reply(messages, answer):
-        return None if messages[-1]["content"] == answer else f"no, {answer}"
-
-    steps, _ = talk(UserTurn(reply), ["1", "1", "2", "2"])
-    assert steps[0]["next", "terminated"].flatten().tolist() == [True, False]
-    assert steps[0]["next", "history"].prompt.to_chats()[1][-1] == {"role": "user", "content": "no, 2"}
-
-
 @pytest.mark.parametrize("value", [3, ["more"], RuntimeError("gone")])
 def test_a_failed_reply_leaves_its_conversation_without_reward_and_the_others_alone(value):
     def reply(messages, answer):

@@ -9,11 +9,8 @@ from llmrl.data import (
     Bounded,
     Categorical,
     Composite,
-    LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
-    ReplayBufferEnsemble,
-    TensorDictReplayBuffer,
     Unbounded,
 )
 from llmrl.envs import (
@@ -261,24 +258,3 @@ def test_on_a_buffer_they_work_on_samples():
     for _ in range(2):  # what is stored keeps its names
         assert renamed[:]["next", "terminal"].flatten().tolist() == [False, False, False, True]
     assert "done" not in renamed[:]["next"].keys()
-
-
-def test_the_documented_ensemble():
-    def member(key):
-        both = ["pixels", ("next", "pixels")]
-        transform = Compose(ToTensorImage(in_keys=both), Resize(32, in_keys=both), RenameTransform([key], ["renamed"]))
-        return TensorDictReplayBuffer(storage=LazyMemmapStorage(10), transform=transform)
-
-    def data(size, key):
-        pixels = {key: torch.randint(255, (10, size, size, 3)) for key in ("pixels", ("next", "pixels"))}
-        return TensorDict({**pixels, key: torch.randn(10)}, batch_size=[10])
-
-    keys = (("some", "key"), "another_key")
-    buffers = [member(key) for key in keys]
-    rb = ReplayBufferEnsemble(*buffers, p=[0.5, 0.5], transform=Resize(33, in_keys=["pixels"], out_keys=["pixels33"]))
-    for part, size, key in zip((rb[0], rb[1]), (244, 64), keys, strict=True):
-        part.extend(data(size, key))
-    for _ in range(2):
-        sample = rb.sample(10)
-        assert sample["next", "pixels"].shape == sample["pixels"].shape == (2, 5, 3, 32, 32)
-        assert (sample["pixels33"].shape, sample["renamed"].shape) == ((2, 5, 3, 33, 33), (2, 5))

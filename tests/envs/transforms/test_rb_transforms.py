@@ -68,13 +68,6 @@ def test_nothing_is_written_until_a_window_is_complete_and_flush_loses_no_row():
     assert len(buffer.extend(rows[:3])) == 0  # a new stream
 
 
-def test_rows_that_are_added_one_by_one_come_n_steps_later():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=MultiStepTransform(3, 1.0))
-    for row in stream(5):
-        buffer.add(row)
-    assert buffer[:]["next", "reward"].flatten().tolist() == [6, 9, 12]
-
-
 def test_a_stream_goes_on_after_its_state_was_saved_and_loaded():
     rows = stream(8, ends=[4])
     first, second = MultiStepTransform(3, 0.5), MultiStepTransform(3, 0.5)
@@ -238,11 +231,6 @@ def test_a_crop_that_is_saved_draws_the_same_windows_again():
     first = crop(batch)["step"]
     crop.load_state_dict(state)
     assert (crop(batch)["step"] == first).all()
-
-
-def test_a_row_of_exactly_the_length_is_returned_whole():
-    batch = TensorDict(step=torch.arange(3).expand(2, 3), batch_size=[2, 3])
-    assert (RandomCropTensorDict(3)(batch)["step"] == batch["step"]).all()
 
 
 @pytest.mark.parametrize(("rows", "shape"), [([99, 50], (128, 10, 1)), ([99], (10, 50, 1))])
