@@ -5,17 +5,20 @@ import resource
 import socket
 import subprocess
 import sys
+import unicodedata
 
 import pytest
 import yaml
 
 from llmrl.commands import cli
+from llmrl.commands.new import KINDS
 from llmrl.commands.recipes import RECIPES, Recipe
 from llmrl.errors import ConfigError
 from llmrl.run.checkpoint import CheckpointStore
-from llmrl.run.config import load_config, settings
+from llmrl.run.config import load_config, recipe_names, settings
 from llmrl.run.rollout_log import Rollout, RolloutLog
 from llmrl.run.run_dir import RunDir
+from tests.support.golden import check_golden
 from tests.support.runs import small_run
 
 RECIPE = """
@@ -77,6 +80,52 @@ def only_run() -> RunDir:
     return RunDir.open(entry)
 
 
+ANSWERED = """
+grpo toy.yaml --dry-run
+sft --defaults
+runs
+"""
+REFUSED = """
+gpro
+zzzzzz
+grpo
+grpo toy.yaml other.yaml
+grpo nowhere.yaml
+grpo toy.yml
+grpo toy.yaml stepz=3
+grpo bad.yaml
+grpo toy.yaml steps=0
+grpo toy.yaml --steps 4
+grpo toy.yaml --steps=3
+grpo toy.yaml --model=tiny
+grpo toy.yaml --dry
+resume nothing
+show
+eval nothing
+grpo toy.yaml --name a --runs toy.yaml
+grpo toy.yaml --name a --runs toy.yaml/below
+grpo toy.yaml --name a --runs /sys/runs
+"""
+
+
+def test_what_is_said_of_a_command_line_that_starts_no_run(tmp_path, toy, run_llmrl, monkeypatch):
+    """Settings and plan are printed; what is wrong is said with where to look, before torch is loaded."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    (tmp_path / "bad.yaml").write_text("# comment\nstps: 5\n")
+    pages = ""
+    for code, lines in ((0, ANSWERED), (None, REFUSED)):
+        for line in lines.strip().splitlines():
+            result = run_llmrl(*line.split(), code=code)
+            assert not (result.out and result.err), "one or the other"
+            pages += f"$ llmrl {line}\n{result.out}{result.err}exit code {result.code}\n\n"
+    for names, title in ((recipe_names(), "RECIPES"), (RECIPES, "COMMANDS")):
+        pages = pages.replace(", ".join(sorted(names)), title)
+    pages = pages.replace("Permission denied", "Operation not permitted")  # the one or the other, by who runs the tests
+    check_golden("cli", re.sub(r"[\d.]+ s\b", "N s", pages).replace(str(tmp_path), "FOLDER"))
+    assert toy.calls == []
+    assert not os.path.exists("runs")
+
+
 def test_a_run_gets_a_folder_with_what_was_asked_and_what_it_came_to(toy, run_llmrl):
     run_llmrl("grpo", "toy.yaml", "steps=7")
     run = only_run()
@@ -95,18 +144,6 @@ def test_options_may_stand_between_settings_and_name_and_place_the_run(toy, run_
     assert RunDir.open("elsewhere/try1").read_info()["command"] == "sft"
     run_llmrl("sft", "steps=2")  # settings alone are enough
     assert only_run().path.name.startswith("sft-")
-
-
-def test_a_dry_run_prints_the_settings_and_the_plan_and_writes_nothing(toy, run_llmrl):
-    out = run_llmrl("grpo", "toy.yaml", "--dry-run").out
-    assert "steps: 5  # toy.yaml:1\n" in out
-    assert "batch     5 steps of everything\n" in out
-    assert not os.path.exists("runs")
-    assert toy.calls == []
-
-
-def test_defaults_are_printed_with_their_meaning(toy, run_llmrl):
-    assert run_llmrl("sft", "--defaults").out == "steps: 3  # optimizer steps\nfail: ''\n"
 
 
 @pytest.mark.parametrize(
@@ -149,63 +186,12 @@ def test_torchrun_gets_the_message_that_it_prints_last(tmp_path, toy, run_llmrl,
         assert int(message["extraInfo"]["timestamp"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["gpro"], "did you mean  llmrl grpo?"),
-        (["zzzzzz"], "known here    dpo, grpo, reward, sft"),
-        (["grpo"], "needs a recipe or settings"),
-        (["grpo", "toy.yaml", "other.yaml"], "takes one recipe"),
-        (["grpo", "nowhere.yaml"], "is not a file, nor a packaged recipe"),
-        (["grpo", "toy.yaml", "stepz=3"], "did you mean  steps  (optimizer steps, default 3)?"),
-        (["grpo", "toy.yaml", "steps=0"], "should be greater than or equal to 1: got 0"),
-        (["grpo", "toy.yaml", "--steps", "4"], "did you mean  steps=4   (settings have no dashes)?"),
-        (["grpo", "toy.yaml", "--model=tiny"], "did you mean  model=tiny   (settings have no dashes)?"),
-        (["grpo", "toy.yml"], "did you mean  toy.yaml?"),
-        (["grpo", "toy.yaml", "--dry"], "--dry  is not an option\ndid you mean  --dry-run?"),  # no abbreviations
-        (["grpo", "toy.yaml", "--steps=3"], "did you mean  steps=3   (settings have no dashes)?"),
-        (["resume", "nothing"], "is not a run"),
-        (["show"], "required: run"),
-    ],
-)
-def test_what_is_wrong_with_a_command_line_is_said_with_exit_code_2(toy, run_llmrl, arguments, said):
-    result = run_llmrl(*arguments, code=2)
-    assert result.err.startswith("config error  ")
-    assert said in result.err
-    assert result.out == ""
-    assert not os.path.exists("runs")
-
-
-def test_a_bad_setting_is_shown_with_file_line_and_where_to_look(tmp_path, toy, run_llmrl, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    (tmp_path / "toy.yaml").write_text("# comment\nstps: 5\n")
-    first, second, third = run_llmrl("grpo", "toy.yaml", code=2).err.splitlines()
-    assert first == "config error  toy.yaml:2  stps  is not a setting"
-    assert second == "did you mean  steps  (optimizer steps, default 3)?"
-    assert third.startswith("              nothing was loaded (")
-    assert third.endswith("llmrl grpo --defaults  lists every setting.")
-
-
 def test_other_ranks_leave_a_bad_setting_to_the_first_and_only_then_say_it(toy, run_llmrl, monkeypatch):
     waited = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     run_llmrl("grpo", "toy.yaml", "steps=0", code=2, words=["steps"])
     assert waited == [cli.RANK_0_SPEAKS_WITHIN_S]
-
-
-@pytest.mark.parametrize(
-    ("runs", "said"),
-    [
-        ("toy.yaml", "a file is where a folder must be"),
-        ("toy.yaml/below", "a file is where a folder must be"),
-        ("/sys/runs", "choose a folder that can be written"),
-    ],
-)
-def test_a_place_where_no_run_can_be_is_one_line_with_exit_code_3(toy, run_llmrl, runs, said):
-    (line,) = run_llmrl("grpo", "toy.yaml", "--runs", runs, code=3).err.splitlines()
-    assert line.startswith(f"error         {runs}")
-    assert said in line
 
 
 def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_run(toy, run_llmrl):
@@ -302,52 +288,32 @@ def test_a_run_trains_in_one_process_at_a_time_and_a_dead_owner_holds_nothing(to
     assert "steps: 9" in run.config.read_text()
 
 
-def make_run(tmp_path, *steps) -> RunDir:
-    """A run "try1" with metrics for each step, counted from 0."""
-    run = small_run(tmp_path / "runs", "try1", *steps, arguments=["toy.yaml"])
+def make_run(tmp_path, *steps, name="try1") -> RunDir:
+    """A run with metrics for each step, counted from 0."""
+    run = small_run(tmp_path / "runs", name, *steps, arguments=["toy.yaml"])
     rollouts = [Rollout(f"p{reward}", "c", reward, 0.0, "eos", version=1, tokens=3) for reward in (0.0, 1.0, 0.5)]
     RolloutLog(run.path).write(2, rollouts)
     CheckpointStore(run.path).save(2, lambda folder: (folder / "weights").touch())
     return run
 
 
-def test_show_prints_steps_before_and_after_and_the_best_and_worst_sample(tmp_path, toy, run_llmrl):
+def test_show_prints_steps_before_and_after_the_best_and_worst_sample_and_calls_of_tools(tmp_path, toy, run_llmrl):
     first, last = ({"reward/mean": reward, "time/step": 60.0} for reward in (0.25, 0.75))
     run = make_run(tmp_path, {"eval/sums/mean": 0.25}, first, last | {"eval/sums/mean": 0.5})
-    out = run_llmrl("show", "try1").out
-    table = [line.split() for line in out.splitlines()[3:6]]
-    assert table == [["step", "reward", "step", "s"], ["1", ".250", "60.0"], ["2", ".750", "60.0"]]
-    assert "done       2 steps · 2m 00s" in out
-    assert "reward     .250 -> .750 (+.500)" in out
-    assert "eval/sums  .250 -> .500 (+.250)" in out
-    assert out.index("p1.0«c»") < out.index("p0.0«c»")
-    assert "p0.5" not in out
-    assert "llmrl resume" in out
-    run_llmrl("show", run.path, "--step", "1", code=3)
-    facts = json.loads(run_llmrl("show", "try1", "--json").out)
-    assert facts["checkpoints"] == [2]
-    assert facts["calls"] is None, "a run without tools"
-    assert facts["changes"]["eval/sums"] == {"before": 0.25, "after": 0.5}
-
-
-def test_show_says_how_often_tools_were_called_and_how_the_calls_ended(tmp_path, toy, run_llmrl):
     columns = ("call_rate", "calls_mean", "ok_frac", "malformed_frac", "cut_frac", "error_frac")
     rows = [(0, 0, 0, 0, 0, 0), (0.25, 0.5, 0.5, 0.5, 0.25, 0), (1, 1.5, 1, 0, 0, 0)]
     tools = [{f"tools/{name}": value for name, value in zip(columns, row, strict=True)} for row in rows]
     common = {"reward/mean": 0.5, "time/step": 1.0, "tools/conversations": 8}
-    make_run(tmp_path, {}, *(common | metrics for metrics in tools))
-    lines = run_llmrl("show", "try1").out.splitlines()
-    assert [line.split() for line in lines[3:7]] == [
-        ["step", "reward", "calls", "step", "s"],
-        ["1", ".500", "0%", "1.00"],
-        ["2", ".500", "25%", "1.00"],
-        ["3", ".500", "100%", "1.00"],
-    ]
-    assert "tools     16 calls · ok 50% -> 100% · malformed 50% -> 0%" in lines
-    assert json.loads(run_llmrl("show", "try1", "--json").out)["calls"] == {
-        "count": 16,
-        "outcomes": {"ok": {"before": 0.5, "after": 1.0}, "malformed": {"before": 0.5, "after": 0.0}},
-    }
+    make_run(tmp_path, {}, *(common | metrics for metrics in tools), name="tools")
+    pages = "".join(run_llmrl("show", name).out for name in ("try1", "tools"))
+    check_golden("show", pages)
+    run_llmrl("show", run.path, "--step", "1", code=3)
+    facts, called = (json.loads(run_llmrl("show", name, "--json").out) for name in ("try1", "tools"))
+    assert facts["checkpoints"] == [2]
+    assert facts["calls"] is None, "a run without tools"
+    assert facts["changes"]["eval/sums"] == {"before": 0.25, "after": 0.5}
+    outcomes = {"ok": {"before": 0.5, "after": 1.0}, "malformed": {"before": 0.5, "after": 0.0}}
+    assert called["calls"] == {"count": 16, "outcomes": outcomes}
 
 
 def test_eval_hands_the_checkpoint_to_the_evaluation(tmp_path, toy, run_llmrl, monkeypatch):
@@ -407,3 +373,93 @@ def test_a_reader_that_stops_early_is_not_an_error():
         child.stdout.close()
         assert child.wait(timeout=120) in (0, 120)
         assert b"Traceback" not in child.stderr.read()
+
+
+@pytest.mark.slow  # it starts pytest
+def test_what_is_written_passes_its_tests(tmp_path, monkeypatch, run_llmrl):
+    monkeypatch.chdir(tmp_path)
+    for kind in KINDS:
+        run_llmrl("new", kind, f"my_{kind}", words=[f"pytest test_my_{kind}.py"])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "9 passed" in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["My_Reward", "class", "a-b", "../up", ""])
+def test_a_name_that_no_module_can_have_is_refused(tmp_path, monkeypatch, run_llmrl, name):
+    monkeypatch.chdir(tmp_path)
+    run_llmrl("new", "reward", name, code=2, words=["as that of a Python module"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["json", "torch"])
+def test_a_name_that_another_module_has_is_refused(tmp_path, run_llmrl, name):
+    words = [f"{name} is the name of a module that is installed"]
+    run_llmrl("new", "reward", name, "--folder", str(tmp_path), code=2, words=words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_exist_stay_as_they_are(tmp_path, run_llmrl):
+    (tmp_path / "test_kept_tool.py").write_text("mine")
+    run_llmrl("new", "tool", "kept_tool", "--folder", tmp_path, code=2, words=["test_kept_tool.py exists"])
+    assert [path.name for path in tmp_path.iterdir()] == ["test_kept_tool.py"]
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch, run_llmrl):
+    monkeypatch.chdir(tmp_path)
+    return lambda: {row["name"]: row for row in json.loads(run_llmrl("runs", "--json").out)}
+
+
+def test_a_line_has_the_state_the_steps_and_the_best_measure(rows, run_llmrl):
+    rewards = ({"eval/sums/mean": 0.3}, {"reward/mean": 0.5}, {"reward/mean": 0.4, "eval/sums/mean": 0.25})
+    small_run("runs", "whole", *rewards, ended="done")
+    small_run("runs", "killed", {}, {"policy/loss": 2.0}, {"policy/loss": 1.5})
+    (small_run("runs", "broken", {}).info).write_text("{")
+    strange = small_run("runs", "strange", {"reward/mean": 0.5})
+    strange.metrics.write_text(strange.metrics.read_text() + '{"step": 1, "reward/mean": "high"}\n')
+    found = rows()
+    assert found.pop("strange")["best"] == 0.5, "a value that is not a number is left out"
+    states = {"whole": "done", "killed": "stopped", "broken": "damaged"}
+    assert {name: row["state"] for name, row in found.items()} == states
+    assert (found["whole"]["metric"], found["whole"]["best"], found["whole"]["step"]) == ("sums", 0.3, 2)
+    assert (found["killed"]["metric"], found["killed"]["best"]) == ("policy/loss", 1.5)
+    assert found["whole"]["steps"] == 4
+    lines = [line.split()[:6] for line in run_llmrl("runs").out.splitlines()]
+    assert ["whole", "toy", "done", "2/4", "sums", ".300"] in lines
+
+
+def test_a_run_that_another_process_trains_is_running_until_that_ends(rows):
+    run = small_run("runs", "live", {})
+    hold = "import sys; from llmrl.run.run_dir import RunDir\nwith RunDir.open(sys.argv[1]).lock():\n print(); input()"
+    command = [sys.executable, "-uc", hold, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert f"process {process.pid} " in run.holder
+        assert rows()["live"]["state"] == "running"
+        process.stdin.close()
+        process.wait(120)
+    assert run.holder is None
+    assert rows()["live"]["state"] == "stopped"
+
+
+def test_without_runs_it_says_how_to_begin_one(tmp_path, monkeypatch, run_llmrl):
+    monkeypatch.chdir(tmp_path)
+    run_llmrl("runs", words=["llmrl sft sums_sft"])
+
+
+def test_text_of_a_run_is_shown_and_not_obeyed(rows, run_llmrl, capsys):
+    run = small_run("runs", "odd", {"reward/mean": 0.5})
+    hostile = "\x1b]0;mine\x07\x00\x7f\x9b2J\u202e\u2066\ud800"
+    names = ("recipe", "created", "llmrl", "ended")
+    run.write_info(run.read_info() | dict.fromkeys(names, hostile) | {"arguments": [hostile]})
+    broken = small_run("runs", "broken", {})
+    broken.write_info({"command": hostile})
+    for command, code in (("runs", 0), ("show odd", 0), ("eval broken", 2)):
+        shown = run_llmrl(*command.split(), code=code)
+        assert not [
+            letter
+            for letter in shown.out + shown.err
+            if unicodedata.category(letter) in ("Cc", "Cf", "Cs") and letter != "\n"
+        ], command

@@ -12,8 +12,8 @@ from llmrl.data.llm import History, add_chat_template
 from llmrl.data.llm.templates import _BUILT_IN
 from llmrl.envs.llm import ChatEnv, DatasetChatEnv
 from llmrl.envs.llm.transforms import PythonInterpreter
-from llmrl.modules.llm import Masks, TransformersWrapper
-from llmrl.testing import ScriptedPolicy, tiny_model, tiny_tokenizer
+from llmrl.modules.llm import Masks
+from llmrl.testing import ScriptedPolicy, tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
 TWO_TURNS = [
@@ -26,19 +26,6 @@ TWO_TURNS = [
 @pytest.fixture
 def tokenizer():
     return tiny_tokenizer()
-
-
-def test_assistant_masks_of_a_named_template(tokenizer):
-    history = History.from_chats([TWO_TURNS])
-    result = history.apply_chat_template(
-        tokenizer=tokenizer,
-        chat_template_name="qwen",
-        add_generation_prompt=False,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    masks = result["assistant_masks"]
-    assert tokenizer.decode(result["input_ids"][masks]) == "Hi there!<|im_end|>I'm doing well, thanks!<|im_end|>"
 
 
 def test_the_three_tests_of_a_template_of_your_own(tokenizer, monkeypatch):
@@ -67,20 +54,6 @@ def test_the_three_tests_of_a_template_of_your_own(tokenizer, monkeypatch):
     [formatted] = history.apply_chat_template(**named, tokenize=False)
     parsed = History.from_text([formatted], chat_template_name="my_model")
     assert (parsed.role, parsed.content) == (history.role, history.content)
-
-
-def test_the_loop_of_policy_and_environment(tokenizer):
-    env = ChatEnv(batch_size=[1])
-    policy = TransformersWrapper(
-        tiny_model(tokenizer), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "temperature": 1.0}
-    )
-    obs = env.reset(TensorDict({"query": "Hello!"}, batch_size=env.batch_size, device=env.device))
-    for _ in range(2):
-        before = policy(obs)["tokens"].rows("prompt")[0]
-        obs = env.step_mdp(env.step(policy(obs)))
-        after = policy(obs)["tokens"].rows("prompt")[0]
-        assert after[: len(before)].tolist() == before.tolist(), "what was sampled is the next prompt"
-        assert len(before) < len(after)
 
 
 def test_the_python_interpreter(tokenizer):

@@ -10,7 +10,7 @@ from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
 from tests.support.conversations import fake_policy, history_td
 
-USER, MORE = {"role": "user", "content": "What is 12+30?"}, {"role": "user", "content": "And 7 times 6?"}
+USER = {"role": "user", "content": "What is 12+30?"}
 THOUGHT = "<|channel|>analysis<|message|>12 and 30.<|end|><|start|>assistant"
 
 
@@ -54,13 +54,3 @@ def test_openais_own_template_gets_the_analysis_as_thinking():
     assert History.from_text(text, tokenizer=tokenizer).to_chats() == [USER, message]
     assert Renderer(tokenizer).template == Renderer(tokenizer).template, "equal templates share one codec"
     assert call_format("auto", tokenizer.chat_template).thought == "thinking"
-
-
-def test_the_next_turn_of_gpt_oss_repeats_only_the_final_channel():
-    tokenizer = tiny_tokenizer(template="gpt_oss")
-    message = answered(f"{THOUGHT}<|channel|>final<|message|>It is 42.", tokenizer)
-    [ids] = Renderer(tokenizer).prompt_ids([[USER, message, MORE]])
-    assert tokenizer.decode(ids).endswith(
-        "<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"
-        f"<|start|>user<|message|>{MORE['content']}<|end|><|start|>assistant"
-    )

@@ -11,8 +11,8 @@ from llmrl.data.ragged.padding import lengths_mask, pad_rows
 from llmrl.envs.llm import ChatEnv
 from llmrl.envs.llm.completions import unpadded_ids
 from llmrl.envs.llm.transforms.length import response_lengths
-from llmrl.errors import MissingKeyError, ShapeError
-from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Text, Tokens, TransformersWrapper
+from llmrl.errors import MissingKeyError
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Masks, Tokens, TransformersWrapper
 from llmrl.testing import FakeEngine, tiny_model
 from tests.support.conversations import chats, fake_policy, history_td
 
@@ -69,13 +69,6 @@ def test_padded_rows_that_were_stacked_lazily_are_scored_without_padding(scorer,
     for row, values in enumerate(expected):
         assert log_probs[row].shape == ids[row].shape
         torch.testing.assert_close(log_probs[row][mask[row]], values, atol=1e-5, rtol=0)
-
-
-def test_an_attention_mask_that_does_not_fit_the_conversation_is_refused(scorer):
-    ids, mask = padded()
-    td = TensorDict(tokens=TensorDict(full=ids, batch_size=[2]), attention_mask=mask[:, 1:], batch_size=[2])
-    with pytest.raises(ShapeError, match=r"'attention_mask' must have the shape of .*: got \[2, 11\] for \[2, 12\]"):
-        scorer(td)
 
 
 def test_the_input_key_decides_which_ids_are_scored(scorer, expected):
@@ -170,21 +163,3 @@ def test_a_missing_input_is_a_key_error_and_a_value_error(tokenizer):
         with pytest.raises(kind, match=r"Expected .*'history', 'prompt'.* key in the input") as caught:
             policy(TensorDict(answer=torch.zeros(1), batch_size=[1]))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("mode", "given", "message"),
-    [
-        ("history", {"history": "Hi"}, "Expected History .*got str"),
-        ("history", {"history": torch.zeros(1)}, "Expected History .*got Tensor"),
-        ("history", {"history": ChatHistory(prompt="Hi")}, "Expected History .*got str"),
-        ("history", {"history": ChatHistory(prompt=torch.zeros(1))}, "Expected History .*got Tensor"),
-        ("history", {"history": Text(prompt="Hi")}, "Expected History .*got str"),
-        ("text", {"text": "Hi"}, "Expected str .*got str in its place"),
-        ("tokens", {"tokens": torch.zeros(1)}, "Expected int64.*got Tensor in its place"),
-    ],
-)
-def test_an_input_of_another_kind_is_named_at_the_call(tokenizer, mode, given, message):
-    policy = fake_policy(tokenizer, ["x"], input_mode=mode)
-    with pytest.raises(TypeError, match=message):
-        policy(TensorDict(given, []))

@@ -13,13 +13,13 @@ from llmrl.data.llm.templates import _BUILT_IN
 from llmrl.errors import TemplateError
 from llmrl.modules.llm.rendering import Renderer
 from llmrl.testing import tiny_tokenizer
+from tests.support.golden import check_golden
 from tests.support.published_templates import PUBLISHED, Published, published_tokenizer
 from tests.support.template_families import (
     ANSWER,
     CALL,
     CALLING,
     FAMILIES,
-    HARMONY,
     LAST,
     MORE,
     NAMES,
@@ -74,33 +74,12 @@ ADD = {
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_llama3_declares_tools_in_the_first_question():
-    text = written("llama3", [SYSTEM, USER, ANSWER, MORE], tools=[NOW])
-    assert text.startswith(
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions, please respond with a JSON for a "
-        "function call with its proper arguments that best answers the given prompt.\n\n"
-        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
-        "Do not use variables.\n\n"
-        '{\n    "type": "function",\n    "function": {\n        "name": "now",'
-    )
-    assert "}\n\nWhat is 12+30?<|eot_id|><|start_header_id|>assistant" in text
-    assert text.count("Given the following") == 1
-    without = written("llama3", [USER], tools=[NOW])
-    assert "<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython<|eot_id|>" in without
-
-
-def test_gpt_oss_declares_tools_as_types_in_the_developers_turn():
-    text = written("gpt_oss", [SYSTEM, USER], tools=[ADD, NOW])
-    assert text == (
-        HARMONY.removesuffix("<|end|>")
-        + "\nCalls to these tools must go to the commentary channel: 'functions'.<|end|>"
-        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
-        "namespace functions {\n\n// Adds two numbers.\ntype add = (_: {\n// The first one.\na: number,\n"
-        'b: number | null,\nunit?: "m" | "km", // default: m\nmore?: {\nx?: boolean,\n}[],\n}) => any;\n\n'
-        "type now = () => any;\n\n} // namespace functions<|end|><|start|>user<|message|>What is 12+30?<|end|>"
-    )
-    assert "<|start|>developer<|message|># Tools" in written("gpt_oss", [USER], tools=[NOW])
+def test_tools_are_declared_as_in_the_familys_documentation():
+    """Llama 3 in the first question, gpt-oss as types in the developer's turn."""
+    system = [SYSTEM, USER, ANSWER, MORE]
+    texts = [written("llama3", system, tools=[NOW]), written("llama3", [USER], tools=[NOW])]
+    texts += [written("gpt_oss", [SYSTEM, USER], tools=[ADD, NOW]), written("gpt_oss", [USER], tools=[NOW])]
+    check_golden("tool_declarations", "\n---\n".join(texts))
 
 
 def test_gpt_oss_keeps_the_analysis_of_calls_until_the_question_is_answered():

@@ -5,13 +5,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from llmrl.data.llm.chat import History
 from llmrl.data.ragged.tensordicts import column
 from llmrl.data.replay_buffers import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from llmrl.envs.llm import ChatEnv
+from llmrl.envs.llm.chat import next_prompt
 from llmrl.envs.utils import step_mdp
-from llmrl.modules.llm import LLMWrapperBase, TokenScores
+from llmrl.errors import RolloutError
+from llmrl.modules.llm import ChatHistory, LLMWrapperBase, Text, TokenScores
 from llmrl.objectives.llm import GRPOLoss
-from tests.support.conversations import Recorder, prompt_after
+from tests.support.conversations import Recorder, chats, fake_policy, history_td, prompt_after, rows
 
 NUM = 1000
 
@@ -159,3 +162,42 @@ def test_plain_log_probs_are_carried_beside_the_truncated_ones(tokenizer, pad_ou
         sampled = torch.cat([log_probs for _, _, log_probs in engine.drawn[row::2]])
         assert torch.equal(full[row][full[row] != 0], sampled)
         assert torch.equal(plain[row], 2 * full[row])
+
+
+def carried(td, *, tool=None):
+    """The next turn's prompt side, as an environment leaves it; ``tool`` adds a message to every conversation."""
+    after = TensorDict(next_prompt(td), td.batch_size)
+    if tool is not None:
+        after["history"] = prompt_after(after["history"].prompt, [[tool]] * len(td))
+    return after
+
+
+def test_asking_the_same_prompt_again_uses_the_same_ids(tokenizer):
+    policy = fake_policy(tokenizer, ["one", "two", "three", "four"])
+    td = policy(history_td(chats(["Hi"])))
+    policy(td)
+    assert torch.equal(policy.engine.prompts[0], policy.engine.prompts[1])
+    later = policy(carried(td, tool={"role": "user", "content": "more"}))
+    before = int(rows(later, "masks", "all_assistant_mask")[0].sum())
+    [mask] = rows(policy(later), "masks", "all_assistant_mask")
+    assert torch.equal(policy.engine.prompts[2], policy.engine.prompts[3])
+    assert mask.sum() == before - len(policy.engine.answers[2]) + len(policy.engine.answers[3])
+
+
+def test_text_mode_tokenises_only_what_was_appended(tokenizer):
+    policy = fake_policy(tokenizer, [torch.tensor([300, 301, 302]), "end"], input_mode="text")
+    td = policy(TensorDict({"text": Text.from_rows({"prompt": ["Hello "]})}, [1]))
+    step = carried(td)
+    step["text"] = Text.from_rows({"prompt": [td["text"].rows("full")[0] + " more"]})
+    policy(step)
+    added = tokenizer.encode(" more", add_special_tokens=False)
+    assert policy.engine.prompts[1].tolist() == [*rows(td, "tokens", "full")[0].tolist(), *added]
+    assert int(rows(step, "masks", "all_assistant_mask")[0].sum()) == 3 + len(policy.engine.answers[1])
+
+
+def test_a_conversation_that_lost_messages_is_an_error(tokenizer):
+    policy = fake_policy(tokenizer, ["one"])
+    td = carried(policy(history_td(chats(["Hi"]))))
+    td["history"] = ChatHistory.from_rows({"prompt": History.from_chats(chats(["Hi"]))})
+    with pytest.raises(RolloutError, match="only grows"):
+        policy(td)

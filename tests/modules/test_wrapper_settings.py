@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from llmrl.data.llm.chat import History
 from llmrl.errors import ConfigError, DataError, ShapeError
-from llmrl.modules.llm import ChatHistory, StopReason, Tokens, TransformersWrapper, vLLMWrapper
+from llmrl.modules.llm import ChatHistory, StopReason, Text, Tokens, TransformersWrapper, vLLMWrapper
 from llmrl.modules.llm.engines.vllm.core import request_options
 from llmrl.modules.llm.policies import LLMWrapperBase
 from llmrl.modules.llm.policies.options import generation_options
@@ -85,31 +85,65 @@ def test_a_pickled_policy_answers_alike(model, tokenizer):
     assert theirs == ours
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temprature": 1.0}, "'temprature'.* 'temperature'"),
-        ({"num_beams": 4}, "num_beams must be 1"),
-        ({"temperature": -0.1}, "temperature must be non-negative"),
-        ({"top_p": 2.0}, r"top_p must be within \[0, 1\]"),
-        ({"top_k": -5}, "top_k must be positive"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
-        ({"do_sample": False, "temperature": 0.7}, "greedy decoding .* needs temperature 0"),
-        ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
-        ({"num_return_sequences": 0}, "num_return_sequences must be a positive integer"),
-        ({"num_return_sequences": 2.5}, "num_return_sequences must be a positive integer"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer: got 2.5"),
-        ({"max_new_tokens": True}, "max_new_tokens must be an integer: got True"),
-        ({"top_k": 2.5}, "top_k must be an integer"),
-        ({"temperature": "1"}, "temperature must be a number: got '1'"),
-        ({"stop_sequences": [1, 2]}, "stop_strings must be a sequence of non-empty strings"),
-        ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be integers"),
-        ({"seed": "a"}, "seed must be an integer"),
-    ],
+OPTIONS = [  # of generation, for every engine, and words of the message
+    ({"temprature": 1.0}, "'temprature'.* 'temperature'"),
+    ({"num_beams": 4}, "num_beams must be 1"),
+    ({"temperature": -0.1}, "temperature must be non-negative"),
+    ({"top_p": 2.0}, r"top_p must be within \[0, 1\]"),
+    ({"top_k": -5}, "top_k must be positive"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ({"do_sample": False, "temperature": 0.7}, "greedy decoding .* needs temperature 0"),
+    ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
+    ({"num_return_sequences": 0}, "num_return_sequences must be a positive integer"),
+    ({"num_return_sequences": 2.5}, "num_return_sequences must be a positive integer"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer: got 2.5"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer: got True"),
+    ({"top_k": 2.5}, "top_k must be an integer"),
+    ({"temperature": "1"}, "temperature must be a number: got '1'"),
+    ({"stop_sequences": [1, 2]}, "stop_strings must be a sequence of non-empty strings"),
+    ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be integers"),
+    ({"seed": "a"}, "seed must be an integer"),
+]
+OF_VLLM = [
+    ({"presence_penalty": 3}, r"presence_penalty .*\[-2, 2\]: got 3"),
+    ({"min_tokens": 1.5}, "min_tokens .*non-negative integer: got 1.5"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
+    ({"best_of": 4}, "best_of=4 is not supported: .*picked"),
+    ({"truncate_prompt_tokens": 5}, "is not supported: the model would see other ids"),
+    ({"include_stop_str_in_output": False}, "is not supported: a response holds all sampled tokens"),
+    ({"prompt_logprobs": 1}, "is not supported: a wrapper with generate=False"),
+    ({"presence_penalti": 0.1}, "'presence_penalti'.* 'presence_penalty'"),
+]
+SETTINGS = [  # of the wrapper
+    ({"input_mode": "histroy"}, "Did you mean 'history'"),
+    ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
+    ({"num_samples": 2, "inplace": True}, "inplace must not be True"),
+    ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "mean the same"),
+    ({"layout": torch.jagged}, "as_nested_tensor"),
+    ({"inplace": "all"}, "inplace must be"),
+    ({"tokenizer_kwargs": {"padding": True}}, "must not set padding"),
+    ({"device": "cpu"}, "decided by the engine"),
+    ({"generate": "no"}, "generate must be True or False: got 'no'"),
+    ({"num_samples": True}, "num_samples must be a positive integer: got True"),
+    ({"text_key": "history"}, "each container must have its own key"),
+    ({"tokenizer_kwargs": {"tools_given": True}}, "does not use the variable"),
+    ({"min_batch_size": 3, "max_batch_size": 2}, "must not exceed max_batch_size: got 3 and 2"),
+    ({"min_batch_size": 0}, "min_batch_size must be a positive integer"),
+    ({"max_batch_size": -1}, "max_batch_size must be a positive integer"),
+    ({"min_batch_size": 1.5}, "min_batch_size .*integer: got 1.5"),
+    ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
+    ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
+    ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
+    ({"max_conversation_tokens": 0}, "max_conversation_tokens must be at least 2: got 0"),
+]
+test_settings_that_cannot_be_honoured_are_errors_at_construction = refusals(
+    *((ConfigError, words, lambda own=own: fake(generate_kwargs=own)) for own, words in OPTIONS),
+    *(
+        (ConfigError, words, lambda own=own: vLLMWrapper("no/model", input_mode="tokens", generate_kwargs=own))
+        for own, words in OF_VLLM
+    ),
+    *((ConfigError, words, lambda own=own: fake(**own)) for own, words in SETTINGS),
 )
-def test_generation_options_are_checked_at_construction(tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        fake_policy(tokenizer, ["a"], generate_kwargs=options)
 
 
 def test_legacy_option_names_and_single_stops(tokenizer):
@@ -118,35 +152,6 @@ def test_legacy_option_names_and_single_stops(tokenizer):
     out = policy(history_td(chats()))
     assert (out.batch_size, len(out[0, 0]["tokens"].response)) == ((3, 3), 2)
     assert (policy.options.params.stop_token_ids, policy.options.params.stop_strings) == ((5,), ("b",))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"input_mode": "histroy"}, "Did you mean 'history'"),
-        ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
-        ({"num_samples": 2, "inplace": True}, "inplace must not be True"),
-        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, "mean the same"),
-        ({"layout": torch.jagged}, "as_nested_tensor"),
-        ({"inplace": "all"}, "inplace must be"),
-        ({"tokenizer_kwargs": {"padding": True}}, "must not set padding"),
-        ({"device": "cpu"}, "decided by the engine"),
-        ({"generate": "no"}, "generate must be True or False: got 'no'"),
-        ({"num_samples": True}, "num_samples must be a positive integer: got True"),
-        ({"text_key": "history"}, "each container must have its own key"),
-        ({"tokenizer_kwargs": {"tools_given": True}}, "does not use the variable"),
-        ({"min_batch_size": 3, "max_batch_size": 2}, "must not exceed max_batch_size: got 3 and 2"),
-        ({"min_batch_size": 0}, "min_batch_size must be a positive integer"),
-        ({"max_batch_size": -1}, "max_batch_size must be a positive integer"),
-        ({"min_batch_size": 1.5}, "min_batch_size .*integer: got 1.5"),
-        ({"batching": True, "batching_timeout": "1"}, "at least 0 seconds: got '1'"),
-        ({"batching": True, "batching_timeout": -1.0}, "at least 0 seconds"),
-        ({"batching": False, "max_batch_size": 2}, "batching=False must come without"),
-    ],
-)
-def test_settings_that_cannot_be_honoured_are_errors(tokenizer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        fake_policy(tokenizer, ["a"], **options)
 
 
 def test_tokens_mode_needs_no_tokenizer_and_reads_a_dense_prompt_by_its_mask(model):
@@ -212,35 +217,6 @@ def test_a_prompt_may_stand_in_a_plain_nested_tensordict(mode):
     assert scored["log_probs"].full.shape == ids.shape
 
 
-@pytest.mark.parametrize("generate", [True, False])
-def test_prompts_that_are_not_one_per_row_are_refused_before_anything_is_generated(tokenizer, generate):
-    """Regression: the error came from the log-probs, after generating."""
-    field = "prompt" if generate else "full"
-    policy = fake_policy(tokenizer, ["a"], generate=generate)
-    answered = [[*chat, {"role": "assistant", "content": "a"}] for chat in chats()]
-    td = TensorDict({"history": ChatHistory.from_rows({field: History.from_chats(answered)})}, [])
-    with pytest.raises(ShapeError, match=r"one value per row of a batch of \[\]: got 3; usually the batch_size"):
-        policy(td)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"presence_penalty": 3}, r"presence_penalty .*\[-2, 2\]: got 3"),
-        ({"min_tokens": 1.5}, "min_tokens .*non-negative integer: got 1.5"),
-        ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids"),
-        ({"best_of": 4}, "best_of=4 is not supported: .*picked"),
-        ({"truncate_prompt_tokens": 5}, "is not supported: the model would see other ids"),
-        ({"include_stop_str_in_output": False}, "is not supported: a response holds all sampled tokens"),
-        ({"prompt_logprobs": 1}, "is not supported: a wrapper with generate=False"),
-        ({"presence_penalti": 0.1}, "'presence_penalti'.* 'presence_penalty'"),
-    ],
-)
-def test_options_of_vllm_that_cannot_be_honoured_say_why(options, message):
-    with pytest.raises(ConfigError, match=message):
-        vLLMWrapper("no/such/model", input_mode="tokens", generate_kwargs=options)
-
-
 def test_options_of_vllm_are_known_to_its_wrapper_alone(tokenizer, model):
     handed_on = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "allowed_token_ids": [1, 2]}
     neutral = {"detokenize": False, "include_stop_str_in_output": True, "best_of": None, "bad_words": []}
@@ -298,6 +274,12 @@ def ids_td(field, ids, **more):
     return TensorDict({"tokens": {field: ids}, **more}, [len(ids)])
 
 
+def conversations(field):
+    answered = [[*chat, {"role": "assistant", "content": "a"}] for chat in chats()]
+    return ChatHistory.from_rows({field: History.from_chats(answered)})
+
+
+NOT_ONE_EACH = r"one value per row of a batch of \[\]: got 3; usually the batch_size"
 ONES, NO_IDS = torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
 ONE_ROW, ONE_SEED = r"at least one row: got \[", "'seed' must be one integer per row"
 test_what_a_wrapper_cannot_read_or_change_is_named = refusals(
@@ -315,9 +297,28 @@ test_what_a_wrapper_cannot_read_or_change_is_named = refusals(
         r"must have the shape of .*: got \[2, 2\] for \[2, 3\]",
         lambda: of_ids()(ids_td("prompt", ONES, attention_mask=torch.ones(2, 2))),
     ),
+    (
+        ShapeError,
+        r"'attention_mask' must have the shape of .*: got \[2, 2\] for \[2, 3\]",
+        lambda: of_ids(generate=False)(ids_td("full", ONES, attention_mask=torch.ones(2, 2))),
+    ),
+    *(
+        (TypeError, words, lambda mode=mode, wrong=wrong: fake(input_mode=mode)(TensorDict({mode: wrong}, [])))
+        for mode, wrong, words in (
+            ("history", "Hi", "Expected History .*got str"),
+            ("history", torch.zeros(1), "Expected History .*got Tensor"),
+            ("history", ChatHistory(prompt="Hi"), "Expected History .*got str"),
+            ("history", ChatHistory(prompt=torch.zeros(1)), "Expected History .*got Tensor"),
+            ("history", Text(prompt="Hi"), "Expected History .*got str"),
+            ("text", "Hi", "Expected str .*got str in its place"),
+            ("tokens", torch.zeros(1), "Expected int64.*got Tensor in its place"),
+        )
+    ),
     (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3)))),
     (ShapeError, ONE_SEED, lambda: fake()(history_td(chats()).set("seed", torch.ones(3, 2).long()))),
-    (ConfigError, "max_conversation_tokens must be at least 2: got 0", lambda: fake(max_conversation_tokens=0)),
+    # Regression: the error came from the log-probs, after generating.
+    (ShapeError, NOT_ONE_EACH, lambda: fake()(TensorDict({"history": conversations("prompt")}, []))),
+    (ShapeError, NOT_ONE_EACH, lambda: fake(generate=False)(TensorDict({"history": conversations("full")}, []))),
     (ConfigError, "must be an Engine", lambda: LLMWrapperBase(tiny_model(), tokenizer=tiny_tokenizer())),
     (ConfigError, "gradients need a model", lambda: fake().token_scores(ONES, ONES, ONES)),
     (

@@ -22,6 +22,7 @@ from llmrl.run.config import settings
 from llmrl.run.metrics import METRICS
 from llmrl.train.preference_settings import DPOConfig
 from llmrl.train.settings import GRPOConfig
+from tests.support.golden import check_golden
 from tests.support.runs import GRPO, evaluation, make_run
 
 
@@ -249,31 +250,17 @@ def test_text_of_a_run_stays_inside_its_block_whatever_it_is(tmp_path):
     assert len(re.findall("<script[ >]", text)) == 4
 
 
-def test_the_headline_has_scores_before_and_after_with_their_interval(tmp_path):
-    data = report_data(read_run(make_run(tmp_path / "try1", 40).path))
-    assert data["title"] == "try1"
-    assert data["subtitle"] == "llmrl grpo sums_grpo · started 2026-11-23 02:46 with llmrl 0.1.0"
-    evaluated, reward, steps, trained = data["cards"]
-    assert evaluated["value"] == "0.5 → 0.9"
-    assert evaluated["note"] == "+0.4 · 95% interval 0.871 to 0.923, 500 problems"
-    assert reward["value"].startswith("0.3 → 0.")
-    assert (steps["value"], steps["note"]) == ("40 of 40", "6m 00s · 9.00 s per step")
-    assert trained["value"] == "400.0k"
-    plan, given, metrics = data["tables"]
-    assert plan["rows"] == [["machine", "1 process · CPU"]]
-    assert given["rows"] == [["steps", "40", "200", "sums.yaml:5"], ["optim.lr", "2e-06", "1e-06", "command line"]]
-    assert next(row for row in metrics["rows"] if row[0] == "policy/lr")[-1] == "learning rate"
-
-
-def test_what_was_measured_once_has_no_change_and_test_sets_come_before_others(tmp_path):
-    run = make_run(tmp_path / "a", 1)
+def test_headline_and_tables_have_what_a_run_was_and_came_to(tmp_path):
+    """Scores before and after with their interval; what was measured once has no change, and comes after test sets."""
+    whole, once = make_run(tmp_path / "try1", 40), make_run(tmp_path / "once", 1)
     rows = [{"step": 0, **evaluation(0.5)}, {"step": 1, "policy/loss": 2.0, "eval/sums-validation/mean": 0.25}]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = report_data(read_run(run.path))
-    held_out, other = data["cards"][:2]
-    assert held_out == {"label": "evaluation sums", "value": "0.5", "note": "95% interval 0.456 to 0.544, 500 problems"}
-    assert other == {"label": "evaluation sums-validation", "value": "0.25", "note": "step 1"}
-    assert chart(data["charts"], "Loss")["note"] == "", "GRPO's losses alone are near 0"
+    once.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages = [report_data(read_run(run.path)) for run in (whole, once)]
+    parts = [(page["title"], page["subtitle"], *page["cards"]) for page in pages]
+    tables = [*pages[0]["tables"][:2], pages[1]["tables"][2]]  # machine and plan, settings; all metrics
+    parts += [(table["title"], *table["rows"]) for table in tables]
+    check_golden("report", "".join(f"{row}\n" for part in parts for row in (*part, "")))
+    assert chart(pages[1]["charts"], "Loss")["note"] == "", "GRPO's losses alone are near 0"
 
 
 def test_llmrl_report_writes_the_page_anew_and_says_where(tmp_path, monkeypatch, run_llmrl):

@@ -10,6 +10,7 @@ from llmrl.errors import DataError
 from llmrl.report.page import as_json
 from llmrl.report.rollouts import rollouts_data
 from llmrl.run.rollout_log import Rollout, RolloutLog, TokenRecord, ToolCallRecord, read_rollouts
+from tests.support.golden import check_golden
 
 ROOM = 10**6
 
@@ -52,31 +53,7 @@ def test_a_small_run_is_shown_whole(tmp_path):
     data = rollouts_data(tmp_path, max_bytes=ROOM)
     assert (data["steps"], data["num_steps"], data["num_rollouts"], len(data["rollouts"])) == ([1, 2], 2, 12, 12)
     assert (data["vocabulary"], data["control"]) == ({0: "t0", 1: "t1", 2: "t2", 3: "t3"}, [0])
-    assert data["rollouts"][0] == {
-        "step": 1,
-        "group": 0,
-        "prompt_id": "0000",
-        "prompt": "prompt 0",
-        "completion": "answer 0.0",
-        "reward": 0.0,
-        "rewards": {"exact": 1.0},
-        "columns": {},
-        "advantage": 0.0,
-        "stop_reason": "eos",
-        "version": 0,
-        "tokens": 3,
-        "tool_calls": [
-            {"turn": 0, "name": "calculator", "arguments": "{}", "result": "42", "outcome": "ok", "seconds": 0.1235}
-        ],
-        "record": {
-            "ids": [0, 1, 2, 3],
-            "spans": [["user", 0, 1], ["assistant", 0, 3]],
-            "trained": "0110",
-            "left_out": [4, 0],
-            "engine": [None, -0.1235, -0.1235, -0.1235],
-            "trainer": [None, -0.1235, -0.1235, None],
-        },
-    }
+    check_golden("rollout_of_a_report", "".join(f"{name}: {value}\n" for name, value in data["rollouts"][0].items()))
 
 
 def test_a_long_run_is_sampled_evenly_within_its_room(tmp_path):

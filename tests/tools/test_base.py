@@ -1,4 +1,5 @@
 import asyncio
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from llmrl.errors import ConfigError
 from llmrl.tools import FunctionTool, Tool, ToolError, ToolTimeout, as_tool, load_tool, tool
 from llmrl.tools.load import check_tool
 from llmrl.tools.schema import parse_docstring
+from tests.support.golden import check_golden
 from tests.support.refusals import refusals
 
 FAR = float("inf")
@@ -42,7 +44,7 @@ def call(made: Tool, arguments: dict[str, Any], conversation: Any = 0, deadline:
     return made.call(arguments, conversation=conversation, deadline=deadline)
 
 
-def test_the_signature_and_the_docstring_are_the_schema():
+def test_signature_and_docstring_are_the_schema_and_arguments_arrive_as_their_types():
     def lookup(city: str, days: int = 3, unit: Literal["C", "F"] = "C") -> str:
         """The weather of a city.
 
@@ -58,23 +60,6 @@ def test_the_signature_and_the_docstring_are_the_schema():
         """
         return ""
 
-    schema = as_tool(lookup).schema()
-    function = schema["function"]
-    assert (schema["type"], function["name"]) == ("function", "lookup")
-    assert function["description"] == "The weather of a city.\n\nIn the next days."
-    assert function["parameters"] == {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "its name, in English"},
-            "days": {"type": "integer", "default": 3, "description": "how many"},
-            "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
-        },
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-
-
-def test_every_type_that_json_can_say_has_its_schema_and_arrives_as_that_type():
     def take(
         ratio: float,
         flag: bool,
@@ -90,31 +75,16 @@ def test_every_type_that_json_can_say_has_its_schema_and_arrives_as_that_type():
         """Takes."""
         return repr((ratio, flag, names, table, color, point, options, title, maybe, json))
 
-    made = as_tool(take)
-    properties = made.parameters["properties"]
-    assert properties["ratio"] == {"type": "number"}
-    assert properties["flag"] == {"type": "boolean"}
-    assert properties["names"] == {"type": "array", "items": {"type": "string"}}
-    assert properties["table"] == {"type": "object", "additionalProperties": {"type": "integer"}}
-    assert properties["color"] == {"type": "string", "enum": ["red", "blue"]}
-    assert properties["point"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
-    assert properties["options"]["required"] == ["deep"]
-    assert properties["title"] == {"type": "string", "description": "of the page"}
-    assert properties["maybe"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
-    given = {"ratio": 1, "flag": True, "names": ["a"], "table": {"b": 2}, "color": "blue", "title": 12}
-    expected = (1.0, True, ["a"], {"b": 2}, Color.BLUE, Point(7, 0), {"deep": False}, "12", None, None)
-    assert call(made, {**given, "point": {"x": "7"}, "options": {"deep": False}}) == repr(expected)
-
-
-def test_a_property_may_be_called_title_and_a_type_may_contain_itself():
     def go(place: Place) -> str:
         """Goes."""
         return place.near.title
 
-    made = as_tool(go)
-    assert made.parameters["properties"]["place"]["properties"]["title"] == {"type": "string"}
-    assert "Place" in made.parameters["$defs"]
-    assert call(made, {"place": {"title": "a", "near": {"title": "b"}}}) == "b"
+    schemas = [as_tool(function).schema() for function in (lookup, take, go)]
+    check_golden("tool_schemas", "".join(json.dumps(schema, indent=1) + "\n" for schema in schemas))
+    given = {"ratio": 1, "flag": True, "names": ["a"], "table": {"b": 2}, "color": "blue", "title": 12}
+    expected = (1.0, True, ["a"], {"b": 2}, Color.BLUE, Point(7, 0), {"deep": False}, "12", None, None)
+    assert call(as_tool(take), {**given, "point": {"x": "7"}, "options": {"deep": False}}) == repr(expected)
+    assert call(as_tool(go), {"place": {"title": "a", "near": {"title": "b"}}}) == "b"
 
 
 def test_text_is_read_as_json_where_the_type_needs_it():

@@ -3,6 +3,7 @@
 Each test runs it for real and looks at the host afterwards; `attempt` prints "no" where a call is refused.
 """
 
+import errno
 import os
 import platform
 import socket
@@ -50,14 +51,20 @@ for top in ('/etc', '/root', '/home', '/work', '/mnt', '/var', '/srv', '/opt'):
     assert {word for line in lines[len(paths) :] for word in line.split()} <= {"file", "ld.so.cache"}
 
 
-REFUSED = {
-    "to write outside of /tmp": """
+NO = "no\n"
+ATTACKS = {  # what the code wants -> what it is to print, and the code
+    "to write outside of /tmp": (
+        NO * 10,
+        """
 import os
 folders = '/', '/usr', '/usr/lib', '/etc', '/dev', '/dev/shm', '/proc/sys/kernel', os.path.dirname(os.__file__)
 for path in (*(folder + '/written' for folder in folders), '/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger'):
     attempt(lambda path: open(path, 'w').write('0'), path)
 """,
-    "to follow links and /proc out of the sandbox": """
+    ),
+    "to follow links and /proc out of the sandbox": (
+        NO * 10,
+        """
 import os
 os.symlink('/etc/shadow', '/tmp/link')
 os.symlink('/proc/1/root', '/tmp/root')
@@ -70,21 +77,106 @@ for pid in (1, os.getppid()):
         if not target.startswith(('pipe:', '/dev/null', 'anon_inode:')):
             print('descriptor', target)
 """,
+    ),
     # Regression: the code could lower its score, and outlive the trainer when memory runs out.
-    "to lower its score for the killer of processes": """
+    "to lower its score for the killer of processes": (
+        NO * 10,
+        """
 scores = '/proc/self/oom_score_adj', '/proc/1/oom_score_adj'
 for path in (*scores, *scores, '/proc/self/oom_adj'):
     for value in ('0', '-1000'):
         attempt(lambda path, value: open(path, 'w').write(value), path, value)
 assert [open(path).read() for path in scores] == ['1000\\n'] * 2
 """,
+    ),
+    "privileges": (
+        "0000000000000000 1\n-1 -1\n-1 -1\nno\nno more memory\n",
+        """
+import ctypes, os, re, resource
+libc = ctypes.CDLL(None, use_errno=True)
+status = open('/proc/self/status').read()
+print(re.search(r'CapEff:\\s*(\\w+)', status)[1], re.search(r'NoNewPrivs:\\s*(\\w+)', status)[1])
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
+print(libc.unshare(CLONE_NEWUSER), libc.unshare(CLONE_NEWNS))
+print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))
+attempt(os.setuid, 0)
+try:
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+except ValueError:
+    print('no more memory')
+""",
+    ),
+    # A timer or a descriptor can send its owner any signal, a tracer can keep one from it.
+    "to go on by itself while it is stopped": (
+        "-1 ENOSYS\n" * 4 + NO,
+        f"""
+import ctypes, errno, fcntl
+libc = ctypes.CDLL(None, use_errno=True)
+for number in {(222, 101, 310, 311) if platform.machine() == "x86_64" else (107, 117, 270, 271)}:
+    print(libc.syscall(number, 0, 0, 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])
+attempt(fcntl.fcntl, 1, 10, 18)  # F_SETSIG, SIGCONT
+""",
+    ),
+    # Regression: System V segments and files in memory held gigabytes beside a limit of 512 MiB, beyond the call.
+    "memory that does not count": (
+        "-1 ENOSYS\n" * 3 + NO,
+        """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+for call, *arguments in ((libc.shmget, 0, 200 << 20, 0o1600), (libc.msgget, 0, 0o1600), (libc.semget, 0, 1, 0o1600)):
+    print(call(*arguments), errno.errorcode[ctypes.get_errno()])
+attempt(os.memfd_create, 'hoard')
+""",
+    ),
+    "files without end, in one and in many": (
+        f"{errno.EFBIG} 16\n{errno.ENOSPC}\n",
+        """
+import os
+def write(name, mib):
+    try:
+        with open(name, 'wb') as file:
+            for _ in range(mib):
+                file.write(bytes(1 << 20))
+        return 'wrote'
+    except OSError as error:
+        return error.errno
+print(write('/tmp/large', 17), os.path.getsize('/tmp/large') >> 20)
+print([write(f'/tmp/part{number}', 15) for number in range(6)][-1])
+""",
+    ),
+    # Regression: AF_VSOCK, which no network namespace holds, reached the host of a virtual machine.
+    "any socket but a local one": (
+        "{<AddressFamily.AF_UNIX: 1>}\n",
+        """
+import asyncio, socket
+opened = set()
+for family in range(64):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        for make in (socket.socket, socket.socketpair):
+            try:
+                opened.add(socket.AddressFamily(family) if make(family, kind) else None)
+            except OSError as error:
+                assert family == socket.AF_UNIX or error.errno == 97, (family, error)  # EAFNOSUPPORT
+asyncio.run(asyncio.sleep(0))
+print(opened)
+""",
+    ),
+    "a descriptor but its own and the two of the protocol": (
+        "/dev/null\n" + "pipe\n" * 4,
+        """
+import os
+for name in sorted(os.listdir('/proc/self/fd'), key=int):
+    if os.path.islink(f'/proc/self/fd/{name}'):  # that of the listing is gone
+        print(os.readlink(f'/proc/self/fd/{name}').partition(':')[0])
+""",
+    ),
 }
 
 
-@pytest.mark.parametrize("code", REFUSED.values(), ids=REFUSED)
-def test_the_ten_attempts_are_all_refused(run, code):
+@pytest.mark.parametrize(("output", "code"), ATTACKS.values(), ids=ATTACKS)
+def test_what_the_code_wants_is_refused(run, output, code):
     result = run(code)
-    assert (result.output, result.error) == ("no\n" * 10, None)
+    assert (result.output, result.error) == (output, None)
 
 
 def test_the_network_cannot_be_reached(run):
@@ -107,40 +199,6 @@ attempt(socket.getaddrinfo, 'example.com', 80)
             with pytest.raises(BlockingIOError):
                 listening.accept()
     assert result.output == "no\n" * 4
-
-
-def test_of_all_sockets_only_local_ones_can_be_opened(run):
-    """Regression: AF_VSOCK, which no network namespace holds, reached the host of a virtual machine."""
-    result = run("""
-import asyncio, socket
-for family in range(64):
-    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
-        for make in (socket.socket, socket.socketpair):
-            try:
-                print(family, make(family, kind) and make.__name__)
-            except OSError as error:
-                assert family == socket.AF_UNIX or error.errno == 97, (family, error)  # EAFNOSUPPORT
-asyncio.run(asyncio.sleep(0))
-""")
-    assert (result.error, {line.split()[0] for line in result.output.splitlines()}) == (None, {"1"})
-
-
-def test_privileges_cannot_be_had(run):
-    result = run("""
-import ctypes, os, re, resource
-libc = ctypes.CDLL(None, use_errno=True)
-status = open('/proc/self/status').read()
-print(re.search(r'CapEff:\\s*(\\w+)', status)[1], re.search(r'NoNewPrivs:\\s*(\\w+)', status)[1])
-CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
-print(libc.unshare(CLONE_NEWUSER), libc.unshare(CLONE_NEWNS))
-print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'))
-attempt(os.setuid, 0)
-try:
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-except ValueError:
-    print('no more memory')
-""")
-    assert result.output == "0000000000000000 1\n-1 -1\n-1 -1\nno\nno more memory\n"
 
 
 def test_processes_of_the_host_cannot_be_signalled(run):
@@ -167,18 +225,6 @@ def test_files_in_tmp_are_private(run):
     code = f"import os; print(os.path.exists('{name}'), os.listdir('/tmp'))"
     assert run(code, conversation="bystander").output == "False []\n"
     assert not Path(name).exists()
-
-
-def test_a_stopped_interpreter_has_no_way_to_go_on_by_itself(run):
-    """A timer or a descriptor can send its owner any signal, a tracer can keep one from it."""
-    result = run(f"""
-import ctypes, errno, fcntl
-libc = ctypes.CDLL(None, use_errno=True)
-for number in {(222, 101, 310, 311) if platform.machine() == "x86_64" else (107, 117, 270, 271)}:
-    print(libc.syscall(number, 0, 0, 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])
-attempt(fcntl.fcntl, 1, 10, 18)  # F_SETSIG, SIGCONT
-""")
-    assert result.output == "-1 ENOSYS\n" * 4 + "no\n"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is that of x86_64")
@@ -228,7 +274,8 @@ if os.fork() == 0:
     assert run(code).output == "it went on\n"
 
 
-WRITE_EVERYWHERE = """
+def writes_everywhere(data: str) -> str:
+    return f"""
 import os
 for name in os.listdir('/proc/self/fd'):
     if int(name) > 2:
@@ -239,32 +286,34 @@ for name in os.listdir('/proc/self/fd'):
 """
 
 
+GARBAGE = "the interpreter's answer could not be read"
+
+
 @pytest.mark.parametrize(
-    "data",  # the third is larger than what is read of an answer
+    ("code", "error"),
     [
-        "b'garbage' * 100",
-        "bytes(60000)",
-        "bytes(1 << 20)",
-        "b'[]\\n'",
-        'b\'{"id": "x", "error": null}\\n\'',
-        "b'[' * 50000 + b'\\n'",
+        (writes_everywhere("b'garbage' * 100"), GARBAGE),
+        (writes_everywhere("bytes(60000)"), GARBAGE),
+        (writes_everywhere("bytes(1 << 20)"), GARBAGE),  # larger than what is read of an answer
+        (writes_everywhere("b'[]\\n'"), GARBAGE),
+        (writes_everywhere("""b'{"id": "x", "error": null}\\n'"""), GARBAGE),
+        (writes_everywhere("b'[' * 50000 + b'\\n'"), GARBAGE),
+        ("import os; os.closerange(3, 256)", None),
+        ("import os; os.closerange(0, 256)", None),
+        ("import os; os._exit(0)", None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None),
+        ("import ctypes; ctypes.string_at(0)", None),
+        ("import json, os; json.dumps = os.write = None; import builtins; builtins.__dict__.clear()", None),
     ],
 )
-def test_garbage_in_the_protocol_pipe_is_an_error_of_that_call_alone(run, data):
-    result = run(WRITE_EVERYWHERE.format(data=data))
-    assert result.error == "the interpreter's answer could not be read"
-    assert result.lost_after
+def test_code_that_spoils_its_answer_or_its_interpreter_has_an_error_alone(run, code, error):
+    result = run(code, timeout_s=5)
+    if error is not None:
+        assert (result.error, result.lost_after) == (error, True)
+    else:
+        assert result.status in ("ok", "error")
+        run("1", timeout_s=5)
     assert run("6 * 7").output == "42\n"
-
-
-def test_the_code_has_no_descriptor_but_its_own_and_the_two_of_the_protocol(run):
-    result = run("""
-import os
-for name in sorted(os.listdir('/proc/self/fd'), key=int):
-    if os.path.islink(f'/proc/self/fd/{name}'):  # that of the listing is gone
-        print(os.readlink(f'/proc/self/fd/{name}').partition(':')[0])
-""")
-    assert result.output.splitlines() == ["/dev/null", *["pipe"] * 4]
 
 
 def test_a_well_forged_answer_does_not_shift_later_answers(run):
@@ -281,24 +330,6 @@ print('forged')
     answers = [run(f"print({number})") for number in range(3)]
     assert all(answer.output == f"{n}\n" for n, answer in enumerate(answers) if answer.status == "ok")
     assert [answer.status for answer in answers[1:]] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os; os.closerange(3, 256)",
-        "import os; os.closerange(0, 256)",
-        "import os; os._exit(0)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import ctypes; ctypes.string_at(0)",
-        "import json, os; json.dumps = os.write = None; import builtins; builtins.__dict__.clear()",
-    ],
-)
-def test_an_interpreter_that_ends_itself_is_an_error_of_that_call_and_is_replaced(run, code):
-    result = run(code, timeout_s=5)
-    assert result.status in ("ok", "error")
-    run("1", timeout_s=5)
-    assert run("6 * 7").output == "42\n"
 
 
 def test_spoiling_the_request_pipe_ends_the_interpreter_and_the_next_call_has_another(run):

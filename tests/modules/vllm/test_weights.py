@@ -83,20 +83,6 @@ def send(engine, weights, buffer_bytes=1 << 26, transfer=None):
 # --- given as tensors -------------------------------------------------------------------------------------------------
 
 
-def test_log_probs_equal_the_trainers_before_and_after_many_updates(model, engine):
-    publish(model, engine)
-    check(model, engine)
-    old = copy.deepcopy(model)
-    for _ in range(8):
-        version = publish(stepped(model).state_dict(), engine)
-        assert engine.generate(PROMPTS, SAMPLING).version == version
-        check(model, engine)
-    for temperature in (0.5, 1.3):
-        check(model, engine, temperature)
-    with pytest.raises(AssertionError, match="scores differ"):  # the bound means something
-        PROBE(engine.score, scorer(old))
-
-
 def test_a_prompt_seen_before_is_not_answered_from_the_old_weights(model, engine):
     long = [torch.arange(1, 100)]  # several blocks of the prefix cache
     params = SamplingParams(max_new_tokens=1, temperature=0.0)
