@@ -97,6 +97,15 @@ def test_a_sampled_conversation_is_one_stream_and_its_history_renders_as_it(name
             assert row["tokens"].full[: len(before)].tolist() == before.tolist()
 
 
+@pytest.mark.parametrize("name", [name for name, row in _BUILT_IN.items() if row.rewrites])
+def test_where_the_past_is_rewritten_each_prompt_is_what_the_template_writes(name: str):
+    tokenizer = tiny_tokenizer(template=name)
+    policy, rows = sampled_turns(tokenizer, as_a_trained_model)
+    for turn, row in enumerate(rows):
+        asked = row["history"].full.to_chats()[:-1]
+        assert policy.engine.prompts[turn].tolist() == Renderer(tokenizer).prompt_ids([asked])[0].tolist()
+
+
 @pytest.mark.parametrize(("name", "kind"), KEEPING)
 @pytest.mark.parametrize("ends", ["by its control token alone", "by length"])
 def test_each_turn_has_one_end_marker_however_it_ended(name: str, ends: str, kind: str):

@@ -216,13 +216,19 @@ def test_text_of_another_format_is_refused(name: str):
         History.from_text("hello", chat_template_name=name)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_CALLS if not _BUILT_IN[name].rewrites])
-def test_stream_goes_on_after_a_tool_call(name: str):
+KEEPING = [name for name in WITH_CALLS if not _BUILT_IN[name].rewrites]
+NUM_CALLS = {name: (1,) if name in ("llama3", "gpt_oss") else (1, 2) for name in KEEPING}  # of one message
+
+
+@pytest.mark.parametrize(("name", "num_calls"), [(name, number) for name in KEEPING for number in NUM_CALLS[name]])
+def test_stream_goes_on_after_tool_calls(name: str, num_calls: int):
     renderer = family(name)
-    [whole] = renderer.render([[USER, CALLING]])
+    chat = [USER, CALLING | {"tool_calls": [CALL] * num_calls}]
+    [whole] = renderer.render([chat])
     stream = whole.ids[: whole.spans[-1][1]]
-    [delta] = renderer.extend([stream], [[USER, CALLING, RESULT]], [1])
-    assert torch.cat([stream, delta]).tolist() == renderer.prompt_ids([[USER, CALLING, RESULT]])[0].tolist()
+    chat += [RESULT] * num_calls
+    [delta] = renderer.extend([stream], [chat], [num_calls])
+    assert torch.cat([stream, delta]).tolist() == renderer.prompt_ids([chat])[0].tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if _BUILT_IN[name].rewrites])
