@@ -15,7 +15,7 @@ from llmrl.objectives import LossModule, Metric, merge_outputs
 from llmrl.objectives.llm import Algorithm, GRPOLoss, GRPOSettings, MCAdvantage
 from llmrl.objectives.llm.groups import group_advantage
 from llmrl.settings import Settings
-from llmrl.train.algorithms import load_algorithm
+from llmrl.train.algorithms import check_columns, load_algorithm
 from llmrl.train.settings import GRPOConfig
 from tests.support.losses import Recorded, conversation
 
@@ -125,6 +125,48 @@ class Nameless(LossModule):
     metrics: ClassVar = {"a": Metric("policy/mine")}
 
 
+class Alone(Algorithm):
+    """Whole rewards, without groups."""
+
+    compares_groups, reads = False, ("level", ("log_probs", "full"))
+
+    def advantages(self, rows):
+        return rows.set("advantage", rows["next", "reward"])
+
+
+class Scaled(Algorithm):
+    def group_advantages(self, rewards_NG):
+        return 2 * super().group_advantages(rewards_NG)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "unused"),
+    [
+        (Algorithm, set()),
+        (Scaled, set()),  # it calls the method that it replaces
+        (Alone, {"grpo.scale", "min_group_size"}),
+        (Best, {"grpo.scale", "grpo.clip", "grpo.surrogate", "grpo.dual_clip", "grpo.sapo_tau"}),
+    ],
+)
+def test_settings_that_an_algorithm_does_not_read_are_known(algorithm, unused):
+    assert set(algorithm.unused()) == unused
+
+
+def test_columns_that_nobody_writes_are_refused_with_a_near_name():
+    check_columns(Alone, [{"query": "q", "level": 1}])
+    with pytest.raises(ConfigError, match=r"Alone reads the column 'level'.*the data has levels, query. Did you mean"):
+        check_columns(Alone, [{"query": "q", "levels": 1}])
+
+
+def test_one_completion_per_prompt_is_for_algorithms_without_groups(module):
+    module.Alone, module.Best = Alone, Best
+    settings = {"model": {}, "env": {"name": "sums"}, "group_size": 1}
+    assert GRPOConfig(**settings, algorithm="own_algorithms:Alone").group_size == 1
+    for algorithm in (None, "own_algorithms:Best"):
+        with pytest.raises(ValueError, match="a group of 1 has no baseline"):
+            GRPOConfig(**settings, algorithm=algorithm)
+
+
 class Taken(LossModule):
     metrics: ClassVar = {"a": Metric("policy/entropy", "another entropy")}
 
@@ -139,6 +181,7 @@ class Taken(LossModule):
         ({"offset": -1}, Best, "offset: .* greater than or equal to 0: got -1"),
         ("Own", type("Own", (Algorithm,), {"loss": Twice}), "'policy/mine' must be declared once"),
         ("Own", type("Own", (Algorithm,), {"loss": Nameless}), "must be 'family/name' with a meaning"),
+        ("Own", type("Own", (Algorithm,), {"metrics": Twice.metrics}), "'policy/mine' must be declared once"),
         ("Own", type("Own", (Algorithm,), {"loss": Taken}), "one of llmrl's own metrics"),
     ],
 )

@@ -43,6 +43,7 @@ def resume_at_step_2(place, steps, **compared):
         ("grpo", {}),
         ("grpo", {"model": "untied"}),
         ("grpo", {"updates_per_step": 2, "group_size": 5}),
+        ("grpo", {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.5}, "updates_per_step": 2}),
         ("grpo", {"grpo": {"kl": 0.5, "entropy": 0.01}, "env": {"max_turns": 2}}),
         ("grpo", {"sampling": {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9}, "zero_variance": "keep"}),
     ],

@@ -50,9 +50,10 @@ def test_held_out_rows_on_two_processes_have_the_numbers_of_one(place, recipe, l
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_grpo_on_two_processes_has_the_numbers_of_one(place, layout):
+@pytest.mark.parametrize("algorithm", [None, "tests.support.twins:Twins"])
+def test_grpo_on_two_processes_has_the_numbers_of_one(place, algorithm, layout):
     overrides = (f"parallel.mode={layout}", "memory.offload=activations", "optim.name=adamw_offload")
-    changes = {"steps": 4, "optim": OPTIM, "grpo": {"kl": 0.1}, "tokens_per_microbatch": 150}
+    changes = {"steps": 4, "optim": OPTIM, "grpo": {"kl": 0.1}, "tokens_per_microbatch": 150, "algorithm": algorithm}
     place.train_as_one_and_as_ranks("grpo", *overrides, step=4, checkpoint={"every": 2}, **changes)
     for step in range(1, 5):
         one = sorted((r.group, r.completion, r.reward) for r in place.rollouts("one", step))

@@ -13,6 +13,8 @@ import llmrl.testing
 from llmrl.envs.llm.tasks.sums import sums_reward
 from llmrl.errors import DataError
 from llmrl.objectives.llm.settings import PRESETS
+from llmrl.report.curves import charts
+from llmrl.report.run_files import read_run
 from llmrl.run.metrics import check_metric_name, read_metrics
 from llmrl.run.model_names import resolve_model
 from llmrl.train.settings import GRPOConfig, SFTConfig
@@ -229,3 +231,15 @@ def test_a_run_that_failed_before_its_first_step_is_corrected_under_its_name_or_
     place.rows("chats.jsonl", good)
     place.run("sft", recipe, "--name", "two")
     place.run("sft", recipe, "--name", "two", code=2, words=["exists"])
+
+
+def test_the_plan_names_settings_that_an_own_algorithm_does_not_read_and_the_page_draws_its_metrics_together(place):
+    own = {"algorithm": "tests.support.twins:Twins", "grpo": {"kl": 0.1, "scale": "loo"}}
+    place.train("grpo", "own", steps=2, words=["not used    grpo.scale: Twins does without"], **own)
+    drawn = {chart["title"]: chart for chart in charts(read_run(place.path / "runs/own"))}
+    assert {line["metric"] for line in drawn["Twin"]["lines"]} == {"twin/loss", "twin/grad_norm", "twin/lr"}
+    place.rows("other.jsonl", [{"prompt": "Say x", "answers": "1"}])
+    env = {"dataset": "other.jsonl", "reward": "vowels:brief"}
+    place.module("vowels", "def brief(completion): return -len(completion)")
+    words = ["Twins reads the column 'answer'", "Did you mean 'answers'"]
+    place.plan("grpo", code=2, words=words, env=env, algorithm="tests.support.twins:Twins")
