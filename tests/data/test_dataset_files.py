@@ -37,14 +37,6 @@ def test_every_file_format_gives_the_same_rows(tmp_path, suffix):
     assert list(load_rows(write(tmp_path / f"data{suffix}", ROWS))) == ROWS
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_messages_survive_the_file(tmp_path, suffix):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    rows = [{"messages": [USER, call]}, {"messages": [USER, ASSISTANT]}]
-    loaded = load_rows(write(tmp_path / f"data{suffix}", rows))
-    assert [to_messages(row) for row in loaded] == [[USER, call], [USER, ASSISTANT]]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -191,6 +183,18 @@ PARTS = [{"type": "text", "text": ""}]
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}}
 SYSTEM = {"role": "system", "content": "Be brief."}
 HH = "\n\nHuman: Hi\n\nAssistant: {}"
+
+
+def calling(arguments, name="get"):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def by(*turns):
+    """Messages as ShareGPT writes them."""
+    return [{"from": sender, "value": value} for sender, value in turns]
+
+
 CONVERSATIONS = {
     "Alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
     "Alpaca with input": ({"instruction": "Hi", "input": "you", "output": "Hello"}, [("user", "Hi\nyou"), ASSISTANT]),
@@ -199,7 +203,7 @@ CONVERSATIONS = {
         [SYSTEM, ("user", "a"), ("assistant", "b"), USER, ASSISTANT],
     ),
     "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be brief."},
+        {"conversations": by(("human", "Hi"), ("gpt", "Hello")), "system": "Be brief."},
         [SYSTEM, USER, ASSISTANT],
     ),
     "OpenOrca": ({"system_prompt": "Be brief.", "question": "Hi", "response": "Hello"}, [SYSTEM, USER, ASSISTANT]),
@@ -219,46 +223,26 @@ CONVERSATIONS = {
         },
         [
             USER | {"tools": [SCHEMA]},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {"type": "function", "function": {"name": "add", "arguments": CALL["function"]["arguments"]}}
-                ],
-            },
+            calling(CALL["function"]["arguments"], "add"),
             {"role": "tool", "content": "4", "name": "add"},
             ASSISTANT | {"weight": 0},
         ],
     ),
     "ShareGPT's calls": (
         {
-            "conversations": [
-                {"from": "human", "value": "Hi"},
-                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": null}}'},
-                {"from": "observation", "value": "4"},
-                {"from": "gpt", "value": "Hello"},
-            ],
+            "conversations": by(
+                ("human", "Hi"),
+                ("function_call", '{"name": "add", "arguments": {"a": null}}'),
+                ("observation", "4"),
+                ("gpt", "Hello"),
+            ),
             "tools": json.dumps([SCHEMA]),
         },
-        [
-            USER | {"tools": [SCHEMA]},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": None}}}],
-            },
-            ("tool", "4"),
-            ASSISTANT,
-        ],
+        [USER | {"tools": [SCHEMA]}, calling({"a": None}, "add"), ("tool", "4"), ASSISTANT],
     ),
     "one message": ({"prompt": USER, "completion": ASSISTANT}, [USER, ASSISTANT]),
     "numbers": ({"prompt": "Hi", "completion": 4}, [USER, ("assistant", "4")]),
 }
-
-
-def calling(arguments):
-    function = {"name": "get", "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 PAIRS = {
@@ -267,7 +251,7 @@ PAIRS = {
     "UltraFeedback": {"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT | {"content": "No"}]},
     "Axolotl": {"messages": [USER], "chosen": ASSISTANT, "rejected": ASSISTANT | {"content": "No"}},
     "LLaMA-Factory": {
-        "conversations": [{"from": "human", "value": "Hi"}],
+        "conversations": by(("human", "Hi")),
         "chosen": {"from": "gpt", "value": "Hello"},
         "rejected": {"from": "gpt", "value": "No"},
     },
@@ -397,14 +381,3 @@ def test_a_dataset_comes_from_parts_patterns_folders_and_saved_datasets(tmp_path
     assert list(load_rows(tmp_path / "splits", split="test")) == rows[1:2]
     with pytest.raises(DataError, match="must have the split 'tset': it has train, test"):
         load_rows(tmp_path / "splits", split="tset")
-
-
-def test_lines_of_json_are_read_from_a_json_file_too_and_a_list_from_a_jsonl_file(tmp_path):
-    write(tmp_path / "data.jsonl", ROWS).rename(tmp_path / "data.json")
-    assert list(load_rows(tmp_path / "data.json")) == ROWS
-    for indent in (None, 1):
-        (tmp_path / "data.jsonl").write_text(json.dumps(ROWS, indent=indent))
-        assert list(load_rows(tmp_path / "data.jsonl")) == ROWS
-    (tmp_path / "data.json").write_text(json.dumps(ROWS[0], indent=1))
-    with pytest.raises(DataError, match="must hold a list of objects"):
-        load_rows(tmp_path / "data.json")

@@ -1,6 +1,7 @@
 """Rewards over several steps, against plain Python over one row at a time."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from llmrl.data.postprocs import DensifyReward, MultiStep
 from llmrl.data.ted_utils import segment_ids, steps_left, sum_ahead, trajectory_ends
 from llmrl.errors import ConfigError, MissingKeyError, ShapeError
+from tests.support.refusals import refusals
 
 
 def rows(steps, ends=(), **entries):
@@ -41,25 +43,6 @@ def test_the_golden_batch():
     assert flat(out["next", "original_done"]) == [False, False, False, True, False, False]
 
 
-def test_every_reward_keeps_its_own_original():
-    batch = rows(3)
-    batch["next", "bonus"] = torch.arange(3.0).unsqueeze(-1)
-    out = MultiStep(1.0, 2, reward_keys=["reward", "bonus"])(batch)
-    assert flat(out["next", "original_reward"]) == [1, 1, 1]
-    assert flat(out["next", "original_bonus"]) == [0, 1, 2]
-    assert flat(out["next", "bonus"]) == [1, 3, 2]
-
-
-def test_one_step_changes_no_entry_and_the_input_is_never_changed():
-    batch = rows(5, ends=[2])
-    before = batch.clone()
-    out = MultiStep(0.9, 1)(batch)
-    assert (out.select(*batch.keys(True, True)) == before).all()
-    MultiStep(0.9, 4)(batch)
-    assert (batch == before).all()
-    assert set(batch.keys(True)) == set(before.keys(True))
-
-
 def test_agents_that_end_at_different_times_have_windows_of_their_own():
     reward = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]]).unsqueeze(-1)
     done = torch.tensor([[False, False], [True, False], [False, False]]).unsqueeze(-1)
@@ -78,32 +61,6 @@ def test_agents_that_end_at_different_times_have_windows_of_their_own():
     assert steps == [[2, 2], [1, 1], [1, 1]]  # the shape does not depend on whether the flags agree
 
 
-@pytest.mark.parametrize("flags", [(), (1,), (1, 1)])
-def test_discounts_and_counts_of_rows_have_the_shape_of_the_batch(flags):
-    batch = rows(6, ends=[3]).reshape(2, 3)
-    batch["next", "done"] = batch["next", "done"].reshape(2, 3, *flags)
-    out = MultiStep(0.5, 3)(batch)
-    for key in ("gamma", "steps_to_next_obs", "nonterminal"):
-        assert out[key].shape == (2, 3)
-    assert out["gamma"].tolist() == [[0.125, 0.25, 0.5], [0.5, 0.25, 0.5]]
-
-
-def test_post_processing_is_a_module():
-    batch = rows(6, ends=[3])
-    chain = torch.nn.Sequential(MultiStep(0.5, 3), DensifyReward(reward_key_out="spread")).to("cpu")
-    assert chain.state_dict() == {}
-    assert flat(chain(batch)["next", "original_reward"]) == [1] * 6
-
-
-def test_text_and_nested_entries_of_next_look_ahead_too():
-    batch = rows(3)
-    batch["next", "text"] = ["a", "b", "c"]
-    batch["next", "agents"] = TensorDict(pos=torch.arange(6).view(3, 2), batch_size=[3, 2])
-    out = MultiStep(1.0, 2)(batch)
-    assert (out["next", "text"], out["next", "agents"].batch_size) == (["b", "c", "c"], (3, 2))
-    assert out["next", "agents", "pos"].tolist() == [[2, 3], [4, 5], [4, 5]]
-
-
 def test_a_reward_that_is_nan_reaches_the_windows_that_hold_it_and_no_other():
     batch = rows(4, ends=[1])
     batch["next", "reward"][1] = math.nan
@@ -112,17 +69,16 @@ def test_a_reward_that_is_nan_reaches_the_windows_that_hold_it_and_no_other():
     assert out[2:] == [2, 1]
 
 
-@pytest.mark.parametrize(("gamma", "steps"), [(0.0, 1), (1.1, 1), (-1.0, 1), (0.9, 0), (0.9, -2), (0.9, 1.5)])
-def test_a_discount_outside_of_0_to_1_and_less_than_one_step_are_refused(gamma, steps):
-    with pytest.raises(ConfigError, match="must"):
-        MultiStep(gamma, steps)
+FLAGS = torch.zeros(3, 1, dtype=torch.bool)
+WRONG_SETTINGS = [(0.0, 1), (1.1, 1), (-1.0, 1), (0.9, 0), (0.9, -2), (0.9, 1.5)]  # discount, steps
 
-
-def test_what_is_missing_is_named():
-    with pytest.raises(MissingKeyError, match=r"'next', 'reward'"):
-        MultiStep(0.9, 2)(rows(3).exclude(("next", "reward")))
-    with pytest.raises(ShapeError, match="time as its last dimension"):
-        MultiStep(0.9, 2)(rows(3)[0])
+test_wrong_settings_and_batches_that_do_not_fit_are_refused = refusals(
+    *((ConfigError, "must", partial(MultiStep, *wrong)) for wrong in WRONG_SETTINGS),
+    (MissingKeyError, "'next', 'reward'", lambda: MultiStep(0.9, 2)(rows(3).exclude(("next", "reward")))),
+    (ShapeError, "time", lambda: MultiStep(0.9, 2)(rows(3)[0])),
+    (ShapeError, "one shape", lambda: DensifyReward()(TensorDict(reward=torch.zeros(3), done=FLAGS))),
+    (ShapeError, "time_dim", lambda: DensifyReward(time_dim=2)(TensorDict(reward=torch.zeros(3, 1), done=FLAGS))),
+)
 
 
 @st.composite
@@ -173,21 +129,6 @@ def test_windows_are_those_of_a_loop_over_single_rows(case, gamma, steps):
             assert alive[line, t] == (bool(m[t]) and last > t)
 
 
-def test_the_cost_of_a_long_window_grows_with_its_logarithm():
-    calls = 0
-
-    class Counted(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            nonlocal calls
-            calls += 1
-            return function(*args, **(kwargs or {}))
-
-    values, left = torch.ones(1024), steps_left(torch.zeros(1024, dtype=torch.bool))
-    with Counted():
-        assert sum_ahead(values, left, 1000, 1.0, 0)[0] == 1000
-    assert calls < 300  # a loop over the window would take thousands
-
-
 # --- rewards spread over a trajectory ---
 
 
@@ -227,13 +168,6 @@ def test_spread_rewards_are_those_of_a_backward_loop(case, discount):
         torch.testing.assert_close(out[t], ahead)
 
 
-def test_spreading_refuses_shapes_that_differ():
-    with pytest.raises(ShapeError, match="one shape"):
-        DensifyReward()(TensorDict(reward=torch.zeros(3, 1), done=torch.zeros(3, dtype=torch.bool)))
-    with pytest.raises(ShapeError, match="time_dim"):
-        DensifyReward(time_dim=2)(TensorDict(reward=torch.zeros(3, 1), done=torch.zeros(3, 1, dtype=torch.bool)))
-
-
 # --- segments ---
 @given(ids=st.lists(st.integers(0, 2), min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_segments_are_runs_of_one_id_cut_at_done(ids, seed):
@@ -245,3 +179,18 @@ def test_segments_are_runs_of_one_id_cut_at_done(ids, seed):
         number += int(bool(done[t]) or (t + 1 < len(ids) and ids[t] != ids[t + 1]))
     assert segment_ids(ends).tolist() == expected
     assert steps_left(ends).tolist() == [expected[t:].count(expected[t]) for t in range(len(ids))]
+
+
+def test_the_cost_of_a_long_window_grows_with_its_logarithm():
+    calls = 0
+
+    class Counted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            nonlocal calls
+            calls += 1
+            return function(*args, **(kwargs or {}))
+
+    values, left = torch.ones(1024), steps_left(torch.zeros(1024, dtype=torch.bool))
+    with Counted():
+        assert sum_ahead(values, left, 1000, 1.0, 0)[0] == 1000
+    assert calls < 300  # a loop over the window would take thousands

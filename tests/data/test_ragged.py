@@ -16,11 +16,6 @@ from tests.support.refusals import refusals
 ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([], dtype=torch.int64)]
 
 
-def test_rows_without_entries_and_booleans_are_padded():
-    assert pad_rows(ROWS, value=9, side="left").tolist() == [[1, 2, 3], [9, 9, 4], [9, 9, 9]]
-    assert pad_rows([torch.tensor([True, True]), torch.tensor([True])]).tolist() == [[True, True], [True, False]]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
@@ -35,13 +30,6 @@ def test_the_mask_of_padded_rows_finds_them(lengths, side, more):
     mask = lengths_mask(lengths, width, side)
     assert torch.equal(mask, padded[..., 0] >= 0)
     assert all(torch.equal(row, other) for row, other in zip(rows, padded[mask].split(lengths), strict=True))
-
-
-def test_gradients_reach_the_rows():
-    rows = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
-    padded = pad_rows(rows, side="left")
-    (padded * torch.tensor([[5.0, 1, 2], [3, 4, 5]])).sum().backward()
-    assert (rows[0].grad.tolist(), rows[1].grad.tolist()) == ([1.0, 2.0], [3.0, 4.0, 5.0])
 
 
 test_rows_that_do_not_fit_and_unknown_sides_are_refused = refusals(

@@ -80,16 +80,6 @@ def test_decoding_gives_back_what_was_encoded_bit_for_bit(pair, case):
     assert_same(rows, before)
 
 
-def test_flat_rows_hold_every_observation_once_and_the_last_one_of_each_trajectory():
-    rows = column([0, 1, 2, 10, 11, 12], [1, 2, 3, 11, 12, 13], [False, False, True, False, False, False])
-    flat = TED2Flat()(rows)
-    assert flat["obs"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert flat["done"].flatten().tolist() == [False, False, True, False, False, False]
-    assert (flat["reward"].shape, flat["action"].tolist()) == ((6, 1), [0, 1, 2, 3, 4, 5])
-    assert not {"next", "_ends"} & set(flat.keys())
-    assert_same(Flat2TED()(flat), rows)
-
-
 @pytest.mark.parametrize(
     ("obs", "following", "ring", "stored"),
     [
@@ -111,28 +101,6 @@ def test_each_observation_is_stored_once_and_comes_back(obs, following, ring, st
     assert_same(Flat2TED()(flat), rows)
 
 
-def test_two_streams_are_stored_one_after_the_other():
-    rows = torch.stack([column([0, 1], [1, 2]), column([10, 11], [11, 12])], 1)
-    flat = TED2Flat()(rows)
-    assert flat["obs"].tolist() == [0, 1, 2, 10, 11, 12]
-    assert_same(Flat2TED()(flat), rows)
-    nested = TED2Nested()(rows)
-    assert [row.tolist() for row in nested["obs"].unbind()] == [[0, 1, 2], [10, 11, 12]]
-
-
-def test_root_rewards_come_back_bit_for_bit_also_if_they_are_all_zero():
-    rows = column([0, 1], [1, 2])
-    rows["reward"] = torch.tensor([[-0.0], [0.0]])
-    assert_same(Flat2TED()(TED2Flat()(rows)), rows)
-
-
-def test_entries_that_would_overlap_are_refused():
-    rows = column([0, 1], [1, 2])
-    rows["reward", "part"] = torch.zeros(2)
-    with pytest.raises(DataError, match="overlap"):
-        TED2Flat()(rows)
-
-
 def test_an_entry_whose_next_is_something_else_is_kept_twice():
     rows = column([0, 1, 2, 3], [1, 2, 3, 4])
     rows["noise"], rows["next", "noise"] = torch.arange(4), torch.arange(4) + 100
@@ -140,15 +108,6 @@ def test_an_entry_whose_next_is_something_else_is_kept_twice():
     assert flat["_ted"]["kept_twice"] == [["noise"]]
     assert [len(flat[key]) for key in ("obs", "noise", ("next", "noise"))] == [5, 4, 4]
     assert_same(Flat2TED()(flat), rows)
-
-
-def test_done_flags_of_several_agents_do_not_mark_ends_and_come_back():
-    rows = column([0, 1, 2, 10, 11], [1, 2, 3, 11, 12])
-    done = torch.tensor([[0, 0], [0, 1], [1, 1], [0, 0], [0, 1]], dtype=torch.bool)
-    rows["next", "done"] = done.unsqueeze(-1)
-    rows["done"] = torch.zeros_like(rows["next", "done"])
-    for encode, decode in PAIRS.values():
-        assert_same(decode(encode(rows)), rows)
 
 
 def test_ends_are_kept_where_no_entry_with_one_flag_per_row_marks_them():
@@ -165,15 +124,6 @@ def test_ends_are_kept_where_no_entry_with_one_flag_per_row_marks_them():
         for names in (["other"], ["terminated"]):
             codec = TED2Flat(done_key=("next", name), done_keys=names)
             assert_same(Flat2TED()(codec(renamed)), renamed)
-
-
-def test_root_flags_that_are_all_false_take_no_space_and_others_are_kept():
-    rows = column([0, 1, 2], [1, 2, 3], [False, True, True])
-    assert ("_root", "done") not in TED2Flat()(rows).keys(True)
-    rows["done"] = torch.tensor([[False], [False], [True]])
-    flat = TED2Flat()(rows)
-    assert flat["_root", "done"].flatten().tolist() == [False, False, True]
-    assert_same(Flat2TED()(flat), rows)
 
 
 def test_flat_entries_of_other_origin_are_read_by_their_sizes_and_done():
@@ -197,14 +147,6 @@ def test_flat_entries_that_do_not_fit_are_refused_by_name():
         Flat2TED()(TensorDict(pixels=torch.arange(5)))
 
 
-def test_h5_groups_are_numbered_and_sorted_as_numbers():
-    rows = column(list(range(0, 4000, 2)), list(range(1, 4001, 2)), [True] * 2000)
-    groups = H5Split()(TED2Nested()(rows))
-    assert {"traj_000", "traj_999", "traj_1999"} <= set(groups.keys())
-    assert groups["traj_1001", "obs"].tolist() == [2002, 2003]
-    assert_same(Nested2TED()(H5Combine()(groups)), rows)
-
-
 @pytest.mark.parametrize("codec", [TED2Flat(), TED2Nested()])
 def test_what_is_not_ted_is_refused(codec):
     for rows in (torch.zeros(3), TensorDict(obs=torch.zeros(3), batch_size=[3]), TensorDict(next=TensorDict())):
@@ -214,5 +156,7 @@ def test_what_is_not_ted_is_refused(codec):
         codec(column([0], [1])[:0])
     with pytest.raises(DataError, match=r"uses these names.*'shift'"):
         codec(column([0], [1]).set("shift", torch.zeros(1)))
+    with pytest.raises(DataError, match="overlap"):
+        codec(column([0], [1]).set(("reward", "part"), torch.zeros(1)))
     with pytest.raises(DataError, match="dense tensor"):
         codec(column([0], [1]).set("text", ["hello"]))

@@ -87,17 +87,6 @@ def test_a_broken_download_resumes_where_it_broke(server, tmp_path):
     assert len(server.requests) == 4  # what is complete is not asked for again
 
 
-def test_a_full_disk_is_told_and_the_next_call_goes_on(server, tmp_path, largest_file):
-    server.files["/a.bin"] = CONTENT
-    file = RemoteFile("a.bin", f"{server.url}/a.bin")
-    with largest_file(50_000), pytest.raises(DataError, match=r"test: cannot write the download to .*: .*make room"):
-        fetch("test", [file], tmp_path)
-    assert not (tmp_path / "a.bin").exists()
-    (path,) = fetch("test", [file], tmp_path)
-    assert path.read_bytes() == CONTENT
-    assert server.requests == [("/a.bin", None), ("/a.bin", "bytes=50000-")]
-
-
 def test_a_server_that_sends_nothing_is_given_up_and_an_unknown_rest_is_not_continued(server, tmp_path):
     server.files["/a.bin"] = CONTENT
     server.breaks, server.piece = 100, 0
@@ -110,19 +99,6 @@ def test_a_server_that_sends_nothing_is_given_up_and_an_unknown_rest_is_not_cont
     server.files["/b.bin"] = CONTENT
     (path,) = fetch("test", [RemoteFile("b.bin", f"{server.url}/b.bin")], tmp_path)
     assert path.read_bytes() == CONTENT
-
-
-def test_a_file_that_was_replaced_while_it_was_broken_is_started_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(downloads, "ATTEMPTS", 1)
-    server.files["/a.bin"] = CONTENT
-    server.breaks = 1
-    file = RemoteFile("a.bin", f"{server.url}/a.bin")
-    with pytest.raises(DataError, match=r"100,000 bytes .*kept"):
-        fetch("test", [file], tmp_path)
-    server.files["/a.bin"] = CONTENT[::-1]
-    (path,) = fetch("test", [file], tmp_path)
-    assert path.read_bytes() == CONTENT[::-1]
-    assert server.requests[-1][1] == "bytes=100000-"
 
 
 def test_checksums_that_were_published_or_recorded_count_and_other_files_are_not_removed(server, tmp_path):
@@ -247,3 +223,14 @@ def test_a_stream_downloads_one_file_at_a_time_and_keeps_none(server, hub, tmp_p
     ]
     assert [len(rows) for rows in stream] == [5]
     assert not (tmp_path / "root").exists()
+
+
+def test_a_full_disk_is_told_and_the_next_call_goes_on(server, tmp_path, largest_file):
+    server.files["/a.bin"] = CONTENT
+    file = RemoteFile("a.bin", f"{server.url}/a.bin")
+    with largest_file(50_000), pytest.raises(DataError, match=r"test: cannot write the download to .*: .*make room"):
+        fetch("test", [file], tmp_path)
+    assert not (tmp_path / "a.bin").exists()
+    (path,) = fetch("test", [file], tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert server.requests == [("/a.bin", None), ("/a.bin", "bytes=50000-")]

@@ -210,11 +210,6 @@ def test_minari_rows_are_those_of_the_episodes(tmp_path, monkeypatch, data_forma
     assert split[:].get(("observation", "mission")).tolist() == [["go 0", "go 1", "go 2"]] * 2
 
 
-def test_minari_names_a_server_that_cannot_be_reached(tmp_path):
-    with pytest.raises(DataError, match=r"Minari's server must answer.*offline mode"):  # as the tests run
-        MinariExperienceReplay("D4RL/door/human-v2", root=tmp_path)
-
-
 # --- OpenML ---
 def test_openml_scales_numbers_and_numbers_categories(tmp_path):
     (tmp_path / "179.arff").write_text(formats.ARFF)
@@ -284,14 +279,6 @@ def test_openx_streams_slices_of_one_trajectory_after_the_other(tmp_path):
     assert sorted(len(rows) for rows in shuffled) == [3, 5]
 
 
-def test_openx_iterates_over_trajectories_without_a_batch_size(tmp_path):
-    formats.write_openx(tmp_path / "a.tar", [3, 5])
-    arguments = {"root": tmp_path / "root", "source": tmp_path, "shuffle": False, "replacement": False}
-    rows = list(OpenXExperienceReplay("cmu_stretch", **arguments))
-    assert [each["observation", "state"][:, 0].tolist() for each in rows] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert [len(each) for each in OpenXExperienceReplay("cmu_stretch", slice_len=2, **arguments)] == [2, 2]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"pad": 0}, {"shuffle": False}, {"num_slices": 1, "slice_len": 2}, {"streaming": True, "replacement": True}],
@@ -334,16 +321,6 @@ def test_vd4rl_puts_an_action_beside_the_frame_that_it_was_taken_in(tmp_path):
     scaled = VD4RLExperienceReplay("main/x", 3, root=tmp_path / "root", image_size=4).sample()
     assert scaled["pixels"].shape == (3, 3, 4, 4)
     torch.testing.assert_close(scaled["pixels"][:, 1, 2, 3] * 255, rows["pixels"][scaled["index"], 0, 0, 0].float())
-
-
-def test_vd4rl_shards_are_cut_where_an_episode_begins(tmp_path):
-    formats.write_vd4rl_shard(tmp_path / "shard.hdf5", [2, 3])
-    dataset = VD4RLExperienceReplay("main/84", root=tmp_path, source=tmp_path / "shard.hdf5", totensor=False)
-    rows = dataset[:]
-    assert rows["pixels"][:, 0, 0, 0].tolist() == [0, 1, 3, 4, 5]
-    assert rows["next", "pixels"][:, 2, 7, 7].tolist() == [1, 2, 4, 5, 6]
-    assert rows["action"].flatten().tolist() == [1, 2, 1, 2, 3]
-    assert ends(dataset) == {"terminated": [], "truncated": [1, 4], "done": [1, 4]}
 
 
 @pytest.mark.parametrize("name", ["image", "action", "is_first"])
@@ -394,6 +371,29 @@ def test_a_file_that_was_cut_is_named_and_nothing_is_left(tmp_path, cls, name, w
     with pytest.raises(DataError, match=f"{tmp_path}/{name}"):
         cls("a", root=tmp_path / "root", source=path)
     assert not list((tmp_path / "root").rglob("*.bin"))
+
+
+def test_minari_names_a_server_that_cannot_be_reached(tmp_path):
+    with pytest.raises(DataError, match=r"Minari's server must answer.*offline mode"):  # as the tests run
+        MinariExperienceReplay("D4RL/door/human-v2", root=tmp_path)
+
+
+def test_openx_iterates_over_trajectories_without_a_batch_size(tmp_path):
+    formats.write_openx(tmp_path / "a.tar", [3, 5])
+    arguments = {"root": tmp_path / "root", "source": tmp_path, "shuffle": False, "replacement": False}
+    rows = list(OpenXExperienceReplay("cmu_stretch", **arguments))
+    assert [each["observation", "state"][:, 0].tolist() for each in rows] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [len(each) for each in OpenXExperienceReplay("cmu_stretch", slice_len=2, **arguments)] == [2, 2]
+
+
+def test_vd4rl_shards_are_cut_where_an_episode_begins(tmp_path):
+    formats.write_vd4rl_shard(tmp_path / "shard.hdf5", [2, 3])
+    dataset = VD4RLExperienceReplay("main/84", root=tmp_path, source=tmp_path / "shard.hdf5", totensor=False)
+    rows = dataset[:]
+    assert rows["pixels"][:, 0, 0, 0].tolist() == [0, 1, 3, 4, 5]
+    assert rows["next", "pixels"][:, 2, 7, 7].tolist() == [1, 2, 4, 5, 6]
+    assert rows["action"].flatten().tolist() == [1, 2, 1, 2, 3]
+    assert ends(dataset) == {"terminated": [], "truncated": [1, 4], "done": [1, 4]}
 
 
 def test_an_archive_that_ends_between_two_episodes_is_noticed(tmp_path):

@@ -6,11 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, is_tensorclass, lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.llm import History
 from llmrl.errors import ConfigError, DataError, ShapeError, TemplateError
 from llmrl.testing import tiny_tokenizer
+from tests.support.refusals import refusals
 
 
 def user(content: str) -> dict:
@@ -30,14 +31,6 @@ def materialised(history: History) -> list[bool]:
 
 
 # --- shape, fields, indexing ---
-def test_history_is_a_tensorclass_built_without_any_switch():
-    history = History(role=["user", "assistant"], content=["Hi", "Hello"])
-    assert is_tensorclass(history)
-    assert isinstance(history, TensorClass)
-    assert history.batch_size == (2,)
-    assert (history.role, history.content) == (["user", "assistant"], ["Hi", "Hello"])
-    assert history.is_complete == [True, True]
-    assert History(role="user", content="Hi").role == "user"
 
 
 def test_ragged_batch_keeps_each_conversations_length():
@@ -46,19 +39,9 @@ def test_ragged_batch_keeps_each_conversations_length():
     assert history.content == [["a"], ["b", "c"]]
     assert history.to_chats() == CHATS
     assert [row.batch_size for row in history.unbind(0)] == [(1,), (2,)]
+    assert History.stack(list(history.unbind(0))).to_chats() == CHATS
     one = History.from_chats(CHATS[1])
     assert (one.shape, one.to_chats()) == ((2,), CHATS[1])
-
-
-def test_a_shape_that_does_not_fit_is_refused_and_a_device_means_nothing():
-    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1], device="cpu")
-    assert (history.shape, history.device) == ((2, 1), None)
-    with pytest.raises(ShapeError, match=r"batch_size .*role"):
-        History(role=["user"], content=["a"], batch_size=[2])
-    with pytest.raises(ShapeError, match=r"content .*2 roles: got 1"):
-        History(role=["user", "assistant"], content=["a"])
-    with pytest.raises(ConfigError, match="have no names"):
-        History(role=["user"], content=["Hi"], names=["message"])
 
 
 PARTS = [0, -1, np.int64(1), torch.tensor(1), slice(1, 3), slice(None), ..., None, [2, 0], torch.tensor([1, 1])]
@@ -74,15 +57,6 @@ def test_indexing_is_that_of_tensors():
         history = History(role=names, content=names)[index]
         expected = [names[number // 3][number % 3] for number in numbers.flatten().tolist()]
         assert (history.shape, np.array(history.content).ravel().tolist()) == (numbers.shape, expected), index
-
-
-def test_conversations_of_different_lengths_are_indexed_too():
-    history = History.from_chats(CHATS)
-    assert history[..., -1].content == ["a", "c"]
-    assert history[[1, 0], :1].content == [["b"], ["a"]]
-    assert history[None].content == [[["a"], ["b", "c"]]]
-    with pytest.raises(ShapeError, match="a mask must have an entry for each of 2 rows: got 3"):
-        history[torch.tensor([True, False, True])]
 
 
 def test_extra_keys_of_messages_survive():
@@ -111,6 +85,27 @@ def test_a_field_can_be_assigned_and_nothing_else_changes_a_history():
     assert other.content == [["a"], ["b", "c"]]
 
 
+def without_padding():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    return tokenizer
+
+
+test_what_makes_no_history_or_no_text_is_refused = refusals(
+    (ShapeError, "batch_size", lambda: History(role=["user"], content=["a"], batch_size=[2])),
+    (ShapeError, "content", lambda: History(role=["user", "assistant"], content=["a"])),
+    (ConfigError, "names", lambda: History(role=["user"], content=["a"], names=["message"])),
+    (TypeError, "missing", History),
+    (ShapeError, "dim", lambda: History.stack([History.from_messages(CHATS[0]), History(**user("a"))])),
+    (ShapeError, "mask", lambda: History.from_chats(CHATS)[torch.tensor([True, False, True])]),
+    (TypeError, "append.*got dict", lambda: History.from_chats(CHATS).append(user("a"))),
+    (TypeError, "tokenizer", lambda: History.from_chats(CHATS).apply_chat_template(tokenizer="Qwen/Qwen2")),
+    (ConfigError, "pad token", lambda: History.from_chats(CHATS).apply_chat_template(
+        tokenizer=without_padding(), return_dict=True, padding=True
+    )),
+)  # fmt: skip
+
+
 # --- append and extend ---
 def test_append_adds_a_message_to_every_conversation_or_a_conversation_to_the_batch():
     history = History.from_chats(CHATS)
@@ -122,15 +117,6 @@ def test_append_adds_a_message_to_every_conversation_or_a_conversation_to_the_ba
     assert history.content == longer.content
     history.append(History.from_messages([user("d")]), dim=0)
     assert history.content == [["a", "x"], ["b", "c", "y"], ["d"]]
-
-
-def test_extend_adds_conversations_or_messages():
-    history = History.from_chats(CHATS)
-    assert history.extend(history, inplace=False).content == [["a"], ["b", "c"]] * 2
-    assert history.extend(history, inplace=False, dim=-1).content == [["a", "a"], ["b", "c", "b", "c"]]
-    conversation = History.from_messages(CHATS[1])
-    assert conversation.extend(History.from_messages([user("d")])) is conversation
-    assert conversation.shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +136,6 @@ def test_messages_that_do_not_fit_are_a_shape_error_and_a_runtime_error(method, 
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_stack_makes_a_batch_of_conversations():
-    rows = [History.from_messages(chat) for chat in CHATS]
-    assert History.stack(rows).to_chats() == CHATS
-    with pytest.raises(ShapeError, match="same number of dimensions"):
-        History.stack([rows[0], rows[0][0]])
-
-
 # --- in containers: the list stays a list until its members are read ---
 def test_history_in_a_dense_tensordict_stays_a_list():
     td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
@@ -168,25 +147,6 @@ def test_history_in_a_dense_tensordict_stays_a_list():
     assert td.clone()["history"].to_chats() == CHATS
     assert materialised(td["history"]) == [False, False]
     assert td.to("cpu")["history"].to_chats() == CHATS
-
-
-def test_history_rows_of_a_lazy_stack_come_back_as_one_history():
-    rows = [TensorDict({"prompt": History.from_messages(chat)}) for chat in CHATS]
-    stack = LazyStackedTensorDict(*rows)
-    assert isinstance(stack["prompt"], History)
-    assert stack["prompt"].to_chats() == CHATS
-    assert materialised(stack["prompt"]) == [False, False]
-    assert stack.copy()["prompt"].to_chats() == CHATS
-
-
-def test_history_survives_pickling_and_locking():
-    td = TensorDict({"history": History.from_chats(CHATS)}, batch_size=[2])
-    assert pickle.loads(pickle.dumps(td))["history"].to_chats() == CHATS
-    td.lock_()
-    with pytest.raises(RuntimeError, match="locked"):
-        td["history"].append(History(role=["user"] * 2, content=["x", "y"]))
-    td.unlock_()
-    assert td["history"].append(History(role=["user"] * 2, content=["x", "y"])).shape == (2, -1)
 
 
 def test_default_spec_describes_a_history_and_padding_messages_are_no_part_of_chats():
@@ -249,11 +209,6 @@ def test_ids_are_tensors_and_a_padded_dict_is_dense():
 
 
 # --- text back to messages (that reading inverts writing: tests/modules/test_template_families.py) ---
-def test_malformed_tool_call_stays_in_the_content():
-    for body in ("{not json", "[1]", '{"arguments": {}}', "5"):
-        content = f"x\n<tool_call>\n{body}\n</tool_call>"
-        [message] = History.from_text(f"<|im_start|>assistant\n{content}<|im_end|>").to_chats()
-        assert message == assistant(content)
 
 
 @pytest.mark.parametrize(
@@ -307,16 +262,6 @@ def test_an_empty_batch_and_an_empty_conversation_have_a_shape_and_can_be_shown(
     assert History.from_messages([]).append(History(**user("a"))).content == ["a"]
 
 
-@pytest.mark.parametrize("method", ["append", "extend"])
-def test_a_message_that_is_not_a_history_is_named(method: str):
-    history = History.from_chats(CHATS)
-    with pytest.raises(TypeError, match=f"History.{method}: .*a History: got dict"):
-        getattr(history, method)(user("x"))
-    assert history.to_chats() == CHATS
-    with pytest.raises(TypeError, match=r"History.__init__\(\) missing"):
-        History()
-
-
 @pytest.mark.parametrize("text", [5, None, ["<|im_start|>user\nHi<|im_end|>", None], "hello"])
 def test_text_without_a_message_and_other_objects_are_named(text):
     with pytest.raises((DataError, TemplateError), match=r"must be given text: got|must hold a message"):
@@ -356,15 +301,18 @@ def test_a_misspelt_argument_is_refused_instead_of_handed_to_the_template(tokeni
     assert thoughtless[0].endswith("<think>\n\n</think>\n\n")
 
 
-def test_padding_needs_a_pad_token():
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = None
-    for options in ({"return_dict": True}, {"return_tensors": "pt"}):
-        with pytest.raises(ConfigError, match="padding needs a tokenizer with a pad token"):
-            History.from_chats(CHATS).apply_chat_template(tokenizer=tokenizer, padding=True, **options)
+def test_history_survives_pickling_and_locking():
+    td = TensorDict({"history": History.from_chats(CHATS)}, batch_size=[2])
+    assert pickle.loads(pickle.dumps(td))["history"].to_chats() == CHATS
+    td.lock_()
+    with pytest.raises(RuntimeError, match="locked"):
+        td["history"].append(History(role=["user"] * 2, content=["x", "y"]))
+    td.unlock_()
+    assert td["history"].append(History(role=["user"] * 2, content=["x", "y"])).shape == (2, -1)
 
 
-def test_the_name_of_a_tokenizer_is_not_taken_for_one():
-    """Regression: the text came out in ChatML, whatever the model of that name reads."""
-    with pytest.raises(TypeError, match="got the name 'Qwen/Qwen2'; load it"):
-        History.from_chats(CHATS).apply_chat_template(tokenizer="Qwen/Qwen2")
+def test_malformed_tool_call_stays_in_the_content():
+    for body in ("{not json", "[1]", '{"arguments": {}}', "5"):
+        content = f"x\n<tool_call>\n{body}\n</tool_call>"
+        [message] = History.from_text(f"<|im_start|>assistant\n{content}<|im_end|>").to_chats()
+        assert message == assistant(content)

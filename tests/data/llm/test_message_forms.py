@@ -73,14 +73,6 @@ def test_a_thought_has_the_name_that_the_template_reads_in_earlier_turns_too():
         renderer.render([[USER, ANSWER | {"thinking": "a", "reasoning_content": "b"}]])
 
 
-def test_a_template_that_prints_whole_messages_reads_all_keys():
-    jinja = "{% for m in messages %}{{ m | tojson if m.role == 'user' else m.content }}<|im_end|>{% endfor %}"
-    renderer = Renderer(tiny_tokenizer(), chat_template=jinja)
-    [ids] = renderer.prompt_ids([[USER | {"mood": "good"}]])
-    assert '"mood": "good"' in renderer.tokenizer.decode(ids)
-    refuses(renderer, [USER, ANSWER | {"mood": "good"}], "does not use mood")
-
-
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"trainable": False}, {"training": False}])
 @pytest.mark.parametrize("name", ["qwen", "qwen2.5", "qwen3"])
 def test_a_flag_leaves_a_message_out_of_the_mask_and_changes_nothing_else(name: str, flag: dict[str, Any]):
@@ -134,18 +126,6 @@ def test_text_parts_are_joined_where_the_template_writes_text_alone(name: str, w
     split[who]["content"] = [*PARTS, {"type": "audio", "audio": "a.wav"}]
     with pytest.raises(TemplateError):
         renderer.render([split])
-
-
-def test_parts_that_the_template_writes_itself_stay_parts():
-    texts = "{% for p in m.content %}{{ p.text }}{% endfor %}"
-    jinja = CHATML.replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}X{% endif %}")
-    jinja = jinja.replace("X", texts)
-    renderer = Renderer(tiny_tokenizer(), chat_template=jinja)
-    chat = [USER | {"content": PARTS}, ANSWER]
-    assert (
-        renderer.render([chat])[0].ids.tolist()
-        == renderer.tokenizer.apply_chat_template(chat, chat_template=jinja)["input_ids"]
-    )
 
 
 VALUES = [{"celsius": 21, "rain": False, "until": None}, [{"id": 1}, {"id": "é"}], [1, 2], 21, True]

@@ -15,7 +15,6 @@ from tensordict import MemoryMappedTensor, TensorDict
 from llmrl.data import LLMData, LLMInput, PairwiseDataset, PromptData, TensorDictTokenizer, TokenizedDatasetLoader
 from llmrl.data.llm.rlhf import PromptTensorDictTokenizer, create_infinite_iterator, get_dataloader
 from llmrl.data.llm.rlhf.cache import open_or_build
-from llmrl.data.llm.rlhf.source import AT_ONCE
 from llmrl.errors import ConfigError, DataError, DeadlineError
 from llmrl.testing import tiny_tokenizer
 from llmrl.train.preference_data import tokenize_pairs
@@ -120,18 +119,6 @@ def test_splits_of_a_file_are_disjoint_and_those_of_a_folder_are_its_files(tmp_p
         PromptData.from_dataset("tests", **options)
 
 
-def test_a_saved_dataset_is_read_by_its_splits(tmp_path, options):
-    import datasets
-
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(PAIRS[:6])})
-    saved.save_to_disk(str(tmp_path / "saved"))
-    options |= {"dataset_name": tmp_path / "saved"}
-    assert len(PairwiseDataset.from_dataset("train", **options, from_disk=True)) == 6
-    with pytest.raises(DataError, match=r"must have the split 'tain'.*Did you mean 'train'"):
-        PairwiseDataset.from_dataset("tain", **options, from_disk=True)
-    assert len(PairwiseDataset.from_dataset("train", **options)) == 6, "also without from_disk"
-
-
 def test_rows_are_tokenised_once_and_again_when_something_changes(options):
     first = PairwiseDataset.from_dataset("train", **options)
     written = {path: path.stat().st_mtime_ns for path in options["root_dir"].rglob("*.memmap")}
@@ -192,15 +179,6 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out_and_counted(tmp_path, op
         PairwiseDataset.from_dataset("train", **options, unusable="drop")
 
 
-@pytest.mark.parametrize("kind", [PairwiseDataset, PromptData])
-def test_all_rows_of_a_block_may_be_left_out(tmp_path, options, kind):
-    long = {**PAIRS[0], "prompt": "word " * 60}
-    options["dataset_name"] = write(tmp_path / "long.jsonl", [long] * AT_ONCE + PAIRS)
-    with pytest.warns(UserWarning, match=f"{AT_ONCE} of {AT_ONCE + 10} rows are left out"):
-        kept = kind.from_dataset("train", **options, unusable="drop")
-    assert len(kept) == 10
-
-
 def test_broken_files_and_unknown_names_are_explained(tmp_path, options):
     options["dataset_name"].write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "cho')
     for change, message in (
@@ -253,13 +231,6 @@ def test_one_of_two_processes_builds(tmp_path):
     assert open_or_build(tmp_path, "x", {"of": 1}, never)["a"].tolist() == list(range(2048))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, largest_file):
-    message = r"tokenised rows cannot be written: .*root_dir chooses another disk"
-    with largest_file(4096), pytest.raises(DataError, match=message):
-        open_or_build(tmp_path, "x", {"of": 1}, lambda: [(1024, {"a": torch.arange(1024)})])
-    assert list(tmp_path.rglob("*.memmap")) == []
-
-
 def test_a_build_that_is_killed_is_begun_again_and_one_that_hangs_is_named(tmp_path):
     process, said = start(tmp_path, 600)
     assert said.get(timeout=60) == "building"  # it holds the lock
@@ -289,15 +260,6 @@ def test_tokenizers_do_what_the_tokenizer_does():
     tokenizer.pad_token = None
     assert TensorDictTokenizer(tokenizer, 30)({"text": texts})["input_ids"][0, -1] == tokenizer.eos_token_id
     assert tokenizer.pad_token is None
-
-
-def test_prompts_that_were_cut_are_marked():
-    process = PromptTensorDictTokenizer(tiny_tokenizer(), 8)
-    labels = [" 4", " one two three four", " x"]
-    batch = process({"prompt": ["2 + 2?", "2 + 2?", "word word word word"], "label": labels})
-    assert (batch["valid_sample"].tolist(), batch["input_ids"].shape) == ([True, False, False], (3, 8))
-    number = len(tiny_tokenizer()("2 + 2?")["input_ids"])
-    assert batch["prompt_rindex"].tolist() == [number - 1, number - 1, 7]
 
 
 def keep_three(dataset):
@@ -338,18 +300,6 @@ def test_columns_become_a_memory_mapped_tensordict_without_the_masked_rows(tmp_p
         write(datasets.Dataset.from_dict({"text": ["a", "b"]}), tmp_path / "c")
 
 
-def test_a_tokenizer_comes_by_class_and_name(tmp_path, options):
-    from transformers import AutoTokenizer
-
-    options["tokenizer"].save_pretrained(tmp_path / "tokenizer")
-    named = {"tokenizer_class": AutoTokenizer, "tokenizer_model_name": str(tmp_path / "tokenizer")}
-    rows = write(tmp_path / "texts.jsonl", [{"text": "2 + 2?"}])
-    loader = TokenizedDatasetLoader("train", 8, rows, TensorDictTokenizer, root_dir=options["root_dir"], **named)
-    assert loader.load()["input_ids"][0, :5].tolist() == options["tokenizer"]("2 + 2?")["input_ids"]
-    with pytest.raises(ConfigError, match="got both"):
-        TokenizedDatasetLoader("train", 8, rows, TensorDictTokenizer, tokenizer=options["tokenizer"], **named)
-
-
 def test_batches_hold_every_row_once_and_the_last_one_what_is_left(options):
     del options["max_length"]
     loader = get_dataloader(4, 40, PairwiseDataset, "cpu", infinite=False, **options)
@@ -366,13 +316,6 @@ def test_batches_hold_every_row_once_and_the_last_one_what_is_left(options):
     assert [len(batch) for batch in islice(endless, 5)] == [4, 4, 2, 4, 4]
 
 
-def test_an_infinite_iterator_raises_where_a_pass_is_empty():
-    with pytest.raises(DataError, match="pass 1 did not: it is empty"):
-        next(create_infinite_iterator([]))
-    with pytest.raises(DataError, match="pass 2 did not: it gives one pass only"):
-        list(islice(create_infinite_iterator(i for i in range(2)), 3))
-
-
 def test_containers_index_their_lists_by_row():
     """Regression: a value too many, or a field that was given twice, was dropped without an error."""
     data = LLMData(tokens=torch.zeros(2, 3), text=["a", "b"], token_list=[[1], [2, 3]], batch_size=[2])
@@ -382,3 +325,29 @@ def test_containers_index_their_lists_by_row():
         LLMInput(torch.zeros(2, 3), None, None, None, "too many", batch_size=[2])
     with pytest.raises(ValueError, match="tokens is already set"):
         LLMInput(torch.zeros(2, 3), tokens=torch.zeros(2, 3), batch_size=[2])
+
+
+def test_a_saved_dataset_is_read_by_its_splits(tmp_path, options):
+    import datasets
+
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(PAIRS[:6])})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    options |= {"dataset_name": tmp_path / "saved"}
+    assert len(PairwiseDataset.from_dataset("train", **options, from_disk=True)) == 6
+    with pytest.raises(DataError, match=r"must have the split 'tain'.*Did you mean 'train'"):
+        PairwiseDataset.from_dataset("tain", **options, from_disk=True)
+    assert len(PairwiseDataset.from_dataset("train", **options)) == 6, "also without from_disk"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, largest_file):
+    message = r"tokenised rows cannot be written: .*root_dir chooses another disk"
+    with largest_file(4096), pytest.raises(DataError, match=message):
+        open_or_build(tmp_path, "x", {"of": 1}, lambda: [(1024, {"a": torch.arange(1024)})])
+    assert list(tmp_path.rglob("*.memmap")) == []
+
+
+def test_an_infinite_iterator_raises_where_a_pass_is_empty():
+    with pytest.raises(DataError, match="pass 1 did not: it is empty"):
+        next(create_infinite_iterator([]))
+    with pytest.raises(DataError, match="pass 2 did not: it gives one pass only"):
+        list(islice(create_infinite_iterator(i for i in range(2)), 3))

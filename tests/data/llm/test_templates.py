@@ -1,15 +1,15 @@
-"""Which template is used, and what may be registered."""
+"""Which template is used, what may be registered, what a template reads of a conversation, and its tools."""
 
-import re
 from pathlib import Path
 
 import pytest
 from tensordict import lazy_stack
 
 from llmrl.data.llm import History, add_chat_template, find_template
+from llmrl.data.llm.template_analysis import conversation_shape, reads_contents, stand_ins
 from llmrl.data.llm.templates import _BUILT_IN, choose_template
 from llmrl.errors import ConfigError, TemplateError
-from llmrl.modules.llm.rendering import Renderer
+from llmrl.modules.llm import Renderer
 from llmrl.testing import tiny_tokenizer
 
 TEMPLATE = (
@@ -77,6 +77,28 @@ def test_a_template_with_variables_keeps_its_name_and_parser():
             choose_template(tokenizer, None, {name: 1})
 
 
+def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_its_own():
+    tokenizer = tiny_tokenizer()
+    tokenizer.name_or_path = "org/My-Bracket-7b"
+    add_chat_template("bracket", TEMPLATE)
+    assert find_template(tokenizer).jinja == tokenizer.chat_template  # no keyword, and so no model that it is for
+    add_chat_template("bracket 2", TEMPLATE + " ", model_family_keywords=["bracket"])
+    assert find_template(tokenizer).name == "bracket 2"
+    assert find_template(tokenizer, template=tokenizer.chat_template).jinja == tokenizer.chat_template
+    text = History.from_chats([{"role": "user", "content": "Hi"}]).apply_chat_template(tokenizer=tokenizer)
+    assert text.startswith("[user]Hi</s>")
+    tokenizer.name_or_path = "org/other"
+    assert find_template(tokenizer).jinja == tokenizer.chat_template
+
+
+def test_your_keyword_goes_before_a_built_in_one_whatever_the_case():
+    add_chat_template("bracket", TEMPLATE, model_family_keywords=["qwen"])
+    tokenizer = without_template("Qwen/Qwen3-0.6B")
+    assert find_template(tokenizer).name == "bracket"
+    [text] = History.from_chats([[{"role": "user", "content": "Hi"}]]).apply_chat_template(tokenizer=tokenizer)
+    assert text == "[user]Hi</s>[assistant]"
+
+
 def test_of_several_templates_that_for_tools_is_named_where_it_is_needed():
     tokenizer = tiny_tokenizer()
     tools, default = tokenizer.chat_template, TEMPLATE
@@ -94,30 +116,6 @@ def test_of_several_templates_that_for_tools_is_named_where_it_is_needed():
     tokenizer.chat_template = {"rag": default, "tool_use": tools}
     with pytest.raises(TemplateError, match="must have a default one: it has rag, tool_use"):
         find_template(tokenizer)
-
-
-def test_what_is_named_goes_before_the_tokenizers_own_which_may_be_several():
-    tokenizer = without_template("someone/Qwen-like")
-    tokenizer.chat_template = TEMPLATE
-    assert find_template(tokenizer, "chatml_format", template="text").jinja == "text"
-    assert find_template(tokenizer, "chatml_format").name == "chatml_format"
-    tokenizer.chat_template = {"default": "D", "rag": "R"}
-    assert find_template(tokenizer).jinja == "D"
-    assert find_template(tokenizer, "rag").jinja == "R"
-
-
-def test_registered_template_is_taken_by_keyword_where_the_tokenizer_has_one_of_its_own():
-    tokenizer = tiny_tokenizer()
-    tokenizer.name_or_path = "org/My-Bracket-7b"
-    add_chat_template("bracket", TEMPLATE)
-    assert find_template(tokenizer).jinja == tokenizer.chat_template  # no keyword, and so no model that it is for
-    add_chat_template("bracket 2", TEMPLATE + " ", model_family_keywords=["bracket"])
-    assert find_template(tokenizer).name == "bracket 2"
-    assert find_template(tokenizer, template=tokenizer.chat_template).jinja == tokenizer.chat_template
-    text = History.from_chats([{"role": "user", "content": "Hi"}]).apply_chat_template(tokenizer=tokenizer)
-    assert text.startswith("[user]Hi</s>")
-    tokenizer.name_or_path = "org/other"
-    assert find_template(tokenizer).jinja == tokenizer.chat_template
 
 
 @pytest.mark.parametrize(
@@ -179,32 +177,6 @@ def test_family_is_guessed_only_where_the_tokenizer_has_no_template(model: str, 
     assert find_template(tokenizer).jinja == TEMPLATE
 
 
-def test_your_keyword_goes_before_a_built_in_one_whatever_the_case():
-    add_chat_template("bracket", TEMPLATE, model_family_keywords=["qwen"])
-    tokenizer = without_template("Qwen/Qwen3-0.6B")
-    assert find_template(tokenizer).name == "bracket"
-    [text] = History.from_chats([[{"role": "user", "content": "Hi"}]]).apply_chat_template(tokenizer=tokenizer)
-    assert text == "[user]Hi</s>[assistant]"
-
-
-def test_built_in_template_can_be_replaced_by_yours():
-    def parse(text: str) -> History:
-        turns = re.findall(r"\[(user|assistant)\](.*?)</s>", text)
-        return lazy_stack([History(role=role, content=content) for role, content in turns])
-
-    add_chat_template("llama", TEMPLATE, inverse_parser=parse, model_family_keywords=["llama", "meta-llama"])
-    tokenizer = without_template("meta-llama/Llama-2-7b-chat-hf")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>"]})
-    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
-    options = {"tokenizer": tokenizer, "add_generation_prompt": False}
-    row = History.from_messages(chat).apply_chat_template(return_assistant_tokens_mask=True, **options)
-    assert tokenizer.decode(row["input_ids"][row["assistant_masks"]]) == "Hi there!</s>"
-    text = History.from_messages(chat).apply_chat_template(**options)
-    assert History.from_text(text, chat_template_name="llama").to_chats() == chat
-    with pytest.raises(TemplateError, match="'llama' is taken"):
-        add_chat_template("llama", TEMPLATE + " ")
-
-
 def test_a_parser_that_fails_is_named_with_the_text():
     def parse(text: str) -> History:
         return lazy_stack([History(role="user", content=turn) for turn in text.split("[user]")[1:]])
@@ -237,3 +209,125 @@ def test_a_template_that_fails_or_loops_is_an_error_with_its_line(monkeypatch: p
         Renderer(tiny_tokenizer(), chat_template=jinja)
     with pytest.raises(TemplateError, match=words):
         History.from_messages([{"role": "user", "content": "Hi"}]).apply_chat_template(chat_template=jinja)
+
+
+# --- what a template reads of a conversation ---
+LOOP = "{%% for m in messages %%}%s{%% endfor %%}"
+WRITES = [
+    "{{ m.role ~ ': ' ~ m.content }}",
+    "{{ m['content'] | trim }}{{ loop.index0 }}",
+    "{% if m.content %}{{ m.content }}{% else %}none{% endif %}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | tojson }}{% endif %}",
+    "{% if messages[loop.index0 - 1].role != 'tool' and m.role == 'tool' %}{{ m.content }}{% endif %}",
+    "{% set text = m.content.strip() %}{{ text if text else 'none' }}",
+    "{% if 'tool_calls' in m and m.tool_calls | length == 1 %}{{ m.tool_calls[0].function.arguments }}{% endif %}",
+    "{% for call in m.tool_calls or [] %}{% set call = call.function %}{{ call.name }}"
+    "{% for key, value in call.arguments | items %}{{ key ~ value | tojson }}{% endfor %}{% endfor %}",
+    "{% if loop.previtem is defined and loop.previtem.role == m.role %}{{ raise_exception(m.content) }}{% endif %}",
+    "{% generation %}{{ m.content }}{% endgeneration %}",
+]
+READS = [
+    "{{ m.content.split('</think>')[-1] }}",
+    "{% if '</think>' in m.content %}{% endif %}",
+    "{% set text = m.content %}{{ text[:5] }}",
+    "{{ m.content | length }}",
+    "{{ m.content | upper }}",
+    "{{ m.content | trim('x') }}",
+    "{{ m.content.lstrip() }}",
+    "{% if m == messages[-1] %}last{% endif %}",
+    "{% if m.content == 'stop' %}{% endif %}",
+    "{{ {'a': 1}[m.content] }}",
+    "{{ loop.changed(m.content) }}",
+    "{% for letter in m.content %}x{% endfor %}",
+    "{% if m.content is in ['a'] %}{% endif %}",
+    "{% set ns = namespace(text='') %}{% if ns.text > 'a' %}{% endif %}{% set ns.text = m.content %}",
+    "{% macro size(text) %}{{ text | length }}{% endmacro %}{{ size(m.content) }}",
+    "{% filter upper %}{{ m.content }}{% endfilter %}",
+    "{{ '%5s' % m.content }}",
+    "{% set x %}{{ m.content }}{% endset %}{{ x | length }}",
+    "{{ messages | map(attribute='content') | join }}",
+]
+
+
+@pytest.mark.parametrize(
+    ("jinja", "reads"),
+    [
+        *((LOOP % body, False) for body in WRITES),
+        *((LOOP % body, True) for body in READS),
+        ("{% for m in messages %}", True),  # cannot be parsed
+        *((row.jinja, bool(row.rewrites)) for row in _BUILT_IN.values()),
+    ],
+)
+def test_contents_are_only_written_or_something_depends_on_them(jinja: str, reads: bool):
+    assert reads_contents(jinja) == reads
+
+
+def test_stand_ins_have_the_shape_of_the_conversation_and_other_texts():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
+    chat = [
+        {"role": "system", "content": "Be brief.", "tools": [{"name": "add"}]},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": " \n", "tool_calls": [call], "is_complete": False},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "user", "content": [{"type": "text", "text": "Be brief."}]},
+    ]
+    probe = stand_ins(chat)
+    assert conversation_shape(probe) == conversation_shape(chat)
+    texts = [probe[0]["content"], probe[3]["content"], probe[3]["tool_call_id"], probe[4]["content"][0]["text"]]
+    texts.append(probe[2]["tool_calls"][0]["function"]["arguments"]["b"])
+    assert len(set(texts)) == 5
+    assert not {"Be brief.", "42", "c1", "two"} & set(texts)
+    assert probe[0]["tools"] == chat[0]["tools"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "a"}, {"role": "tool", "content": "a"}),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": ""}),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": None}),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}),
+        ({"role": "user", "content": "a", "name": "c"}, {"role": "user", "content": "a", "name": "b"}),
+        ({"role": "user", "content": " "}, {"role": "user", "content": "\n"}),
+        ({"content": "", "name": "user"}, {"role": "user", "content": ""}),
+        ({"role": "user", "content": 1}, {"role": "user", "content": True}),
+        ({"role": "user", "content": ["a"]}, {"role": "user", "content": ["a", "b"]}),
+        ({"role": "user", "content": object()}, {"role": "user", "content": object()}),
+    ],
+)
+def test_what_a_template_can_tell_apart_has_another_shape(one, other):
+    assert conversation_shape([one]) != conversation_shape([other])
+
+
+# --- tools that a conversation declares ---
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+ASK = {"role": "user", "content": "1+1?"}
+
+
+def declaring(*tools, system=None):
+    first = {"role": "system", "content": system} if system else dict(ASK)
+    return [{**first, "tools": list(tools)}, *([ASK] if system else [])]
+
+
+@pytest.mark.parametrize("system", [None, "Help."])
+def test_declared_tools_render_as_given_tools_do(system):
+    tokenizer = tiny_tokenizer()
+    chat = declaring(TOOL, system=system)
+    plain = [{key: value for key, value in message.items() if key != "tools"} for message in chat]
+    expected = tokenizer.apply_chat_template(plain, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    assert '"name": "add"' in expected
+    [ids] = Renderer(tokenizer).prompt_ids([chat])
+    assert tokenizer.decode(ids) == expected
+    assert History.from_messages(chat).apply_chat_template(tokenizer=tokenizer) == expected
+
+
+def test_tools_and_calls_that_a_template_does_not_use_are_refused_and_not_dropped():
+    """Regression: ChatML wrote an empty answer where a tool was called, and said nothing of the tools it was given."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    renderer = Renderer(tiny_tokenizer(template="chatml_format"))
+    with pytest.raises(TemplateError, match=r"message 1 .*role 'assistant': .*not use tool_calls"):
+        renderer.render([[ASK, calling]])
+    for chat, tools in ((declaring(TOOL), None), ([ASK], [TOOL])):
+        with pytest.raises(TemplateError, match="does not use tools; describe them"):
+            renderer.prompt_ids([chat], tools=tools)

@@ -32,6 +32,7 @@ def test_of_those_above_the_median_the_k_best_are_written_and_ties_go_to_the_fir
     out = selector.inv(batch(["p"] * len(rewards), rewards))
     assert ([] if out is None else out["number"].tolist()) == written
     assert selector.counters["dropped"] + selector.counters["failed"] == len(rewards) - len(written)
+    assert selector.inv(batch(["p"], [1.0])[:0]) is None, "an empty batch writes nothing"
 
 
 def test_prompts_wait_apart_until_there_are_enough_turns():
@@ -43,14 +44,6 @@ def test_prompts_wait_apart_until_there_are_enough_turns():
     assert selector.counters == {"prompts": 2, "written": 2, "dropped": 4, "failed": 0, "evicted": 0, "queued": 0}
 
 
-def test_failed_rewards_are_neither_chosen_nor_part_of_the_median():
-    selector = TopKRewardSelector(4, 3)
-    out = selector.inv(batch(["p"] * 4, [math.nan, 1.0, math.inf, 2.0]))
-    assert out["next", "reward"].flatten().tolist() == [2.0]
-    assert (selector.counters["failed"], selector.counters["dropped"]) == (2, 1)
-    assert selector.inv(batch(["p"], [1.0])[:0]) is None, "an empty batch writes nothing"
-
-
 def test_rows_of_a_two_dimensional_batch_are_conversations_of_several_turns():
     given = batch([f"turn {i % 2} of p" for i in range(8)], [0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 9.0, -9.0],
                   done=[False, True] * 4)  # fmt: skip
@@ -59,14 +52,6 @@ def test_rows_of_a_two_dimensional_batch_are_conversations_of_several_turns():
     assert out["number"].tolist() == [2, 3, 0, 1]  # returns 5 and 1; those below are 0 and 0
     flat = TopKRewardSelector(8, 2).inv(given)
     assert flat["number"].tolist() == [2, 3, 0, 1]
-
-
-def test_a_conversation_that_continues_in_the_next_batch_is_one():
-    selector = TopKRewardSelector(4, 1)
-    assert selector.inv(batch(["p", "q"], [1.0, 1.0], done=[True, False])) is None
-    out = selector.inv(batch(["q after", "p", "p", "p"], [5.0, 0.0, 3.0, 2.0]))
-    assert out["next", "reward"].flatten().tolist() == [3.0]  # 1, 0, 3 and 2 of p
-    assert selector.counters["queued"] == 1
 
 
 def test_in_front_of_a_buffer_and_through_a_state():
@@ -80,14 +65,6 @@ def test_in_front_of_a_buffer_and_through_a_state():
     for one in (buffer, other):
         assert one.extend(batch(["q", "p"], [1.0, 1.0])).tolist() == [0]
         assert one[:]["next", "reward"].flatten().tolist() == [3.0]
-
-
-def test_the_queue_is_bounded(caplog):
-    selector = TopKRewardSelector(2, 1, max_queued_prompts=2)
-    for prompt in "abc":
-        selector.inv(batch([prompt], [1.0]))
-    assert (selector.counters["queued"], selector.counters["evicted"]) == (2, 1)
-    assert "max_queued_prompts=2" in caplog.text
 
 
 def test_impossible_arguments_are_refused():
@@ -107,3 +84,19 @@ def test_single_rows_that_were_stacked_lazily_are_a_batch_like_any_other(prompt_
     rows = LazyStackedTensorDict.lazy_stack([row.clone() for row in given.unbind(0)])
     out = TopKRewardSelector(3, 1, prompt_key=prompt_key).inv(rows)
     assert out["number"].tolist() == [4, 1]
+
+
+def test_the_queue_is_bounded(caplog):
+    selector = TopKRewardSelector(2, 1, max_queued_prompts=2)
+    for prompt in "abc":
+        selector.inv(batch([prompt], [1.0]))
+    assert (selector.counters["queued"], selector.counters["evicted"]) == (2, 1)
+    assert "max_queued_prompts=2" in caplog.text
+
+
+def test_a_conversation_that_continues_in_the_next_batch_is_one():
+    selector = TopKRewardSelector(4, 1)
+    assert selector.inv(batch(["p", "q"], [1.0, 1.0], done=[True, False])) is None
+    out = selector.inv(batch(["q after", "p", "p", "p"], [5.0, 0.0, 3.0, 2.0]))
+    assert out["next", "reward"].flatten().tolist() == [3.0]  # 1, 0, 3 and 2 of p
+    assert selector.counters["queued"] == 1

@@ -75,14 +75,6 @@ def test_a_compact_tree_has_a_vertex_for_each_choice(forest):
     assert tree.rollout_from_path(()) is None
 
 
-def test_a_vertex_ends_where_a_trajectory_does(forest):
-    forest.extend(rollout(1, 1, 2, rewards=[0.0, 7.0]))
-    common = forest.get_tree(rollout(1, 1)[0]).subtree[0]
-    assert common.selected_actions.flatten().tolist() == [1, 2]
-    assert (common.count, common.value, common.num_children) == (3, pytest.approx(11 / 3), 1)
-    assert common.subtree[0].selected_actions.flatten().tolist() == [3]
-
-
 def test_each_step_is_a_vertex_where_the_tree_is_not_compact(forest):
     tree = forest.get_tree(rollout(1, 1)[0], compact=False)
     assert tree.num_vertices() == 1 + 3 + 2 + 1 + 1
@@ -106,17 +98,6 @@ def test_vertices_are_found_by_hash_id_and_path(forest):
         tree.get_vertex_by_id(99)
     with pytest.raises(ValueError, match="'name'"):
         tree.vertices(key_type="name")
-
-
-def test_the_maps_answer_as_documented(forest):
-    branches = forest.node_map[rollout(1, 1)[0]]["_index"]
-    steps = forest.data_map[branches]
-    assert steps["action"].flatten().tolist() == [1, 2]
-    assert steps["next", "observation"].flatten().tolist() == [11, 12]
-    assert torch.equal(forest.get_child(rollout(1, 1)[0])["action"], steps["action"])
-    several = forest.node_map[rollout(1, 1, 2)]
-    assert [row["_index"].tolist() for row in several.unbind(0)] == [branches.tolist(), [1]]
-    assert len(forest) == 5 + 1 + 1 + 2
 
 
 def test_paths_that_meet_are_counted_once_and_a_circle_ends():
@@ -145,30 +126,6 @@ def test_a_vertex_that_two_paths_reach_has_one_id_and_a_line_for_each_path():
     lines = forest.to_string(walk(1, 2)[0], lambda vertex: vertex.node_observation.item()).splitlines()
     assert lines == ["(0,) 3", "(1,) 3"]
     assert "'observation': tensor([3])" in forest.to_string(walk(1, 2)[0])
-
-
-def test_rewards_and_flags_may_have_the_shape_of_the_batch_or_further_dims():
-    made = []
-    for shape in ([], [1], [1, 2]):
-        steps = rollout(1, 1, 2, 3, rewards=[0.5, 0.0, 2.0])
-        for key, share in (("reward", 2 if shape == [1, 2] else 1), ("done", 1)):
-            value = steps["next", key].reshape(3, *[1] * len(shape)).expand(3, *shape)
-            steps["next", key] = value / share if key == "reward" else value
-        forest = MCTSForest()
-        forest.extend(steps.unsqueeze(0))
-        made.append((forest.returns, forest.get_tree(steps[0]).subtree))
-    assert [returns for returns, _ in made] == [[2.5, 2.0, 2.0]] * 3
-
-
-def test_a_batch_of_trajectories_is_added_at_once():
-    batch = torch.stack([rollout(1, 1, 2), rollout(1, 1, 3)])
-    forest = MCTSForest()
-    tree = forest.extend(batch, return_node=True)
-    assert tree.rollout["action"].flatten().tolist() == [1]
-    assert [child.selected_actions.item() for child in tree.subtree] == [2, 3]
-    tree = forest.add(rollout(1, 4)[0], return_node=True)
-    expanded = [tree.fully_expanded(LLMHashingEnv(vocab_size=size, text_output=False)) for size in (2, 3)]
-    assert (tree.num_children, expanded) == (2, [True, False])
 
 
 def test_an_action_that_leads_elsewhere_is_refused_and_nothing_is_kept(forest):
@@ -210,14 +167,6 @@ def test_steps_that_cannot_be_kept_are_told(forest, steps, error, words):
             call()
 
 
-def test_a_full_forest_is_an_error():
-    forest = MCTSForest(max_size=2)
-    forest.extend(rollout(1, 1, 2))
-    with pytest.raises(RuntimeError, match="at most 2 keys"):
-        forest.extend(rollout(1, 1, 3))
-    assert (len(forest), forest.get_tree(rollout(1, 1)[0]).max_length()) == (2, 2)
-
-
 def test_a_tree_of_texts_counts_shared_prefixes():
     """Against a plain count of prefixes."""
     env = LLMHashingEnv(vocab_size=3, text_output=False)
@@ -255,6 +204,28 @@ def test_a_tree_is_drawn(forest):
     texts = [element.text for element in drawing.iter() if element.tag.endswith("text")]
     assert (texts[0], len(texts)) == ("<script>0</script> & more", 5)
     assert not [element for element in drawing.iter() if element.tag.endswith("script")]
+
+
+def test_the_maps_answer_as_documented(forest):
+    branches = forest.node_map[rollout(1, 1)[0]]["_index"]
+    steps = forest.data_map[branches]
+    assert steps["action"].flatten().tolist() == [1, 2]
+    assert steps["next", "observation"].flatten().tolist() == [11, 12]
+    assert torch.equal(forest.get_child(rollout(1, 1)[0])["action"], steps["action"])
+    several = forest.node_map[rollout(1, 1, 2)]
+    assert [row["_index"].tolist() for row in several.unbind(0)] == [branches.tolist(), [1]]
+    assert len(forest) == 5 + 1 + 1 + 2
+
+
+def test_a_batch_of_trajectories_is_added_at_once():
+    batch = torch.stack([rollout(1, 1, 2), rollout(1, 1, 3)])
+    forest = MCTSForest()
+    tree = forest.extend(batch, return_node=True)
+    assert tree.rollout["action"].flatten().tolist() == [1]
+    assert [child.selected_actions.item() for child in tree.subtree] == [2, 3]
+    tree = forest.add(rollout(1, 4)[0], return_node=True)
+    expanded = [tree.fully_expanded(LLMHashingEnv(vocab_size=size, text_output=False)) for size in (2, 3)]
+    assert (tree.num_children, expanded) == (2, [True, False])
 
 
 def test_a_long_trajectory_makes_a_deep_tree():

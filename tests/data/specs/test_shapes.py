@@ -104,20 +104,6 @@ def test_a_spec_changes_shape_as_its_values_do_and_its_domain_follows_entry_by_e
         assert changed.zero().equal(op(zero, *tail)), name
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_bounds_masks_and_numbers_of_choices_follow_every_operation(op):
-    low = LOW.expand(SHAPE)
-    changed = op(LEAVES["bounded varying"])
-    assert changed.low.tolist() == op(low).tolist()
-    assert changed.high.tolist() == (op(low) + 0.5).tolist()
-    assert op(LEAVES["multi categorical by row"]).nvec.tolist() == op(NVEC).tolist()
-    mask = MASK.expand(*SHAPE, 5).contiguous()
-    for spec in (op(LEAVES["categorical masked"]), op(LEAVES["one-hot masked"], 5)):
-        assert spec.mask.tolist() == op(mask, 5).tolist()
-    pairs = op(LEAVES["multi one-hot masked"], 5)
-    assert pairs.mask.tolist() == op(PAIRS.expand(*SHAPE, 5).contiguous(), 5).tolist()
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_composite_changes_its_batch_dims_and_carries_the_rest(lazy):
     def make(shape, shift):
@@ -189,22 +175,6 @@ def test_bounds_and_masks_cost_no_memory_until_they_vary():
     assert box.high.untyped_storage().nbytes() == 4
 
 
-def test_a_dim_of_any_size_survives_and_takes_any_size():
-    spec = Bounded(torch.tensor([0.0, 5.0]), torch.tensor([1.0, 6.0]), shape=(4, -1, 2))
-    assert spec.is_in(torch.tensor([0.5, 5.5]).expand(4, 9, 2))
-    assert not spec.is_in(torch.tensor([0.5, 5.5]).expand(3, 9, 2))
-    assert spec.expand(3, 4, -1, 2).shape == (3, 4, -1, 2)
-    assert spec.flatten(0, 1).shape == spec[1].shape == (-1, 2)
-    assert (spec[:, :7].shape, spec[..., 1].low.unique().tolist()) == ((4, -1, 2), [5.0])
-    assert spec.unflatten(0, (2, 2)).low.shape == (2, 2, 1, 2)
-    assert (spec.reshape(2, 2, -1, 2).shape, spec.rand().shape) == ((2, 2, -1, 2), (4, 1, 2))
-    assert [part.shape for part in spec.unbind(-1)] == [(4, -1), (4, -1)]
-    with pytest.raises(ShapeError, match="has any size"):
-        spec.unbind(1)
-    with pytest.raises(ShapeError, match="cannot vary along dim 1"):
-        spec.flatten(1, 2)
-
-
 @pytest.mark.parametrize("name", LEAVES)
 def test_every_class_takes_a_dim_of_any_size(name):
     dense = LEAVES[name][0, 0]
@@ -241,13 +211,3 @@ def test_every_class_takes_a_dim_of_any_size(name):
 def test_what_a_tensor_refuses_is_a_shape_error(op, match):
     with pytest.raises(ShapeError, match=match):
         op(Unbounded(shape=(2, 3)))
-
-
-def test_shape_operations_leave_the_spec_they_came_from_alone():
-    spec = Composite(a=Bounded(LOW, LOW + 1), shape=(3,))
-    spec.expand(5, 3)["b"] = Unbounded(shape=(5, 3))
-    assert (list(spec.keys()), spec["a"].shape) == (["a"], (3, 4))
-    assert math.prod(spec.unsqueeze(0).shape) == 3
-    masked = Categorical(5, shape=(3,), mask=MASK[0, 0, 0, :3])
-    masked.unsqueeze(0).update_mask(None)
-    assert masked.mask is not None

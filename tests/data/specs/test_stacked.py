@@ -1,6 +1,5 @@
 """Stacks of specs that differ: what `torch.stack` gives, reading, writing, consolidating; `Choice` and old names."""
 
-import copy
 import pickle
 
 import pytest
@@ -50,27 +49,6 @@ def test_equal_specs_stack_into_a_dense_one():
             at = dim if dim >= 0 else 1
             assert stacked.shape == (*spec.shape[:at], 3, *spec.shape[at:])
             assert all(row == spec for row in stacked.unbind(at))
-
-
-def test_specs_that_differ_stack_into_one_that_keeps_them():
-    members = [Bounded(0, 1, (2,)), Bounded(5, 6, (2,)), Bounded(0, 1, (2,))]
-    spec = torch.stack(members, 1)
-    assert type(spec) is Stacked
-    assert (spec.shape, spec.stack_dim) == ((2, 3), 1)
-    assert spec[:, 1] is members[1]
-    assert spec[:, -1] is members[2]
-    assert spec.unbind(1) == tuple(members)
-    assert spec.rand((4,)).shape == (4, 2, 3)
-    assert spec.zero().tolist() == [[0, 5, 0], [0, 5, 0]]
-    assert spec.one((1,)).tolist() == [[[1, 5, 1], [1, 5, 1]]]
-    assert not any(spec.is_in(value) for value in (torch.zeros(2, 3), torch.zeros(2, 2), [0, 1]))
-    with pytest.raises(AssertionError, match=r"entry 1 of the stack: .*\[5.0, 6.0\], got 0.0"):
-        spec.assert_is_in(torch.zeros(2, 3))
-    assert spec.dtype == torch.float32
-    assert spec != torch.stack(members[::-1][1:] + members[:1], 1)
-    assert spec != torch.stack(members, 0)
-    for other in (spec.clone(), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
-        assert other == spec
 
 
 test_specs_that_do_not_stack_are_refused = refusals(
@@ -158,34 +136,6 @@ def test_values_of_a_stack_of_composites_are_lazy_stacks():
     dense = torch.stack([Composite(a=Bounded(0, 1)), Composite(a=Bounded(2, 3))])
     assert dense.is_in(TensorDict(a=torch.tensor([0.5, 2.5]), batch_size=[2]))
     assert not dense.is_in(TensorDict(a=torch.tensor([2.5, 0.5]), batch_size=[2]))
-
-
-def test_counts_and_lists_of_stacks_combine_their_members():
-    spec = torch.stack([Categorical(2), Categorical(3)])
-    both = torch.stack([Composite(a=Categorical(2)), Composite(a=Categorical(3))])
-    assert spec.cardinality() == both.cardinality() == 6
-    assert spec.enumerate().tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    assert both.enumerate()["a"].tolist() == spec.enumerate().tolist()
-
-
-def test_a_stack_of_tensorclasses_gives_tensorclasses():
-    spec = torch.stack([Composite(left=Bounded(0, 1, (n,)), data_cls=Pair) for n in (1, 2)])
-    value = spec.rand()
-    assert isinstance(value, Pair)
-    assert spec.is_in(value)
-    assert spec.data_cls is Pair
-
-
-def test_stacks_stack_again_and_in_the_middle_of_a_composite():
-    rows = [torch.stack([Bounded(a, a + 1), Bounded(b, b + 1)]) for a, b in ((0, 2), (4, 6))]
-    spec = torch.stack(rows, 1)
-    assert spec.zero().tolist() == [[0, 4], [2, 6]]
-    assert (spec.flatten().zero().tolist(), spec[1].zero().tolist()) == ([0, 4, 2, 6], [2, 6])
-    whole = Composite(a=spec, b=Unbounded((2, 3)), shape=(2,))
-    assert whole[0]["a"].zero().tolist() == [0, 4]
-    assert whole.expand(3, 2)["a"].zero().tolist() == [[[0, 4], [2, 6]]] * 3
-    dense = Composite(b=Unbounded((2, 3)), n={"x": None})
-    assert [contains_lazy_spec(each) for each in (whole, dense, Unbounded())] == [True, False, False]
 
 
 def test_consolidating_gives_every_member_every_key():
@@ -288,3 +238,31 @@ def test_an_old_name_warns_and_makes_its_successor(name):
     assert type(Mine(*args)) is Mine
     assert isinstance(Mine(*args), old)
     assert not isinstance(new(*args), Mine)
+
+
+def test_counts_and_lists_of_stacks_combine_their_members():
+    spec = torch.stack([Categorical(2), Categorical(3)])
+    both = torch.stack([Composite(a=Categorical(2)), Composite(a=Categorical(3))])
+    assert spec.cardinality() == both.cardinality() == 6
+    assert spec.enumerate().tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert both.enumerate()["a"].tolist() == spec.enumerate().tolist()
+
+
+def test_a_stack_of_tensorclasses_gives_tensorclasses():
+    spec = torch.stack([Composite(left=Bounded(0, 1, (n,)), data_cls=Pair) for n in (1, 2)])
+    value = spec.rand()
+    assert isinstance(value, Pair)
+    assert spec.is_in(value)
+    assert spec.data_cls is Pair
+
+
+def test_stacks_stack_again_and_in_the_middle_of_a_composite():
+    rows = [torch.stack([Bounded(a, a + 1), Bounded(b, b + 1)]) for a, b in ((0, 2), (4, 6))]
+    spec = torch.stack(rows, 1)
+    assert spec.zero().tolist() == [[0, 4], [2, 6]]
+    assert (spec.flatten().zero().tolist(), spec[1].zero().tolist()) == ([0, 4, 2, 6], [2, 6])
+    whole = Composite(a=spec, b=Unbounded((2, 3)), shape=(2,))
+    assert whole[0]["a"].zero().tolist() == [0, 4]
+    assert whole.expand(3, 2)["a"].zero().tolist() == [[[0, 4], [2, 6]]] * 3
+    dense = Composite(b=Unbounded((2, 3)), n={"x": None})
+    assert [contains_lazy_spec(each) for each in (whole, dense, Unbounded())] == [True, False, False]
